@@ -1,0 +1,40 @@
+# Every target does the set-up it needs; nothing that is done is done again.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+CUDA := $(shell nvidia-smi -L 2>/dev/null)
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: help setup quickstart check test test-slow clean
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: .venv/.done  ## virtual environment, pinned dependencies, editable install
+
+.venv/.done: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Headsmith needs Python 3.11 or newer, found " + sys.version.split()[0] + ": make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv .venv
+	@$(if $(CUDA),true,$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
+	    || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' 2>/dev/null \
+	    || echo 'no CPU build of torch $(TORCH) found: taking the default one')
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: setup  ## train, measure and plot Medusa heads on the embedded default
+	$(BIN)/python scripts/quickstart.py
+
+check: setup  ## formatting, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## the default test suite
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-slow: setup  ## the long tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+clean:  ## remove the environment and caches, keep outputs
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,0 +1,48 @@
+"""The door between Hydra and the code: command line in, checked dataclass out."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, errors
+
+from conf.schema import InputError
+
+Config = TypeVar("Config")
+
+
+def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None:
+    """Runs `main` with the configuration composed from `conf/<name>.yaml` and argv.
+
+    A sweep (`--multirun`) gives job n the folder `out_dir/n`, the same on every process.
+
+    Args:
+        main: the command.
+        schema: the dataclass from `conf.schema` that `main` takes.
+        name: the YAML file, without its ending.
+    """
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+
+    def job(composed: DictConfig) -> None:
+        try:
+            config = _checked(composed)
+            main(config)
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            sys.exit(2)
+
+    hydra.main(version_base=None, config_path=str(Path(__file__).parent), config_name=name)(job)()
+
+
+def _checked(composed: DictConfig) -> Config:  # type: ignore[type-var]
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        composed.out_dir = str(Path(composed.out_dir) / str(HydraConfig.get().job.num))
+    try:
+        return OmegaConf.to_object(composed)  # type: ignore[return-value]
+    except errors.MissingMandatoryValue as error:
+        raise InputError(f"{error}: set it on the command line") from error

@@ -1,0 +1,319 @@
+"""Every setting of every command: name, type, default, unit and check.
+
+YAML files under `conf/` only select and override; a key that is not here fails at the
+command line. Entry scripts receive these dataclasses, never a `DictConfig`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class InputError(ValueError):
+    """The user's input or settings are wrong; commands print it without a traceback."""
+
+
+class Dtype(Enum):
+    """Parameter dtype; `auto` is bfloat16 on CUDA and float32 on CPU."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Quantization(Enum):
+    """Weight quantisation of the frozen target (needs bitsandbytes)."""
+
+    none = "none"
+    int8 = "int8"
+    nf4 = "nf4"
+
+
+class Form(Enum):
+    """The shape of a data row."""
+
+    auto = "auto"
+    messages = "messages"
+    conversations = "conversations"
+    alpaca = "alpaca"
+    turns = "turns"
+    prompt = "prompt"
+    text = "text"
+
+
+class OnBadRow(Enum):
+    """What a malformed row does."""
+
+    error = "error"
+    skip = "skip"
+
+
+class Labels(Enum):
+    """What a head learns to predict: the text itself, or the target's distribution."""
+
+    hard = "hard"
+    soft = "soft"
+
+
+class Schedule(Enum):
+    """Learning-rate schedule after the warm-up."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+    constant = "constant"
+
+
+class Mode(Enum):
+    """How acceptance is measured."""
+
+    replay = "replay"
+    decode = "decode"
+
+
+class Tracker(Enum):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    none = "none"
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
+
+def _positive(prefix: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise InputError(f"{prefix}.{name}={value}: must be above 0")
+
+
+@dataclass
+class TargetConfig:
+    """The frozen language model that drafts are made for."""
+
+    path: str | None = None
+    """Hub id or folder; unset means the embedded default."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    dtype: Dtype = Dtype.auto
+    quantization: Quantization = Quantization.none
+    adapter: str | None = None
+    """Hub id or folder of a LoRA adapter (peft) applied to the target."""
+    device_map: str | None = None
+    """Passed to transformers, e.g. `auto`, for targets that need several devices."""
+    trust_remote_code: bool = False
+    """Run model code that the Hub repository ships."""
+
+
+@dataclass
+class DataConfig:
+    """Conversations to train or measure on."""
+
+    path: str | None = None
+    """JSONL, JSON or Parquet file, a folder of them, or a Hub dataset id; unset means the
+    embedded default."""
+    split: str = "train"
+    """Split of a Hub dataset."""
+    form: Form = Form.auto
+    eval_path: str | None = None
+    """Held-out conversations; unset takes `eval_fraction` of `path`."""
+    eval_fraction: float = 0.02
+    """Share of conversations held out when `eval_path` is unset."""
+    max_length: int = 1024
+    """Tokens of a packed sequence; longer conversations are truncated and counted."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    num_prompts: int | None = None
+    """Use only the first so many prompts (measuring) or conversations (training)."""
+
+    def __post_init__(self) -> None:
+        _positive("data", self, "max_length", "num_prompts")
+        if not 0 < self.eval_fraction < 1:
+            raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
+
+
+@dataclass
+class MedusaConfig:
+    """Medusa-1 heads (arXiv 2401.10774, section 2.1)."""
+
+    path: str | None = None
+    """A saved head to start from: folder or Hub id."""
+    num_heads: int = 4
+    """Head k (from 1) predicts the token k + 1 positions ahead."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    loss_decay: float = 0.8
+    """lambda_k = loss_decay ** k weighs head k."""
+    labels: Labels = Labels.hard
+
+    def __post_init__(self) -> None:
+        _positive("head", self, "num_heads", "num_layers", "loss_decay")
+
+
+@dataclass
+class TrainConfig:
+    """The optimisation loop, the same for every head."""
+
+    max_steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Packed sequences per optimizer step, over all processes."""
+    micro_batch_size: int = 1
+    """Packed sequences per forward pass of one process."""
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 50
+    """Optimizer steps of linear warm-up."""
+    decay_fraction: float = 0.2
+    """Share of the steps in which the `wsd` schedule decays to zero."""
+    dtype: Dtype = Dtype.auto
+    """Autocast dtype of the head; its parameters and optimizer state stay float32."""
+    eval_steps: int = 200
+    """Optimizer steps between evaluations."""
+    num_eval_sequences: int = 32
+    """Packed held-out sequences per evaluation."""
+    save_steps: int = 200
+    """Optimizer steps between checkpoints."""
+    num_checkpoints: int = 2
+    """Checkpoints kept, newest first."""
+    resume: str | None = None
+    """`auto` continues from the newest checkpoint in `out_dir`; or a checkpoint folder."""
+    log_steps: int = 10
+    """Optimizer steps between metric lines."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            "train", self, "max_steps", "batch_size", "micro_batch_size", "learning_rate",
+            "max_grad_norm", "eval_steps", "num_eval_sequences", "save_steps",
+            "num_checkpoints", "log_steps",
+        )  # fmt: skip
+        if self.warmup_steps < 0 or self.warmup_steps >= self.max_steps:
+            raise InputError(
+                f"train.warmup_steps={self.warmup_steps}: must be at least 0 and below "
+                f"train.max_steps={self.max_steps}"
+            )
+
+
+@dataclass
+class LogConfig:
+    """Experiment tracking; never stops a run."""
+
+    tracker: Tracker = Tracker.none
+    project: str = "headsmith"
+    run_name: str | None = None
+
+
+@dataclass
+class HeadRef:
+    """A trained head to load."""
+
+    path: str | None = None
+    """Folder or Hub id."""
+    revision: str | None = None
+
+
+@dataclass
+class MedusaRun:
+    """`train/medusa.py`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    head: MedusaConfig = field(default_factory=MedusaConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    out_dir: str = "outputs/medusa"
+    seed: int = 0
+
+
+@dataclass
+class MeasureRun:
+    """What `eval/acceptance.py` and `eval/speedup.py` share."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    head: HeadRef = field(default_factory=HeadRef)
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every head."""
+    tree: list[list[int]] | None = None
+    """Static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes the default."""
+    out_dir: str = "outputs/measure"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("", self, "max_new_tokens", "depth")
+        if self.temperature != 0:
+            raise InputError(
+                f"temperature={self.temperature}: only greedy decoding (0) is measured"
+            )
+
+
+@dataclass
+class AcceptanceRun(MeasureRun):
+    """`eval/acceptance.py`."""
+
+    mode: Mode = Mode.replay
+    out_dir: str = "outputs/acceptance"
+
+
+@dataclass
+class SpeedupRun(MeasureRun):
+    """`eval/speedup.py`."""
+
+    methods: list[str] = field(default_factory=lambda: ["all"])
+    """Any of vanilla, generate, medusa_chain, medusa_tree; or `all`."""
+    num_repeats: int = 3
+    """Timed passes over the prompts; medians are reported."""
+    out_dir: str = "outputs/speedup"
+
+
+@dataclass
+class RegenerateRun:
+    """`scripts/regenerate.py`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    endpoint: str | None = None
+    """Base URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset
+    generates in process."""
+    model: str | None = None
+    """Model name sent to the endpoint; unset takes the first it lists."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the endpoint's key, if it needs one."""
+    concurrency: int = 16
+    """Requests in flight."""
+    max_retries: int = 5
+    timeout_s: float = 300.0
+    batch_size: int = 16
+    """Conversations generated together in process."""
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    out_dir: str = "outputs/regenerated"
+    """Holds `conversations.jsonl`; a second start continues it."""
+    seed: int = 0
+
+
+@dataclass
+class ShowMaskRun:
+    """`scripts/show_mask.py`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    num_samples: int = 3
+
+
+@dataclass
+class PushRun:
+    """`scripts/push.py`."""
+
+    head: HeadRef = field(default_factory=HeadRef)
+    repo_id: str = "???"
+    """`user/name` on the Hub."""
+    private: bool = True
+    dry_run: bool = False
+    """Write what would be uploaded to `out_dir` and stop."""
+    license: str | None = None
+    """SPDX id for the model card."""
+    measured: str | None = None
+    """Folder with `acceptance.json` / `speedup.json` to quote; unset looks beside the head."""
+    out_dir: str = "outputs/push"
