@@ -1,0 +1,180 @@
+"""Medusa heads: K small networks that each predict one future token from one hidden state.
+
+Source: Medusa, arXiv 2401.10774, section 2.1; file layout of FasterDecoding/Medusa, which
+vLLM, TGI and TensorRT-LLM read. Letters: N rows, K heads, D hidden, V vocab.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conf.schema import InputError
+from heads.storage import config_path, load_tensors, locate, save_head
+from heads.target import Reads, Target
+
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
+@dataclass(frozen=True)
+class MedusaHeadConfig:
+    """Shape of the heads and the target they belong to."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int
+    target: str
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(A x + b), with A and b zero at the start."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return hidden_states + functional.silu(self.linear(hidden_states))
+
+
+class MedusaHead(nn.Module):
+    """K independent heads; head k (from 1) at position t predicts token t + 1 + k.
+
+    Weights start as NaN where they must come from a target or a file, so that a forgotten
+    load shows at the first loss.
+    """
+
+    reads = Reads(layers=(), final_norm=True)
+
+    def __init__(self, config: MedusaHeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                *[ResidualBlock(config.hidden_size) for _ in range(config.num_layers)],
+                nn.Linear(config.hidden_size, config.vocab_size, bias=False),
+            )
+            for _ in range(config.num_heads)
+        )
+        for head in self.heads:
+            nn.init.constant_(head[-1].weight, float("nan"))  # type: ignore[index]
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        return self.config.num_heads
+
+    @classmethod
+    def from_target(cls, target: Target, num_heads: int, num_layers: int) -> "MedusaHead":
+        """Untrained float32 heads, each equal to the target's own next-token head.
+
+        Raises:
+            InputError: the target's output head is quantised or has a bias.
+        """
+        weight = target.output_head.weight
+        if not weight.is_floating_point() or getattr(target.output_head, "bias", None) is not None:
+            raise InputError(
+                f"target.path={target.name}: its output head is quantised or has a bias; "
+                "Medusa heads copy a plain projection"
+            )
+        config = MedusaHeadConfig(
+            target.hidden_size, target.vocab_size, num_heads, num_layers, target.name
+        )
+        medusa = cls(config)
+        for head in medusa.heads:
+            head[-1].weight.data.copy_(weight.detach().float())  # type: ignore[index]
+        return medusa.to(target.device)
+
+    def head_logits(self, k: int, hidden_states: Tensor) -> Tensor:
+        """[N, V] logits of head k, counted from 0, on final hidden states [N, D].
+
+        Head 0 reads position t and predicts token t + 2.
+        """
+        return self.heads[k](hidden_states)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[K, ..., V] logits of every head on final hidden states [..., D]."""
+        return torch.stack([head(hidden_states) for head in self.heads])
+
+    def check_target(self, target: Target) -> None:
+        """Refuses a target whose sizes do not fit.
+
+        Raises:
+            InputError: with both sizes.
+        """
+        for name in ("hidden_size", "vocab_size"):
+            mine, theirs = getattr(self.config, name), getattr(target, name)
+            if mine != theirs:
+                raise InputError(
+                    f"head.path: this head has {name}={mine} (trained for {self.config.target}) "
+                    f"but target.path={target.name} has {theirs}; use the head's own target"
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Original names: `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`."""
+        return {name.removeprefix("heads."): tensor for name, tensor in self.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        """Writes `config.json` and the weights, whole or not at all."""
+        save_head(folder, self.config_json(), WEIGHTS, self.tensors())
+
+    def config_json(self) -> dict[str, object]:
+        """Keys of the original, of TGI and of vLLM's `MedusaConfig`."""
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "base_model_name_or_path": self.config.target,
+            "hidden_size": self.config.hidden_size,
+            "vocab_size": self.config.vocab_size,
+            "medusa_num_heads": self.config.num_heads,
+            "medusa_num_layers": self.config.num_layers,
+            "medusa_fc_bias": True,
+            "dtype": "float32",
+        }
+
+    @classmethod
+    def load(cls, path: str, revision: str | None = None) -> "MedusaHead":
+        """Loads a folder or Hub repository, ours or one in the original layout.
+
+        The published config of the original authors counts fewer heads than the file holds,
+        and none of the sizes, so shapes are read from the tensors.
+
+        Raises:
+            InputError: missing, corrupt or foreign files; any tensor too many or too few.
+        """
+        folder = locate(path, revision, WEIGHTS)
+        settings = json.loads(config_path(folder).read_text())
+        tensors = load_tensors(folder / WEIGHTS)
+        config = _config_of(tensors, str(settings.get("base_model_name_or_path")), path)
+        head = cls(config)
+        expected = head.tensors()
+        wrong = sorted(
+            set(tensors) ^ set(expected)
+            | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
+        )
+        if wrong:
+            raise InputError(f"head.path={path}: tensors missing, foreign or misshapen: {wrong}")
+        head.load_state_dict({f"heads.{name}": tensor for name, tensor in tensors.items()})
+        return head
+
+
+def _config_of(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
+    projections = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
+    if not projections:
+        raise InputError(f"head.path={path}: no Medusa projection among {sorted(tensors)[:5]}")
+    vocab_size, hidden_size = tensors[projections[0]].shape
+    num_layers = int(projections[0].split(".")[1])
+    num_heads = 1 + max(int(name.split(".")[0]) for name in projections)
+    return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
+
+
+def describe(config: MedusaHeadConfig) -> str:
+    """One line for a log."""
+    return ", ".join(f"{name} {value}" for name, value in asdict(config).items())
