@@ -1,7 +1,6 @@
 """Reading and writing head folders: safetensors and JSON, whole or not at all."""
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -91,6 +90,6 @@ def replace_folder(staging: Path, folder: Path) -> None:
     old = folder.with_name(f".{folder.name}-old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-    os.replace(staging, folder)
+        folder.replace(old)
+    staging.replace(folder)
     shutil.rmtree(old, ignore_errors=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -214,7 +215,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         model_config = AutoConfig.from_pretrained(config.path, **common)
         tokenizer = AutoTokenizer.from_pretrained(config.path, **common)
         model = _load_model(config, model_config, dtype, device, common)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
     if config.adapter is not None:
         model = _with_adapter(model, config.adapter)
@@ -230,6 +231,13 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype.value)
 
 
+def attention_for(model_config: Any) -> str:
+    """The attention implementation that takes additive masks and computes what was trained."""
+    # SDPA leaves out attention soft-capping (Gemma 2) without a word.
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if capped else "sdpa"
+
+
 def _load_model(
     config: TargetConfig,
     model_config: Any,
@@ -237,16 +245,17 @@ def _load_model(
     device: torch.device,
     common: dict[str, Any],
 ) -> Any:
-    # SDPA leaves out attention soft-capping (Gemma 2) without a word.
-    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager" if capped else "sdpa"}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention_for(model_config),
+    }
     if config.quantization is not Quantization.none:
         options["quantization_config"] = _quantization(config.quantization, dtype)
         options["device_map"] = config.device_map or {"": device}
     elif config.device_map is not None:
         options["device_map"] = config.device_map
     assert config.path is not None
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         config.path, config=model_config, use_safetensors=True, **options, **common
     )
     return model if "device_map" in options else model.to(device)
@@ -334,7 +343,7 @@ def _probe_tree(target: Target, ids: Tensor) -> Tensor:
     return output.hidden_states[0, -1]
 
 
-def keep_cache(cache: DynamicCache, index: Tensor | Sequence[int]) -> None:
+def keep_cache(cache: Any, index: Tensor | Sequence[int]) -> None:
     """Compacts a cache to the given token slots, in their order.
 
     Args:

@@ -36,7 +36,7 @@ class Tree:
                 is missing.
         """
         order = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
-        nodes = {(): 0}
+        nodes: dict[tuple[int, ...], int] = {(): 0}
         parents, ranks = [-1], [-1]
         for path in order:
             if not path or min(path) < 0 or path in nodes or path[:-1] not in nodes:
@@ -66,7 +66,7 @@ class Tree:
         Source: FasterDecoding/Medusa `gen_results.py`, `explore_graph`; here by best-first
         search, exact because the product only falls along a path.
         """
-        heap = [(-accuracy[0][0], (0,))]
+        heap: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][0], (0,))]
         paths: list[list[int]] = []
         while heap and len(paths) < num_nodes:
             value, path = heapq.heappop(heap)

@@ -1,0 +1,72 @@
+"""Pictures of the measurements, as PNG files."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+PARTS = ("prefill", "draft", "verify", "accept", "host")
+
+
+def plot_acceptance(result: dict[str, Any], path: Path) -> None:
+    """tau per category with intervals, and alpha per depth per category.
+
+    Args:
+        result: the contents of `acceptance.json`.
+        path: the PNG file to write.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
+    trees = {**result["static_tree"]["by_category"], "all": result["static_tree"]}
+    for place, (name, row) in enumerate(rows.items()):
+        low, high = row["ci95"]
+        left.barh(place, row["tau"], color="tab:blue" if name != "all" else "tab:gray")
+        left.plot([low, high], [place, place], color="black")
+        left.plot(trees[name]["tau"], place, "D", color="tab:orange")
+        depths = range(1, len(row["alpha"]) + 1)
+        right.plot(depths, row["alpha"], "o-", label=name, linewidth=3 if name == "all" else 1)
+    left.set_yticks(range(len(rows)), list(rows))
+    left.invert_yaxis()
+    left.axvline(1, color="black", linewidth=0.8)
+    left.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
+    right.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
+    right.set_xticks(range(1, len(result["alpha"]) + 1))
+    right.legend(fontsize="small")
+    _save(figure, path)
+
+
+def plot_speedup(result: dict[str, Any], path: Path) -> None:
+    """Tokens per second per method, and where the seconds went.
+
+    Args:
+        result: the contents of `speedup.json`.
+        path: the PNG file to write.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    for place, row in enumerate(result["methods"].values()):
+        left.barh(place, row["tokens_per_s"], color="tab:blue")
+        left.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
+        start = 0.0
+        for index, part in enumerate(PARTS):
+            right.barh(
+                place, row["breakdown"][part], left=start, color=f"C{index}",
+                label=part if place == 0 else None,
+            )  # fmt: skip
+            start += row["breakdown"][part]
+    for axis in (left, right):
+        axis.set_yticks(range(len(result["methods"])), list(result["methods"]))
+        axis.invert_yaxis()
+    left.set_xlabel("tokens per second, prompt included")
+    right.set_xlabel("seconds for all prompts")
+    right.legend(fontsize="small")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=120)
+    plt.close(figure)
+    temporary.replace(path)

@@ -1,0 +1,107 @@
+import pytest
+import torch
+from toys import FAMILIES, noisy_head, random_target
+from transformers import GenerationConfig
+
+from eval.engine import Draft, NoDraft, Step, decode
+from eval.medusa import MedusaDrafter
+from eval.replay import replay, walk
+from heads.target import Reads
+from heads.tree import Tree, default_tree
+
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+
+
+class Oracle:
+    """Drafts the target's own text, with a wrong token at every `wrong_every`-th depth."""
+
+    reads = Reads()
+
+    def __init__(self, text: list[int], prompt_length: int, tree: Tree) -> None:
+        self.text, self.tree = text, tree
+        self.seen = -prompt_length
+
+    def observe(self, token_ids, output) -> None:
+        assert output.hidden_states.shape[1] == len(token_ids)
+        self.seen += len(token_ids)
+
+    def propose(self, root: int) -> Draft:
+        assert root == self.text[self.seen]
+        tokens = [
+            self.text[min(self.seen + depth, len(self.text) - 1)] if rank == 1 else 3
+            for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True)
+        ]
+        return Draft(self.tree, torch.tensor(tokens))
+
+
+def greedy_by_generate(target, num_tokens: int) -> list[int]:
+    settings = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
+    ids = torch.tensor([PROMPT])
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings
+    )
+    return output[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_output_equals_the_targets_greedy_text(family: str) -> None:
+    target = random_target(family)
+    target.model.generation_config.eos_token_id = None
+    expected = greedy_by_generate(target, 40)
+    assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
+    head = noisy_head(target)
+    for tree in (Tree.chain(3), default_tree(3), Tree.from_paths([[0], [1], [1, 2], [1, 2, 0]])):
+        assert decode(target, MedusaDrafter(head, tree), PROMPT, 40).token_ids == expected
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_accepted_branches_of_a_tree_keep_the_text(family: str) -> None:
+    """The right tokens hang behind wrong siblings, so compaction really moves entries."""
+    target = random_target(family)
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 40).token_ids
+    tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
+    drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, 40)
+    assert drafted.token_ids == text
+    assert max(step.accepted for step in drafted.steps) == 3
+
+
+def test_the_text_ends_with_its_stop_token_inside_an_accepted_run() -> None:
+    target = random_target()
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 30).token_ids
+    stop = next(t for i, t in enumerate(text) if i >= 6 and t not in text[:i])
+    end = text.index(stop) + 1
+    target.model.generation_config.eos_token_id = [stop]
+    tree = Tree.from_paths([[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [0]])
+    drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, 30)
+    assert drafted.token_ids == text[:end]
+    assert sum(step.emitted for step in drafted.steps) == end - 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_max_new_tokens_cuts_an_accepted_run(num_tokens: int) -> None:
+    target = random_target()
+    text = decode(target, NoDraft(), PROMPT, 30).token_ids
+    tree = Tree.from_paths([[1], [1, 1], [1, 1, 1]])
+    drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, num_tokens)
+    assert drafted.token_ids == text[:num_tokens]
+
+
+def test_walk_counts_what_each_pass_emits() -> None:
+    # Token 0 comes from the prefill; root 0 accepts 1 and 2 and emits 3; root 3 may still give 2.
+    assert walk([2, 0, 0, 5, 0, 0], 6) == [Step(2, 3, 5), Step(2, 2, 2)]
+    assert walk([0, 0, 0], 3) == [Step(0, 1, 2), Step(0, 1, 1)]
+    assert walk([4], 1) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("tree", [Tree.chain(3), default_tree(3)], ids=["chain", "tree"])
+def test_replay_equals_decoding_step_for_step(family: str, tree: Tree) -> None:
+    target = random_target(family)
+    head = noisy_head(target)
+    for prompt in (PROMPT, PROMPT[::-1], PROMPT[2:5] * 4):
+        text = decode(target, NoDraft(), prompt, 60).token_ids
+        decoded = decode(target, MedusaDrafter(head, tree), prompt, 60)
+        assert replay(target, head, tree, prompt, text) == decoded.steps
+    assert any(step.accepted for step in decoded.steps)

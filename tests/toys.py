@@ -1,0 +1,98 @@
+"""Small random targets and a tokenizer, made on the spot."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from heads.medusa import MedusaHead
+from heads.target import Target, attention_for
+
+VOCAB_SIZE = 96
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 12},
+    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window": 12, "query_pre_attn_scalar": 32, "num_hidden_layers": 6},
+    "phi3": {"partial_rotary_factor": 1.0},
+    "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": EXPERTS,
+}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    """A model of a family with weights large enough that its text is not constant."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    return model.eval()
+
+
+def random_target(family: str = "llama", seed: int = 0) -> Target:
+    """A target around `random_model`, without a tokenizer."""
+    return Target(random_model(family, seed), None, family)
+
+
+def noisy_head(target: Target, num_heads: int = 3, seed: int = 0) -> MedusaHead:
+    """Heads whose drafts are sometimes right."""
+    torch.manual_seed(seed)
+    head = MedusaHead.from_target(target, num_heads, num_layers=1)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    return head.eval()
+
+
+def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 300 tokens with ChatML markers."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "<|im_end|>", "<|im_start|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["hello there, how are you today? fine, thanks."] * 4, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="<|im_end|>"
+    )
+    made.chat_template = template
+    return made
+
+
+def save_target(folder: Path, family: str = "llama", template: str | None = CHATML) -> Path:
+    """A loadable target folder: model, tokenizer and template."""
+    model = random_model(family, vocab_size=300)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    tokenizer(template).save_pretrained(folder)
+    return folder
