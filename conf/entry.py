@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -30,8 +30,7 @@ def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None
 
     def job(composed: DictConfig) -> None:
         try:
-            config = _checked(composed)
-            main(config)
+            main(_checked(composed))
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)  # noqa: T201
             sys.exit(2)
@@ -39,10 +38,10 @@ def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None
     hydra.main(version_base=None, config_path=str(Path(__file__).parent), config_name=name)(job)()
 
 
-def _checked(composed: DictConfig) -> Config:  # type: ignore[type-var]
+def _checked(composed: DictConfig) -> Any:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         composed.out_dir = str(Path(composed.out_dir) / str(HydraConfig.get().job.num))
     try:
-        return OmegaConf.to_object(composed)  # type: ignore[return-value]
+        return OmegaConf.to_object(composed)
     except errors.MissingMandatoryValue as error:
         raise InputError(f"{error}: set it on the command line") from error

@@ -1,0 +1,76 @@
+"""Shows which tokens of a few samples are learnt, coloured, before a long training run."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from conf.entry import run
+from conf.schema import InputError, ShowMaskRun
+from data.chat import Sample, encode
+from data.embedded import ensure_embedded
+from data.records import load_records
+
+
+def main(config: ShowMaskRun) -> None:
+    """Prints `num_samples` samples with their learnt tokens coloured."""
+    target, data = config.target.path, config.data.path
+    if target is None or data is None:
+        embedded = ensure_embedded()
+        target, data = target or embedded.target_path, data or embedded.train_path
+    tokenizer = _tokenizer(config, target)
+    rows = load_records(
+        data,
+        split=config.data.split,
+        form=config.data.form,
+        on_bad_row=config.data.on_bad_row,
+    )
+    console = Console(highlight=False)
+    console.print(f"{data}: {len(rows.records):,} records of form {rows.form.value}", markup=False)
+    for message in rows.bad:
+        console.print(f"malformed: {message}", markup=False)
+    for record in rows.records[: config.num_samples]:
+        sample = encode(record, tokenizer, config.data.max_length)
+        console.rule(f"{record.where}: {summary(sample)}")
+        console.print(coloured(sample, tokenizer, brackets=console.color_system is None))
+    console.rule("[black on green]learnt[/] [dim]context[/]")
+
+
+def summary(sample: Sample) -> str:
+    """Returns the counts of a sample, e.g. `12 of 40 tokens learnt (30.0%)`."""
+    learnt, total = sum(sample.loss_mask), len(sample.input_ids)
+    cut = ", truncated to data.max_length" if sample.truncated else ""
+    return f"{learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%}){cut}"
+
+
+def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bool) -> Text:
+    """Returns the decoded sample, learnt tokens on green, or in [[ ]] where colours are lost."""
+    text = Text()
+    pairs = zip(sample.loss_mask, sample.input_ids, strict=True)
+    for learnt, run_of_tokens in groupby(pairs, key=lambda pair: pair[0]):
+        piece = str(tokenizer.decode([token for _, token in run_of_tokens]))
+        if learnt and brackets:
+            piece = f"[[{piece}]]"
+        text.append(piece, style="black on green" if learnt else "dim")
+    return text
+
+
+def _tokenizer(config: ShowMaskRun, target: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            target,
+            revision=config.target.revision,
+            trust_remote_code=config.target.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(f"target.path={target}: no tokenizer can be loaded: {error}") from None
+
+
+if __name__ == "__main__":
+    run(main, ShowMaskRun, "show_mask")

@@ -1,0 +1,342 @@
+"""Every template below is rendered with the same small byte-level tokenizer; no network."""
+
+from itertools import groupby
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from conf.schema import InputError
+from data.chat import encode, encode_prompt
+from data.records import Record
+
+SPECIAL = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<|user|>",
+    "<|assistant|>", "<|end|>", "<|return|>", "<|start|>", "<think>", "</think>",
+]  # fmt: skip
+TRAINING = ["Hello there, how are you?", "user", "assistant", "I am fine.\n\nYes, no."]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{% for m in messages %}{% set text = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n'"
+    " + m.content | trim + '<|eot_id|>' %}{% if loop.first %}<|begin_of_text|>{% endif %}"
+    "{{ text }}{% endfor %}{% if add_generation_prompt %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TAGGED = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}"
+    "{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Tags around the content only: the end of the turn lies outside.
+TAGGED_CONTENT = TAGGED.replace(
+    "m.content + '<|end|>' }}{% endgeneration %}{{ '\n'",
+    "m.content }}{% endgeneration %}{{ '<|end|>\n'",
+)
+# Tags around the whole turn: the header lies inside.
+TAGGED_HEADER = TAGGED.replace("{{ '<|assistant|>\n' }}{% gen", "{% gen").replace(
+    "{{ m.content + '<|end|>' }}{% endgen",
+    "{{ '<|assistant|>\n' + m.content + '<|end|>' }}{% endgen",
+)
+# Thinking and answer tagged apart.
+TAGGED_TWICE = TAGGED.replace(
+    "{{ m.content + '<|end|>' }}{% endgeneration %}",
+    "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgeneration %}",
+)
+GEMMA = (
+    "<bos>{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# As Qwen3: thinking is stripped from turns before the last user message, and the last
+# turn gets a thinking block even when it has none.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.index0 > ns.last %}"
+    "{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts | length > 1 else '')"
+    " + '\n</think>\n\n' }}{% endif %}{{ parts[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As DeepSeek-R1 and QwQ: the prompt opens the thinking that the finished turn lacks.
+OPENS_THINKING = (
+    "<s>{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content.split('</think>')[-1] }}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+# As gpt-oss: the last turn ends in another token than the turns before it.
+TWO_ENDS = (
+    "{% for m in messages %}<|start|>{{ m.role + '\n' + m.content }}"
+    "{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+# As Phi-4-mini: the end of the text has a token of its own, whoever spoke last.
+ENDS_TEXT = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+)
+NO_SPECIAL = (
+    "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}"
+)
+
+
+def make_tokenizer(template: str | None, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, trim_offsets=trim_offsets
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING, trainer)
+    if trim_offsets:
+        from tokenizers import processors
+
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+
+
+def chat(*contents: str, system: str | None = None) -> Record:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return Record(messages, None, "chats.jsonl:7")
+
+
+def marked(record: Record, template: str, **settings: bool) -> str:
+    """The decoded sample with learnt tokens in [[ ]]."""
+    tokenizer = make_tokenizer(template, **settings)
+    sample = encode(record, tokenizer, 1000)
+    assert len(sample.input_ids) == len(sample.loss_mask)
+    assert not sample.truncated
+    text = ""
+    for learnt, run in groupby(
+        zip(sample.loss_mask, sample.input_ids, strict=True), lambda p: p[0]
+    ):
+        piece = tokenizer.decode([token for _, token in run])
+        text += f"[[{piece}]]" if learnt else piece
+    return text
+
+
+def test_mask_of_a_short_chat_token_by_token():
+    tokenizer = make_tokenizer(CHATML)
+    sample = encode(chat("user", "Yes"), tokenizer, 1000)
+    assert tokenizer.convert_ids_to_tokens(sample.input_ids) == [
+        "<|im_start|>", "user", "Ċ", "user", "<|im_end|>", "Ċ",
+        "<|im_start|>", "assistant", "Ċ", "Yes", "<|im_end|>", "Ċ",
+    ]  # fmt: skip
+    assert sample.loss_mask == [False] * 9 + [True, True, False]
+
+
+TWO_TURNS = chat("Hi", "Hello there", "And you?", "Fine.\n\nYes", system="Be kind")
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            CHATML,
+            "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n[[Hello there<|im_end|>]]\n"
+            "<|im_start|>user\nAnd you?<|im_end|>\n"
+            "<|im_start|>assistant\n[[Fine.\n\nYes<|im_end|>]]\n",
+        ),
+        (
+            LLAMA3,
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello there<|eot_id|>]]"
+            "<|start_header_id|>user<|end_header_id|>\n\nAnd you?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n[[Fine.\n\nYes<|eot_id|>]]",
+        ),
+        *(
+            (
+                template,
+                "<s><|system|>\nBe kind<|end|>\n<|user|>\nHi<|end|>\n"
+                "<|assistant|>\n[[Hello there<|end|>]]\n<|user|>\nAnd you?<|end|>\n"
+                "<|assistant|>\n[[Fine.\n\nYes<|end|>]]\n",
+            )
+            for template in (TAGGED, TAGGED_CONTENT, TAGGED_HEADER, TAGGED_TWICE)
+        ),
+        (
+            TWO_ENDS,
+            "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|>"
+            "<|start|>assistant\n[[Hello there<|end|>]]<|start|>user\nAnd you?<|end|>"
+            "<|start|>assistant\n[[Fine.\n\nYes<|return|>]]",
+        ),
+        (
+            OPENS_THINKING,
+            "<s><|system|>Be kind<|user|>Hi<|assistant|>[[Hello there</s>]]<|user|>And you?"
+            "<|assistant|>[[Fine.\n\nYes</s>]]",
+        ),
+        (
+            ENDS_TEXT,
+            "<|system|>Be kind<|end|><|user|>Hi<|end|><|assistant|>[[Hello there<|end|>]]"
+            "<|user|>And you?<|end|><|assistant|>[[Fine.\n\nYes<|end|>]]</s>",
+        ),
+        (
+            NO_SPECIAL,
+            "### system: Be kind\n### user: Hi\n### assistant: [[Hello there]]\n"
+            "### user: And you?\n### assistant: [[Fine.\n\nYes]]\n",
+        ),
+    ],
+    ids=[
+        "chatml", "llama3", "tagged", "tagged-content", "tagged-header", "tagged-twice",
+        "two-ends", "opens-thinking", "ends-text", "no-special",
+    ],
+)  # fmt: skip
+def test_exactly_the_assistant_is_learnt(template, expected, trim_offsets):
+    assert marked(TWO_TURNS, template, trim_offsets=trim_offsets) == expected
+
+
+def test_gemma_calls_the_assistant_model():
+    assert marked(chat("Hi", "Hello", "Who?", "Me"), GEMMA) == (
+        "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n[[Hello<end_of_turn>]]\n"
+        "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\n[[Me<end_of_turn>]]\n"
+    )
+
+
+def test_mistral_has_no_generation_prompt():
+    assert marked(chat("Hi", "Hello", "Who?", "Me"), MISTRAL) == (
+        "<s>[INST] Hi [/INST][[ Hello</s>]][INST] Who? [/INST][[ Me</s>]]"
+    )
+
+
+def test_qwen3_thinking_is_learnt_where_the_template_keeps_it():
+    think = "<think>\nHm.\n</think>\n\n"
+    assert marked(chat("Hi", think + "Hello", "Who?", think + "Me"), QWEN3) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello<|im_end|>]]\n"
+        "<|im_start|>user\nWho?<|im_end|>\n"
+        f"<|im_start|>assistant\n[[{think}Me<|im_end|>]]\n"
+    )
+
+
+def test_qwen3_thinking_is_learnt_when_the_template_spaces_it_differently():
+    assert marked(chat("Hi", "<think>Hm.</think>Hello"), QWEN3).endswith(
+        "assistant\n[[<think>\nHm.\n</think>\n\nHello<|im_end|>]]\n"
+    )
+
+
+def test_qwen3_empty_thinking_is_the_templates_not_the_models():
+    assert marked(chat("Hi", "Hello", "Who?", "Hello"), QWEN3) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello<|im_end|>]]\n"
+        "<|im_start|>user\nWho?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n[[Hello<|im_end|>]]\n"
+    )
+
+
+def test_a_repeated_answer_is_learnt_each_time():
+    think = "<think>\nHm.\n</think>\n\n"
+    text = marked(chat("Hi", think + "Yes", "So?", think + "Yes", "Yes", think + "Yes"), QWEN3)
+    assert text.count("[[Yes<|im_end|>]]") == 2
+    assert text.endswith(f"[[{think}Yes<|im_end|>]]\n")
+
+
+def test_text_that_occurs_in_the_header_is_not_confused():
+    text = marked(chat("s", "s", "user", "assistant"), OPENS_THINKING)
+    assert text == "<s><|user|>s<|assistant|>[[s</s>]]<|user|>user<|assistant|>[[assistant</s>]]"
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, TAGGED, QWEN3, TWO_ENDS])
+@pytest.mark.parametrize("answer", ["naïve 🙂🙂", "  padded  \n", "a   b \n\n c", "日本語。"])
+def test_odd_characters_and_spaces_stay_inside_the_mask(template, answer):
+    for trim_offsets in (False, True):
+        record = chat("Hi", answer, "🙂", answer)
+        text = marked(record, template, trim_offsets=trim_offsets)
+        assert text.count("[[") == 2
+        assert text.count(answer.strip()) == 2
+        assert all(answer.strip() in part.split("]]")[0] for part in text.split("[[")[1:])
+
+
+def test_a_header_token_that_swallows_the_answers_newlines_stays_unlearnt():
+    tokenizer = make_tokenizer(TAGGED)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken("<|assistant|>", rstrip=True)]}
+    )
+    sample = encode(chat("Hi", "\n\nYes"), tokenizer, 1000)
+    learnt = [i for i, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
+    assert tokenizer.decode(learnt) == "Yes<|end|>"
+
+
+def test_a_prompt_without_answer_has_nothing_to_learn():
+    sample = encode(chat("Hi"), make_tokenizer(CHATML), 1000)
+    assert sample.input_ids
+    assert not any(sample.loss_mask)
+
+
+def test_plain_text_is_learnt_whole():
+    sample = encode(Record(None, "Hello there", "texts.jsonl:1"), make_tokenizer(None), 1000)
+    assert sample.loss_mask == [True] * len(sample.input_ids)
+
+
+def test_truncation_is_told():
+    whole = encode(chat("Hi", "Hello"), make_tokenizer(CHATML), 1000)
+    length = len(whole.input_ids)
+    exact = encode(chat("Hi", "Hello"), make_tokenizer(CHATML), length)
+    short = encode(chat("Hi", "Hello"), make_tokenizer(CHATML), length - 1)
+    assert exact == whole
+    assert short.truncated
+    assert short.input_ids == whole.input_ids[:-1]
+    assert short.loss_mask == whole.loss_mask[:-1]
+
+
+def test_prompt_ends_where_the_assistant_starts():
+    tokenizer = make_tokenizer(CHATML)
+    ids = encode_prompt([{"role": "user", "content": "Hi"}], tokenizer)
+    assert tokenizer.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_no_chat_template_is_refused_with_what_to_do():
+    with pytest.raises(InputError, match=r"no chat template.*chat version.*'text' field"):
+        encode(chat("Hi", "Hello"), make_tokenizer(None), 1000)
+
+
+def test_tokenizer_without_offsets_is_refused():
+    class Slow:
+        chat_template, is_fast, name_or_path = CHATML, False, "old/model"
+
+    with pytest.raises(InputError, match=r"old/model: Slow gives no character offsets"):
+        encode(chat("Hi", "Hello"), Slow(), 1000)
+
+
+def test_what_the_template_refuses_is_named():
+    with pytest.raises(InputError, match=r"chats.jsonl:7: .*System role not supported"):
+        encode(chat("Hi", "Hello", system="Be kind"), make_tokenizer(GEMMA), 1000)
+    with pytest.raises(InputError, match="System role not supported"):
+        encode_prompt(TWO_TURNS.messages, make_tokenizer(GEMMA))
+
+
+def test_an_answer_that_is_not_rendered_shows_the_text():
+    template = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else '-' }}")
+    with pytest.raises(
+        InputError, match=r"(?s)chats.jsonl:7.*'Hello'.*rendered text:.*\nHi<\|im_end"
+    ):
+        encode(chat("Hi", "Hello"), make_tokenizer(template), 1000)
+
+
+def test_an_empty_mask_shows_the_text():
+    template = TAGGED.replace("m.content + '<|end|>' }}{% endgen", "'' }}{% endgen")
+    with pytest.raises(InputError, match=r"(?s)mask .*'Hello'.*rendered text:\n<s><\|user"):
+        encode(chat("Hi", "Hello"), make_tokenizer(template), 1000)
