@@ -1,0 +1,213 @@
+"""Answers from an OpenAI-compatible server: many requests in flight, retried until they hold."""
+
+import asyncio
+import email.utils
+import itertools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+
+from conf.schema import InputError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 60.0
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
+REFUSED = frozenset({400, 413, 422})
+
+
+class RowRefused(Exception):  # noqa: N818  names what happened to the row
+    """This conversation can never be answered: too long, or of a kind the server refuses."""
+
+
+class RowFailed(Exception):  # noqa: N818
+    """This conversation got no answer in all its attempts; another start may get one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said in one turn."""
+
+    text: str
+    truncated: bool
+    """Cut off by `max_new_tokens`, so that its end-of-turn token is missing."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One OpenAI-compatible server and how to talk to it."""
+
+    url: str
+    """Base URL that ends before `/chat/completions`."""
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    max_retries: int = 5
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise InputError(f"endpoint={self.url}: {error}") from error
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            raise InputError(f"endpoint={self.url}: must be like http://localhost:8000/v1")
+        if parsed.userinfo:
+            raise InputError("endpoint: must not hold a password; set api_key_env instead")
+
+
+class Client:
+    """A connection pool to one endpoint; an asynchronous context manager."""
+
+    def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
+        """Opens no connection yet.
+
+        Args:
+            endpoint: the server.
+            concurrency: connections kept.
+        """
+        self.endpoint = endpoint
+        self.num_retries = 0
+        key = endpoint.api_key
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=endpoint.timeout_s,
+            limits=httpx.Limits(max_connections=concurrency),
+        )
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def first_model(self) -> str:
+        """Returns the first model that the server lists."""
+        try:
+            listing = await self._request("GET", "models")
+            return str(listing["data"][0]["id"])
+        except (RowFailed, RowRefused) as error:
+            raise InputError(f"endpoint={self.endpoint.url}: {error}") from error
+        except (KeyError, IndexError, TypeError) as error:
+            raise InputError(
+                f"endpoint={self.endpoint.url}: lists no model; name one with model=..."
+            ) from error
+
+    async def answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
+        """Asks for the next assistant message.
+
+        Args:
+            messages: the conversation so far, ending with the user's turn.
+            settings: sampling fields of the request body.
+
+        Raises:
+            RowRefused: the server refuses these messages.
+            RowFailed: no answer in all attempts.
+            InputError: the server refuses every request: address, key or model is wrong.
+        """
+        body = {"model": self.endpoint.model, "messages": messages, "stream": False, **settings}
+        reply = await self._request("POST", "chat/completions", body)
+        try:
+            choice = reply["choices"][0]
+            text = choice["message"]["content"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise RowFailed("the reply has no choices[0].message.content") from error
+        if not isinstance(text, str):
+            raise RowFailed(f"the reply's content is {type(text).__name__}, not text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowFailed("the reply holds half of a surrogate pair") from error
+        return Answer(text, choice.get("finish_reason") == "length")
+
+    async def _request(self, method: str, path: str, body: dict | None = None) -> dict:
+        for attempt in itertools.count():
+            wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
+            try:
+                response = await self._http.request(method, self._url(path), json=body)
+                if response.is_success:
+                    return response.json()
+                problem = f"HTTP {response.status_code}: {self._text(response)}"
+                if response.status_code not in RETRIED:
+                    raise _final_error(response.status_code, self._url(path), problem)
+                wait_s = max(wait_s, retry_after_s(response.headers.get("Retry-After")))
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
+            except ValueError as error:
+                if isinstance(error, InputError):
+                    raise
+                problem = f"the reply is not JSON ({error})"
+            if attempt >= self.endpoint.max_retries:
+                raise RowFailed(f"{problem} ({attempt + 1} attempts)")
+            if wait_s > max(self.endpoint.timeout_s, MAX_DELAY_S):
+                raise RowFailed(f"{problem}; it asks to wait {wait_s:.0f} s, above timeout_s")
+            self.num_retries += 1
+            await asyncio.sleep(wait_s)
+        raise AssertionError
+
+    def _url(self, path: str) -> str:
+        return f"{self.endpoint.url.rstrip('/')}/{path}"
+
+    def _text(self, response: httpx.Response) -> str:
+        """Returns the start of an error's body without the key, which some servers echo."""
+        text = " ".join(response.text.split())
+        if self.endpoint.api_key:
+            text = text.replace(self.endpoint.api_key, "***")
+        return text[:300]
+
+
+def retry_after_s(value: str | None) -> float:
+    """Reads a Retry-After header: seconds, or an HTTP date; 0 where absent or unreadable."""
+    if not value:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+async def as_completed(
+    jobs: Iterable[Job], work: Callable[[Job], Awaitable[Result]], concurrency: int
+) -> AsyncGenerator[list[Result], None]:
+    """Runs `work` on every job, at most `concurrency` at a time, in the order given.
+
+    Yields:
+        Results of jobs that ended since the last list. When a job raises, the results of the
+        others that ended with it come first, then its error.
+    """
+    queue = iter(jobs)
+    pending: set[asyncio.Future[Result]] = set()
+    try:
+        while True:
+            for job in itertools.islice(queue, concurrency - len(pending)):
+                pending.add(asyncio.ensure_future(work(job)))
+            if not pending:
+                return
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            errors = [error for task in ended if (error := task.exception())]
+            yield [task.result() for task in ended if not task.exception()]
+            if errors:
+                raise errors[0]
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _final_error(status: int, url: str, problem: str) -> Exception:
+    if status in REFUSED:
+        return RowRefused(problem)
+    hint = {
+        401: "set the key in the environment variable that api_key_env names",
+        403: "the key may not use this model",
+        404: "check endpoint (it usually ends in /v1) and model",
+    }.get(status, "check endpoint and model")
+    return InputError(f"{url}: {problem}: {hint}")

@@ -1,0 +1,379 @@
+"""Replaces the assistant's turns of a dataset with the target's own.
+
+A draft head learns to predict its target, so it learns most from text that the target wrote:
+
+    python scripts/regenerate.py data.path=chats.jsonl target.path=Qwen/Qwen3-8B
+    python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
+
+Serve with the model's shipped sampling defaults off (`vllm serve ... --generation-config vllm`):
+a repetition penalty there would give text that the head never meets when it is measured.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import torch
+from tqdm import tqdm
+
+from conf.entry import run
+from conf.schema import Form, InputError, OnBadRow, RegenerateRun
+from data.embedded import ensure_embedded
+from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
+from data.journal import ROWS_NAME, Journal
+from data.records import Record, Records, load_records
+from heads.target import load_target, resolve_dtype
+from scripts.local_answers import LocalAnswers
+
+NUM_LISTED = 10
+
+
+class RowEmpty(Exception):  # noqa: N818  names what happened to the row
+    """The target says nothing: no row to learn from, and no fault of anybody."""
+
+
+class Dialogue:
+    """One conversation while its answers are being replaced."""
+
+    def __init__(self, index: int, record: Record, seed: int) -> None:
+        """Starts before the first question.
+
+        Args:
+            index: the row's id.
+            record: its conversation; the assistant's turns are dropped.
+            seed: of the run.
+        """
+        self.id = index
+        self.where = record.where
+        self.category = record.category
+        self.messages: list[dict] = []
+        self.truncated: list[int] = []
+        self._num_answers = 0
+        self._seed = seed
+        self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
+        self.num_questions = sum(m["role"] == "user" for m in self._rest)
+        self.num_chars = sum(len(m["content"]) for m in self._rest)
+
+    def advance(self) -> bool:
+        """Moves on to the next question; False at the end.
+
+        Raises:
+            RowRefused: a tool's result, which only fits the answer it was called from.
+        """
+        while self._rest:
+            message = self._rest.pop(0)
+            if message["role"] == "tool":
+                raise RowRefused("a 'tool' message cannot follow a new answer")
+            self.messages.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+    def add(self, answer: Answer) -> None:
+        """Takes the answer to the current question as context of the next.
+
+        Raises:
+            RowEmpty: there is nothing in it.
+        """
+        if not answer.text.strip():
+            raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
+        if answer.truncated:
+            self.truncated.append(self._num_answers)
+        self.messages.append({"role": "assistant", "content": answer.text})
+        self._num_answers += 1
+
+    def seed(self) -> int:
+        """A seed for the current answer that depends on the run, the row and the turn alone."""
+        key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
+
+    def row(self) -> dict:
+        """What is written; `truncated_turns` counts answers from 0."""
+        return {
+            "id": self.id,
+            "messages": self.messages,
+            "category": self.category,
+            "truncated_turns": self.truncated,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a conversation ended: with a row, or with a problem."""
+
+    dialogue: Dialogue
+    problem: Exception | None = None
+
+
+@dataclass
+class Tally:
+    """Conversations that ended without a row, by reason, and the run's guard against dead ends."""
+
+    config: RegenerateRun
+    problems: dict[type[Exception], list[str]] = field(default_factory=dict)
+    num_failed_in_a_row: int = 0
+
+    def take(self, outcomes: list[Outcome], journal: Journal) -> None:
+        """Writes the rows, then counts the rest.
+
+        Raises:
+            InputError: a row is refused and rows must not be skipped, or nothing works any more.
+        """
+        journal.append([o.dialogue.row() for o in outcomes if o.problem is None])
+        for outcome in outcomes:
+            self._count(outcome)
+
+    def of(self, kind: type[Exception]) -> list[str]:
+        """Returns the listed conversations of one kind."""
+        return self.problems.get(kind, [])
+
+    def _count(self, outcome: Outcome) -> None:
+        failed = isinstance(outcome.problem, RowFailed)
+        self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
+        if outcome.problem is None:
+            return
+        text = f"{outcome.dialogue.where}: {outcome.problem}"
+        self.problems.setdefault(type(outcome.problem), []).append(text)
+        refused = isinstance(outcome.problem, RowRefused)
+        if refused and self.config.data.on_bad_row is OnBadRow.error:
+            raise InputError(
+                f"{text} (set data.on_bad_row=skip to leave such rows out; start again to continue)"
+            )
+        if self.num_failed_in_a_row >= 2 * self.config.concurrency:
+            raise InputError(
+                f"{self.num_failed_in_a_row} conversations in a row failed, the last: {text}. "
+                "Finished rows are kept; start again to continue"
+            )
+
+
+def main(config: RegenerateRun) -> None:
+    """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
+    _check(config)
+    records = _load(config)
+    dialogues = _dialogues(records, config)
+    endpoint = _endpoint(config)
+    manifest = _manifest(config, records, _source(config, endpoint))
+    with Journal(Path(config.out_dir), manifest) as journal:
+        todo = [dialogue for dialogue in dialogues if dialogue.id not in journal.done]
+        num_done = len(dialogues) - len(todo)
+        if journal.num_torn:
+            print(f"dropped a half-written row ({journal.num_torn} bytes)")
+        if num_done:
+            print(f"continuing: {num_done} conversations are done")
+        tally = Tally(config)
+        with tqdm(total=len(dialogues), initial=num_done, unit="row") as bar:
+
+            def report(outcomes: list[Outcome]) -> None:
+                tally.take(outcomes, journal)
+                bar.update(len(outcomes))
+
+            if todo and endpoint is not None:
+                asyncio.run(_from_endpoint(todo, endpoint, config, report))
+            elif todo:
+                _in_process(dialogues, config, journal.done, report)
+        rows = journal.finish()
+    _report(config, rows, tally)
+    if tally.of(RowFailed):
+        sys.exit(1)
+
+
+def _check(config: RegenerateRun) -> None:
+    for name in ("concurrency", "batch_size", "max_new_tokens", "timeout_s"):
+        if getattr(config, name) <= 0:
+            raise InputError(f"{name}={getattr(config, name)}: must be above 0")
+    for name in ("temperature", "max_retries"):
+        if getattr(config, name) < 0:
+            raise InputError(f"{name}={getattr(config, name)}: must be at least 0")
+    if config.endpoint is None and config.model is not None:
+        raise InputError(
+            f"model={config.model}: names an endpoint's model, and endpoint is not set; "
+            "in process it is target.path"
+        )
+
+
+def _load(config: RegenerateRun) -> Records:
+    data = config.data
+    path = data.path or str(ensure_embedded().train_path)
+    records = load_records(path, split=data.split, form=data.form, on_bad_row=data.on_bad_row)
+    if records.form is Form.text:
+        raise InputError(
+            f"data.path={path}: plain text has no questions to answer; allowed forms: "
+            f"{', '.join(form.value for form in Form if form not in (Form.auto, Form.text))}"
+        )
+    print(
+        f"data: {path}, form {records.form.value}, {len(records.records)} conversations, "
+        f"{len(records.bad)} malformed rows skipped"
+    )
+    _list(records.bad)
+    return records
+
+
+def _dialogues(records: Records, config: RegenerateRun) -> list[Dialogue]:
+    chosen = records.records[: config.data.num_prompts]
+    return [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
+
+
+def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]) -> dict:
+    """Everything that decides what a row holds: a second start must agree with all of it."""
+    return {
+        "data_sha256": records.sha256,
+        "form": records.form.value,
+        "num_records": len(records.records),
+        **source,
+        "temperature": config.temperature,
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+    }
+
+
+Report = Callable[[list[Outcome]], None]
+
+
+def _endpoint(config: RegenerateRun) -> Endpoint | None:
+    """Returns the endpoint with its model's name, asking it where that is not given."""
+    if config.endpoint is None:
+        return None
+    endpoint = Endpoint(
+        config.endpoint,
+        config.model,
+        os.environ.get(config.api_key_env),
+        config.max_retries,
+        config.timeout_s,
+    )
+    return endpoint if config.model is not None else asyncio.run(_with_first_model(endpoint))
+
+
+async def _with_first_model(endpoint: Endpoint) -> Endpoint:
+    async with Client(endpoint, concurrency=1) as client:
+        return replace(endpoint, model=await client.first_model())
+
+
+def _source(config: RegenerateRun, endpoint: Endpoint | None) -> dict[str, object]:
+    if endpoint is not None:
+        return {"source": "endpoint", "model": endpoint.model}
+    return {
+        "source": "in process",
+        "model": config.target.path or str(ensure_embedded().target_path),
+        "revision": config.target.revision,
+        "adapter": config.target.adapter,
+        "dtype": str(resolve_dtype(config.target.dtype, _device())),
+        "quantization": config.target.quantization.value,
+    }
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _in_process(
+    dialogues: list[Dialogue], config: RegenerateRun, done: set[int], report: Report
+) -> None:
+    path = config.target.path or str(ensure_embedded().target_path)
+    target = load_target(replace(config.target, path=path), _device())
+    local = LocalAnswers(target, config.max_new_tokens, config.temperature)
+    for batch in _batches(dialogues, config.batch_size):
+        if any(dialogue.id not in done for dialogue in batch):
+            outcomes = _answer_batch(batch, local)
+            report([outcome for outcome in outcomes if outcome.dialogue.id not in done])
+
+
+def _batches(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
+    """Groups dialogues of like length, longest first, so that too large a batch shows at once.
+
+    Finished ones are grouped with the others: the sums in a batch depend, in the last bits, on
+    what it is padded to, and a resumed run must repeat those of an uninterrupted one.
+    """
+    ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
+    for start in range(0, len(ordered), batch_size):
+        yield ordered[start : start + batch_size]
+
+
+def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[Outcome]:
+    """Answers all dialogues of a batch, turn by turn."""
+    problems: dict[int, Exception] = {}
+    active = batch
+    while active:
+        prompts: dict[int, list[int]] = {}
+        for dialogue in active:
+            try:
+                if dialogue.advance():
+                    prompts[dialogue.id] = local.prompt_ids(dialogue.messages)
+            except RowRefused as error:
+                problems[dialogue.id] = error
+        active = [dialogue for dialogue in active if dialogue.id in prompts]
+        if not active:
+            break
+        answers = local.answer(list(prompts.values()), [dialogue.seed() for dialogue in active])
+        for dialogue, answer in zip(active, answers, strict=True):
+            try:
+                dialogue.add(answer)
+            except RowEmpty as error:
+                problems[dialogue.id] = error
+        active = [dialogue for dialogue in active if dialogue.id not in problems]
+    return [Outcome(dialogue, problems.get(dialogue.id)) for dialogue in batch]
+
+
+async def _from_endpoint(
+    dialogues: Iterable[Dialogue], endpoint: Endpoint, config: RegenerateRun, report: Report
+) -> None:
+    settings: dict[str, object] = {
+        "max_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_p": 1.0,
+    }
+    async with Client(endpoint, config.concurrency) as client:
+
+        async def converse(dialogue: Dialogue) -> Outcome:
+            try:
+                while dialogue.advance():
+                    asked = dict(settings)
+                    if config.temperature > 0:
+                        asked["seed"] = dialogue.seed()
+                    dialogue.add(await client.answer(dialogue.messages, asked))
+            except (RowFailed, RowRefused, RowEmpty) as error:
+                return Outcome(dialogue, error)
+            return Outcome(dialogue)
+
+        results = as_completed(dialogues, converse, config.concurrency)
+        async with contextlib.aclosing(results):
+            async for outcomes in results:
+                report(outcomes)
+        if client.num_retries:
+            tqdm.write(f"{client.num_retries} requests were repeated")
+
+
+def _report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
+    truncated = [row for row in rows if row["truncated_turns"]]
+    print(f"{len(rows)} conversations in {Path(config.out_dir) / ROWS_NAME}")
+    if truncated:
+        print(
+            f"{len(truncated)} of them hold an answer cut off at max_new_tokens="
+            f"{config.max_new_tokens}; truncated_turns names it"
+        )
+    for kind, what in (
+        (RowEmpty, "left out, nothing was answered"),
+        (RowRefused, "left out, refused"),
+        (RowFailed, "failed; start again to retry them"),
+    ):
+        problems = tally.of(kind)
+        if problems:
+            print(f"{len(problems)} conversations {what}:")
+            _list(problems)
+
+
+def _list(problems: list[str]) -> None:
+    for problem in problems[:NUM_LISTED]:
+        print(f"  {problem}")
+    if len(problems) > NUM_LISTED:
+        print(f"  and {len(problems) - NUM_LISTED} more")
+
+
+if __name__ == "__main__":
+    run(main, RegenerateRun, "regenerate")

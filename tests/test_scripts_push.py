@@ -1,0 +1,315 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from conf.schema import HeadRef, InputError, PushRun
+from heads.medusa import MedusaHead, MedusaHeadConfig
+from scripts import push
+from tests.hub_server import TOKEN, HubServer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ACCEPTANCE = {
+    "mode": "replay",
+    "tau": 1.8125,
+    "alpha": [0.6, 0.35],
+    "per_position": [0.6, 0.21],
+    "by_category": {
+        "writing": {"tau": 1.75, "ci95": [1.5, 2.0], "num_prompts": 3},
+        "math|code": {"tau": 1.875, "ci95": [1.625, 2.125], "num_prompts": 5},
+    },
+    "num_prompts": 8,
+    "num_tokens": 512,
+}
+SPEEDUP = {
+    "baseline": "vanilla",
+    "methods": {
+        "vanilla": {
+            "tau": 1.0, "tokens_per_s": 20.0, "speedup": 1.0, "efficiency": 1.0, "breakdown": {}
+        },
+        "medusa_tree": {
+            "tau": 2.0, "tokens_per_s": 31.0, "speedup": 1.55, "efficiency": 0.775, "breakdown": {}
+        },
+    },
+    "lossless": {"num_prompts": 8, "num_equal": 8, "first_divergences": []},
+}  # fmt: skip
+PROVENANCE = {
+    "target": "Qwen/Qwen3-8B",
+    "config": {
+        "target": {"path": "Qwen/Qwen3-8B"},
+        "data": {"path": "/home/ann/My Data/chats.jsonl"},
+        "train": {"max_steps": 77, "learning_rate": 0.001, "resume": "/scratch/ann/run/last"},
+        "seed": 3,
+    },
+    "versions": {"torch": "2.13.0"},
+    "argv": ["/home/ann/headsmith/train/medusa.py", "data.path=/home/ann/My Data/chats.jsonl"],
+    "git": "0123abc",
+    "data": {
+        "path": "/home/ann/My Data/chats.jsonl",
+        "num_records": 12345,
+        "sha256": "f00d" * 16,
+        "form": "messages",
+        "bad": ["/home/ann/My Data/chats.jsonl:3: field 'content': found 'my secret diary'"],
+    },
+}
+
+
+def make_head(folder: Path, target: str = "Qwen/Qwen3-8B") -> MedusaHead:
+    torch.manual_seed(0)
+    head = MedusaHead(
+        MedusaHeadConfig(hidden_size=32, vocab_size=64, num_heads=2, num_layers=1, target=target)
+    )
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    head.save(folder)
+    (folder / "headsmith.json").write_text(json.dumps(PROVENANCE))
+    return head
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A training run's folder with a head, measurements, and things that must stay at home."""
+    run = tmp_path / "run"
+    make_head(run / "head")
+    (run / "acceptance.json").write_text(json.dumps(ACCEPTANCE))
+    (run / "speedup.json").write_text(json.dumps(SPEEDUP))
+    (run / "acceptance.png").write_bytes(b"\x89PNG not a real picture")
+    (run / "head" / "optimizer.safetensors").write_bytes(b"state")
+    (run / "head" / "optimizer.bin").write_bytes(b"state")
+    (run / "head" / "wandb").mkdir()
+    return run
+
+
+def dry(run_dir: Path, tmp_path: Path, **changes: object) -> Path:
+    settings = {"repo_id": "me/qwen-medusa", "dry_run": True, "out_dir": str(tmp_path / "staged")}
+    head = HeadRef(path=str(run_dir / "head"))
+    push.main(PushRun(head=head, **{**settings, **changes}))  # type: ignore[arg-type]
+    return tmp_path / "staged"
+
+
+def hub_env(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    return env | ({"HF_TOKEN": token} if token else {})
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A loopback Hub that the client in this process uses, with a token."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "set below")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        yield server
+
+
+def upload(run_dir: Path, **changes: object) -> None:
+    head = HeadRef(path=str(run_dir / "head"))
+    push.main(PushRun(head=head, **{"repo_id": "me/qwen-medusa", **changes}))  # type: ignore[arg-type]
+
+
+def test_push_then_load_from_the_hub_gives_the_same_head(run_dir: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        env = hub_env(hub, tmp_path / "hf-home")
+        pushed = subprocess.run(
+            [sys.executable, ROOT / "scripts/push.py", f"head.path={run_dir / 'head'}",
+             "repo_id=me/qwen-medusa"],
+            env=env, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert pushed.returncode == 0, pushed.stderr
+        assert pushed.stdout.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
+        repo = hub.repos["me/qwen-medusa"]
+        assert repo.private
+        assert len(repo.commits) == 2, "one commit after the initial one"
+        code = (
+            "import sys, torch; from heads.medusa import MedusaHead;"
+            "torch.save(MedusaHead.load('me/qwen-medusa').state_dict(), sys.argv[1])"
+        )
+        env["HF_HOME"] = str(tmp_path / "other-hf-home")
+        loaded = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "loaded.pt"],
+            env=env | {"PYTHONPATH": str(ROOT)}, check=False, cwd=tmp_path,
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert loaded.returncode == 0, loaded.stderr
+    ours = MedusaHead.load(str(run_dir / "head")).state_dict()
+    theirs = torch.load(tmp_path / "loaded.pt", weights_only=True)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert TOKEN not in pushed.stdout + pushed.stderr
+
+
+def test_second_push_leaves_no_file_of_the_first_head(hub: HubServer, run_dir: Path) -> None:
+    upload(run_dir)
+    first = hub.repos["me/qwen-medusa"].files("main")
+    assert first is not None
+    first["old-shard.safetensors"] = b""
+    (run_dir / "acceptance.png").unlink()
+    upload(run_dir)
+    repo = hub.repos["me/qwen-medusa"]
+    assert len(repo.commits) == 3
+    assert set(repo.files("main") or ()) == {
+        ".gitattributes", "README.md", "config.json", "headsmith.json",
+        "medusa_lm_head.safetensors",
+    }  # fmt: skip
+
+
+def test_dry_run_writes_exactly_what_would_be_uploaded(run_dir: Path, tmp_path: Path) -> None:
+    staged = dry(run_dir, tmp_path)
+    assert sorted(path.name for path in staged.iterdir()) == [
+        "README.md", "acceptance.png", "config.json", "headsmith.json",
+        "medusa_lm_head.safetensors",
+    ]  # fmt: skip
+    theirs = MedusaHead.load(str(staged)).state_dict()
+    for name, tensor in MedusaHead.load(str(run_dir / "head")).state_dict().items():
+        assert torch.equal(tensor, theirs[name])
+
+
+def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: Path) -> None:
+    card = (dry(run_dir, tmp_path, license="Apache-2.0") / "README.md").read_text()
+    _, metadata, body = card.split("---\n", 2)
+    assert yaml.safe_load(metadata) == {
+        "base_model": "Qwen/Qwen3-8B",
+        "base_model_relation": "adapter",
+        "library_name": "headsmith",
+        "license": "apache-2.0",
+        "tags": ["speculative-decoding", "medusa", "draft-head"],
+    }
+    for text in (
+        "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
+        "**1.812**",
+        "| writing | 3 | 1.750 | 1.500 to 2.000 |",
+        "| math\\|code | 5 | 1.875 | 1.625 to 2.125 |",
+        "| 2 | 0.350 | 0.210 |",
+        "| medusa_tree | 2.000 | 31.0 | 1.55 | 0.78 |",
+        "8 of 8 texts equal",
+        "![acceptance](acceptance.png)",
+        f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`.",
+        "| train.max_steps | 77 |",
+        "| seed | 3 |",
+        "python eval/acceptance.py head.path=me/qwen-medusa target.path=Qwen/Qwen3-8B",
+        "vllm serve Qwen/Qwen3-8B --speculative-config '"
+        '{"method": "medusa", "model": "me/qwen-medusa", "num_speculative_tokens": 2}\'',
+    ):
+        assert text in body
+
+
+def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path) -> None:
+    make_head(run_dir / "head", target="/home/ann/models/tiny-chat")
+    staged = dry(run_dir, tmp_path)
+    for path in staged.iterdir():
+        assert b"ann" not in path.read_bytes(), path.name
+        assert b"diary" not in path.read_bytes(), path.name
+    published = json.loads((staged / "headsmith.json").read_text())
+    assert published["argv"] == ["medusa.py", "data.path=chats.jsonl"]
+    assert published["config"]["train"]["resume"] == "last"
+    assert (
+        json.loads((staged / "config.json").read_text())["base_model_name_or_path"] == "tiny-chat"
+    )
+    assert "base_model:" not in (staged / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/home/ann/a b/c.jsonl", "c.jsonl"),
+        ("data.path=/home/ann/c.jsonl", "data.path=c.jsonl"),
+        ("/x/y.jsonl:3: field 'a'", "y.jsonl:3: field 'a'"),
+        ("paths=[/x/y.jsonl,/x/z.jsonl]", "paths=[y.jsonl,z.jsonl]"),
+        ("see file:///home/ann/c.jsonl", "see c.jsonl"),
+        ("~/c.jsonl", "c.jsonl"),
+        (r"C:\Users\ann\c.jsonl", "c.jsonl"),
+        ("http://localhost:8000/v1", "http://localhost:8000/v1"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("tokens / second", "tokens / second"),
+        ("outputs/run", "outputs/run"),
+    ],
+)
+def test_scrubbed(text: str, expected: str) -> None:
+    assert push.scrubbed({"a": [text]}) == {"a": [expected]}
+
+
+def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:
+    for name in ("acceptance.json", "speedup.json", "acceptance.png"):
+        (run_dir / name).unlink()
+    embedded = {**PROVENANCE, "config": {"target": {"path": None}}}
+    (run_dir / "head" / "headsmith.json").write_text(json.dumps(embedded))
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    assert "Nothing was measured" in card
+    assert "embedded default target" in card
+    assert "head.path=me/qwen-medusa data.path" in card
+
+
+def test_measured_names_the_folder(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "measured"
+    other.mkdir()
+    (other / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "tau": 1.5}))
+    card = (dry(run_dir, tmp_path, measured=str(other)) / "README.md").read_text()
+    assert "**1.500**" in card
+    assert "medusa_tree" not in card
+
+
+def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
+    def refused(match: str, **changes: object) -> None:
+        with pytest.raises(InputError, match=match):
+            dry(run_dir, tmp_path, **changes)
+
+    refused("repo_id=name: must be user/name", repo_id="name")
+    refused("must be user/name", repo_id="a/b/c")
+    refused("must be user/name", repo_id="me/bad name")
+    refused("measured=nowhere: no such folder", measured="nowhere")
+    refused("not an empty folder", out_dir=str(run_dir))
+    with pytest.raises(InputError, match=r"head\.path is not set"):
+        push.main(PushRun(repo_id="me/x", dry_run=True, out_dir=str(tmp_path / "o")))
+    with pytest.raises(InputError, match=r"head\.path=nowhere: no such folder"):
+        push.main(PushRun(head=HeadRef(path="nowhere"), repo_id="me/x"))
+    (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
+    refused(r"acceptance.json: no alpha, per_position")
+    (run_dir / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "alpha": [0.1] * 3}))
+    refused("measures 3 heads, and this one has 2")
+    make_head(tmp_path / "other")
+    (run_dir / "acceptance.json").write_text(
+        json.dumps({**ACCEPTANCE, "head": str(tmp_path / "other")})
+    )
+    refused("measures another head")
+    weights = run_dir / "head" / "medusa_lm_head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    refused("corrupt or truncated")
+    assert not (tmp_path / "staged").exists()
+
+
+def test_hub_refusals_are_explained(
+    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"may not write there \(HTTP 403\)"):
+        upload(run_dir, repo_id="others/head")
+    upload(run_dir, private=False)
+    assert not hub.repos["me/qwen-medusa"].private
+    with pytest.raises(InputError, match="exists and is public; set private=false"):
+        upload(run_dir)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(InputError, match=r"not logged in to .*hf auth login"):
+        upload(run_dir, private=False)
+    with pytest.raises(InputError, match=r"not logged in to .*hf auth login"):
+        upload(run_dir, repo_id="me/new")
+
+
+def test_an_unreachable_hub_is_named(
+    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
+        upload(run_dir)
