@@ -1,5 +1,6 @@
 """The door between Hydra and the code: command line in, checked dataclass out."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,8 @@ def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None
         try:
             main(_checked(composed))
         except InputError as error:
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            if os.environ.get("RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr)  # noqa: T201
             sys.exit(2)
 
     hydra.main(version_base=None, config_path=str(Path(__file__).parent), config_name=name)(job)()

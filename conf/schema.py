@@ -82,7 +82,8 @@ def _positive(prefix: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:
-            raise InputError(f"{prefix}.{name}={value}: must be above 0")
+            key = f"{prefix}.{name}".lstrip(".")
+            raise InputError(f"{key}={value}: must be above 0")
 
 
 @dataclass

@@ -1,9 +1,8 @@
 """What both measurements start from: target, head, tree, prompts and their results file."""
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
+from conf.provenance import provenance
 from conf.schema import InputError, MeasureRun
 from data.chat import encode_prompt
 from data.embedded import ensure_embedded
@@ -123,23 +123,20 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     """Writes `out_dir/name` whole or not at all, with what produced it."""
     result = {
         **result,
-        "target": bench.target.name,
+        "head": run.head.path,
         "target_dtype": str(bench.target.dtype).removeprefix("torch."),
         "device": _device_name(bench.target.device),
-        "head": run.head.path,
-        "data": bench.data,
+        "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,
         "temperature": run.temperature,
         "tree": list(bench.tree.parents),
-        "torch_threads": torch.get_num_threads(),
-        "argv": sys.argv,
-        "config": asdict(run),
+        **provenance(run, bench.target.name, bench.data),
     }
     path = Path(run.out_dir) / name
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(result, indent=2, default=lambda v: v.value) + "\n")
+        temporary.write_text(json.dumps(result, indent=2) + "\n")
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error

@@ -1,0 +1,97 @@
+import os
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from conf import schema
+
+ROOT = Path(__file__).resolve().parents[1]
+ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
+ENTRIES = {
+    "train/medusa.py": schema.MedusaRun,
+    "eval/acceptance.py": schema.AcceptanceRun,
+    "eval/speedup.py": schema.SpeedupRun,
+    "scripts/regenerate.py": schema.RegenerateRun,
+    "scripts/show_mask.py": schema.ShowMaskRun,
+    "scripts/push.py": schema.PushRun,
+}
+
+
+def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / entry), *arguments],
+        cwd=cwd, env=environ, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
+    found = [p for d in ("train", "eval", "scripts") for p in (ROOT / d).glob("*.py")]
+    entries = {str(p.relative_to(ROOT)) for p in found if "__main__" in p.read_text()}
+    assert entries == {*ENTRIES, "scripts/quickstart.py"}
+    for entry in entries:
+        assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
+
+
+@pytest.mark.parametrize("entry", sorted(ENTRIES))
+def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path) -> None:
+    for name in ("data", "heads", "conf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('decoy')\n")
+    shown = command(entry, "--cfg", "job", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for field in fields(ENTRIES[entry]):
+        assert f"\n{field.name}:" in "\n" + shown.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["conf", "data", "heads"]
+
+
+def test_help_lists_the_settings(tmp_path: Path) -> None:
+    shown = command("train/medusa.py", "--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert "learning_rate: 0.001" in shown.stdout
+
+
+def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None:
+    refused = command("train/medusa.py", "train.max_step=3", cwd=tmp_path)
+    assert refused.returncode != 0
+    assert "train.max_step" in refused.stderr
+    assert "not in 'TrainConfig'" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_value_exits_with_one_line(tmp_path: Path) -> None:
+    refused = command("train/medusa.py", "train.max_steps=-3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.strip() == "error: train.max_steps=-3: must be above 0"
+
+
+def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "out/0").mkdir(parents=True)
+    (tmp_path / "out/0/mine").touch()
+    swept = command("train/medusa.py", "--multirun", "seed=1,2", "out_dir=out", cwd=tmp_path)
+    assert swept.returncode == 2
+    assert "out_dir=out/0 is not empty" in swept.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schema.DataConfig(max_length=0), r"data\.max_length=0: must be above 0"),
+        (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
+        (lambda: schema.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
+        (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
+        (lambda: schema.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
+        (lambda: schema.SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
+    ],
+)
+def test_checks_name_the_key_and_what_is_allowed(make, message: str) -> None:
+    with pytest.raises(schema.InputError, match=message):
+        make()
+
+
+def test_every_setting_has_a_default() -> None:
+    for entry in ENTRIES.values():
+        assert is_dataclass(entry())

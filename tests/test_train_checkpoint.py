@@ -1,0 +1,180 @@
+"""Checkpoints: whole or absent, equal after a round trip, the one before if damaged."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from conf.schema import InputError
+from train import checkpoint
+from train.checkpoint import Parts, Progress
+
+RUN = {"seed": 0}
+
+
+def parts(seed: int = 0, width: int = 4) -> Parts:
+    torch.manual_seed(seed)
+    head = nn.Linear(width, 3)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return Parts(head, optimizer, scheduler)
+
+
+def step(made: Parts) -> None:
+    made.optimizer.zero_grad()
+    made.head(torch.randn(2, made.head.in_features)).pow(2).sum().backward()  # type: ignore[arg-type]
+    made.optimizer.step()
+    made.scheduler.step()
+
+
+def save(folder: Path, made: Parts, number: int, keep: int = 2) -> Path:
+    return checkpoint.save(folder, made, Progress(number, 10 * number, 2 * number, RUN), keep)
+
+
+def weights(made: Parts) -> list[float]:
+    return [value for p in made.head.parameters() for value in p.flatten().tolist()]
+
+
+def test_continuing_equals_never_having_stopped(tmp_path: Path) -> None:
+    straight = parts()
+    step(straight)
+    path = save(tmp_path, straight, 1)
+    step(straight)
+    resumed = parts(seed=9)
+    progress = checkpoint.restore(path, resumed)
+    step(resumed)
+    assert progress == Progress(1, 10, 2, RUN)
+    assert weights(resumed) == weights(straight)
+    assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
+
+
+def test_only_safetensors_and_json_and_the_newest_are_kept(tmp_path: Path) -> None:
+    made = parts()
+    step(made)
+    for number in (1, 2, 3):
+        save(tmp_path, made, number)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    endings = {p.suffix for p in tmp_path.rglob("*") if p.is_file()}
+    assert endings == {".safetensors", ".json"}
+
+
+def test_later_checkpoints_of_a_run_given_up_go(tmp_path: Path) -> None:
+    made = parts()
+    for number in (2, 4, 1):
+        save(tmp_path, made, number, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("name", ["head.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage: str) -> None:
+    made = parts()
+    step(made)
+    older = save(tmp_path, made, 1)
+    file = save(tmp_path, made, 2) / name
+    content = bytearray(file.read_bytes())
+    if damage == "truncate":
+        file.write_bytes(content[:-20])
+    elif damage == "flip":
+        content[0 if name == "state.json" else -3] ^= 0xFF
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    said: list[str] = []
+    assert checkpoint.latest(tmp_path, said.append) == older
+    assert "step-000002 is damaged" in said[0]
+    with pytest.raises(InputError, match="is damaged"):
+        checkpoint.restore(tmp_path / "step-000002", made)
+
+
+def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path, print) is None
+    (save(tmp_path, parts(), 1) / "head.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match="every checkpoint"):
+        checkpoint.latest(tmp_path, print)
+
+
+def test_half_written_folder_is_not_accepted(tmp_path: Path) -> None:
+    whole = save(tmp_path, parts(), 1)
+    (tmp_path / ".writing-step-000002").mkdir()
+    (tmp_path / "step-000003").mkdir()
+    assert checkpoint.latest(tmp_path, lambda _text: None) == whole
+
+
+def test_checkpoint_of_another_head(tmp_path: Path) -> None:
+    path = save(tmp_path, parts(), 1)
+    with pytest.raises(InputError, match="of another head"):
+        checkpoint.restore(path, parts(width=5))
+
+
+def check_full(folder: Path, made: Parts, older: Path, match: str) -> None:
+    with pytest.raises(InputError, match=match) as caught:
+        save(folder, made, 2)
+    assert str(folder / "step-000002") in str(caught.value)
+    assert [p.name for p in folder.iterdir()] == [older.name]
+    assert checkpoint.latest(folder, print) == older
+
+
+def test_full_disk_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = parts()
+    older = save(tmp_path, made, 1)
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    check_full(tmp_path, made, older, "No space left on device")
+
+
+def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
+    """The same through the real writer, stopped by a limit on the size of files."""
+    made = parts(width=4000)
+    older = save(tmp_path, made, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        check_full(tmp_path, made, older, "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(tmp_path)],
+        check=False,
+        capture_output=True,
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount a small file system here")
+    try:
+        made = parts(width=16_000)
+        older = checkpoint.save(tmp_path / "c", parts(), Progress(1, 1, 1, RUN), 2)
+        check_full(tmp_path / "c", made, older, "No space left on device")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_folder_is_replaced_whole(tmp_path: Path) -> None:
+    final = tmp_path / "head"
+    for content in ("one", "two"):
+        with checkpoint.atomic_folder(final) as folder:
+            (folder / "file").write_text(content)
+    with pytest.raises(ZeroDivisionError), checkpoint.atomic_folder(final) as folder:
+        (folder / "file").write_text("three")
+        raise ZeroDivisionError
+    assert (final / "file").read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def test_state_is_readable_json(tmp_path: Path) -> None:
+    state = json.loads((save(tmp_path, parts(), 7) / "state.json").read_text())
+    assert (state["step"], state["tokens"], state["position"]) == (7, 70, 14)

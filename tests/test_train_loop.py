@@ -1,0 +1,313 @@
+"""The loop in one process, on a toy objective: order, stopping, resuming, refusals."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
+from train import checkpoint, launch, loop, schedule, tracking
+from train.losses import Batch, Sums
+
+T, D = 6, 4
+
+
+class ToyHead(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(D, 1)
+
+    def save(self, folder: Path) -> None:
+        save_file(self.state_dict(), folder / "head.safetensors")
+
+
+class ToyObjective(nn.Module):
+    """Squared error with noise, so that resuming has random draws to get right."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.head = ToyHead()
+        self.weights = torch.tensor([0.5])
+        self.noise = noise
+
+    def counts(self, batch: Batch) -> Tensor:
+        return batch["loss_mask"].sum()[None].float()
+
+    def forward(self, batch: Batch) -> Sums:
+        x = batch["x"] + self.noise * torch.randn_like(batch["x"])
+        error = (self.head(x).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
+        zero = torch.zeros(1)
+        return Sums(error.sum()[None], self.counts(batch), zero, zero)
+
+
+class Rows(list[dict[str, Tensor]]):
+    """Sequences; `on_read` runs when one is taken."""
+
+    on_read: Callable[[int], None] | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.on_read is not None:
+            self.on_read(index)
+        return super().__getitem__(index)
+
+
+def rows(number: int) -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    return Rows(
+        {
+            "x": torch.randn(T, D, generator=generator),
+            "loss_mask": torch.rand(T, generator=generator) < 0.7,
+            "document_ids": torch.zeros(T, dtype=torch.int64),
+        }
+        for _ in range(number)
+    )
+
+
+def settings(**changes: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {
+        "max_steps": 6, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 0.05,
+        "warmup_steps": 2, "eval_steps": 3, "num_eval_sequences": 3, "save_steps": 2,
+        "log_steps": 1, "dtype": Dtype.float32,
+    }  # fmt: skip
+    return TrainConfig(**{**defaults, **changes})
+
+
+def fit(out_dir: Path, config: TrainConfig, noise: float = 0.0, **changes: Any) -> loop.Outcome:
+    job = loop.Job(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
+    return loop.fit(loop.start(config), replace(job, **changes))
+
+
+def weights(out_dir: Path) -> dict[str, list[float]]:
+    tensors = load_file(out_dir / "head" / "head.safetensors")
+    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+
+
+def lines(out_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_global_batches_are_the_same_for_any_number_of_processes() -> None:
+    for step in range(5):
+        batch = schedule.sequences(step, 4, 7, seed=3)
+        one = [i for micro in schedule.micro_batches(batch, 0, 1, 1) for i in micro]
+        two = [i for r in (0, 1) for micro in schedule.micro_batches(batch, r, 2, 2) for i in micro]
+        assert one == two == batch
+
+
+def test_an_epoch_draws_every_sequence_once() -> None:
+    drawn = [i for step in range(7) for i in schedule.sequences(step, 4, 7, seed=3)]
+    epochs = [drawn[start : start + 7] for start in range(0, 28, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert len(schedule.sequences(0, 20, 7, seed=3)) == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Schedule.constant, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (Schedule.cosine, [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+        (Schedule.wsd, [0.5, 1.0, 1.0, 1.0, 2 / 3, 1 / 3]),
+    ],
+)
+def test_schedules(kind: Schedule, expected: list[float]) -> None:
+    config = settings(schedule=kind, decay_fraction=0.5)
+    found = [schedule.rate(config, step) for step in range(6)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
+    outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5})
+    assert outcome.finished
+    assert outcome.evaluation["eval/tau"] == 1.5
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-000004", "step-000006"]
+    assert (tmp_path / "head" / "headsmith.json").is_file()
+    train = [line for line in lines(tmp_path) if "train/loss" in line]
+    assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
+    assert train[-1]["train/loss"] < train[0]["train/loss"]
+    assert train[-1]["train/tokens"] == 6 * 4 * T
+
+
+def test_first_loss_is_the_mean_over_the_supervised_tokens_of_the_step(tmp_path: Path) -> None:
+    fit(tmp_path, settings())
+    data = rows(7)
+    picked = [data[i] for i in schedule.sequences(0, 4, 7, seed=0)]
+    head = ToyHead()
+    errors = torch.cat([(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked])
+    assert lines(tmp_path)[0]["train/loss"] == pytest.approx(0.5 * errors.mean().item(), rel=1e-5)
+
+
+def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
+    for size in (1, 2, 4):
+        fit(tmp_path / str(size), settings(micro_batch_size=size))
+    for size in ("1", "2"):
+        for name, expected in weights(tmp_path / "4").items():
+            assert weights(tmp_path / size)[name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+    fit(tmp_path / "straight", settings(), noise=0.3)
+    data = rows(7)
+    taken: list[int] = []
+
+    def interrupt(index: int) -> None:
+        taken.append(index)
+        if len(taken) == 10:  # in the third step
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    data.on_read = interrupt
+    out_dir = tmp_path / "stopped"
+    stopped = fit(out_dir, settings(), noise=0.3, train=data)
+    assert (stopped.finished, stopped.step) == (False, 3)
+    assert not (out_dir / "head").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    torch.manual_seed(12345)
+    assert fit(out_dir, settings(resume="auto"), noise=0.3).finished
+    assert weights(out_dir) == weights(tmp_path / "straight")
+    assert [line["step"] for line in lines(out_dir) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_damaged_newest_checkpoint_still_gives_the_same_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, settings())
+    before, log = weights(tmp_path), lines(tmp_path)
+    (tmp_path / "checkpoints/step-000006/head.safetensors").write_bytes(b"x")
+    fit(tmp_path, settings(resume="auto"))
+    assert "step-000006 is damaged" in capsys.readouterr().out
+    assert weights(tmp_path) == before
+    assert [line["step"] for line in lines(tmp_path)] == [line["step"] for line in log]
+
+
+def test_resume_auto_with_nothing_there_starts_fresh(tmp_path: Path) -> None:
+    assert fit(tmp_path / "new", settings(resume="auto")).step == 6
+
+
+def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, settings())
+    with pytest.raises(InputError, match="packed sequences=7, now it is 5"):
+        fit(tmp_path, settings(resume="auto"), train=rows(5))
+    with pytest.raises(InputError, match=r"learning_rate=0.05, now it is 0.1"):
+        fit(tmp_path, settings(resume="auto", learning_rate=0.1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_loss_names_step_and_sequences(tmp_path: Path, value: float) -> None:
+    data = rows(7)
+    second = schedule.sequences(1, 4, 7, seed=0)[2:]
+    data[second[0]]["x"][0] = value
+    data[second[0]]["loss_mask"][0] = True
+    config = settings(save_steps=1)
+    bad_first = second[0] in schedule.sequences(0, 4, 7, seed=0)
+    assert not bad_first
+    with pytest.raises(InputError, match="at step 2, in packed training sequences") as caught:
+        fit(tmp_path, config, train=data)
+    assert str(second) in str(caught.value)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_full_disk_in_training_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, written = checkpoint.save_file, []
+
+    def fills_up(tensors: dict[str, Tensor], path: Path) -> None:
+        written.append(path)
+        if len(written) > 4:
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", fills_up)
+    with pytest.raises(InputError, match=r"step-000004.*No space left"):
+        fit(tmp_path, settings())
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_batch_that_does_not_divide() -> None:
+    with pytest.raises(InputError, match="batch_size=4 is not divisible by 1 processes x"):
+        loop.start(settings(micro_batch_size=3))
+    with pytest.raises(InputError, match="set a multiple of 6"):
+        launch.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
+    with pytest.raises(InputError, match="float16 is not trained in"):
+        loop.start(settings(dtype=Dtype.float16))
+
+
+def test_processes_that_do_not_see_each_other() -> None:
+    launch.check_launch({}, 1)
+    launch.check_launch(
+        {"WORLD_SIZE": "2", "MASTER_PORT": "1", "ACCELERATE_MIXED_PRECISION": "no"}, 2
+    )
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        with pytest.raises(InputError, match=f"{name}=2, but only 1 process"):
+            launch.check_launch({name: "2"}, 1)
+    silent = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "MASTER_ADDR": "x"}
+    with pytest.raises(InputError, match="asked for several processes and started one"):
+        launch.check_launch(silent, 1)
+
+
+def test_out_dir_that_holds_something(tmp_path: Path) -> None:
+    launch.check_out_dir(tmp_path, None)
+    launch.check_out_dir(tmp_path / "new", None)
+    (tmp_path / "a").write_text("")
+    with pytest.raises(InputError, match=r"is not empty.*train\.resume=auto"):
+        launch.check_out_dir(tmp_path, None)
+    launch.check_out_dir(tmp_path, "auto")
+    with pytest.raises(InputError, match="is a file"):
+        launch.check_out_dir(tmp_path / "a", None)
+    with pytest.raises(InputError, match="no such folder; allowed: auto"):
+        launch.check_out_dir(tmp_path / "new", "latest")
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_a_tracker_that_fails_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    class Broken:
+        def __init__(self, *_args: object) -> None:
+            self.fail("start")
+
+        def fail(self, here: str) -> None:
+            if here == where:
+                raise RuntimeError("no network")
+
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            self.fail("log")
+
+        def close(self) -> None:
+            self.fail("close")
+
+    monkeypatch.setattr(tracking, "_Wandb", Broken)
+    assert fit(tmp_path, settings(), log=LogConfig(tracker=Tracker.wandb)).finished
+    assert capsys.readouterr().out.count("wandb failed and is left out") == 1
+    assert len(lines(tmp_path)) == 8
+
+
+def test_a_tracker_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(tracking, "_Wandb", lambda *_args: release.wait(30))
+    monkeypatch.setattr(tracking, "START_TIMEOUT_S", 0.2)
+    said: list[str] = []
+    begun = time.monotonic()
+    tracking.Metrics(tmp_path, LogConfig(tracker=Tracker.wandb), {}, said.append).log(1, {"a": 1.0})
+    release.set()
+    assert time.monotonic() - begun < 5
+    assert "no answer within" in said[0]
+
+
+def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
+    fit(tmp_path, settings(max_steps=3), log=LogConfig(tracker=Tracker.tensorboard))
+    assert list((tmp_path / "tensorboard").glob("events.*"))

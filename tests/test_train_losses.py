@@ -1,0 +1,165 @@
+"""Sums, masks and labels of the Medusa loss, with numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from train.losses import (
+    hits,
+    medusa_counts,
+    medusa_loss,
+    medusa_weights,
+    soft_cross_entropy,
+    supervised,
+)
+
+
+class Table(nn.Module):
+    """Heads whose logits for token v at hidden state [x, ...] are a row of a table."""
+
+    def __init__(self, num_heads: int, vocab: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(num_heads, 3, vocab, generator=generator))
+
+    def head_logits(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ self.table[k]
+
+
+def packed(mask: list[int], documents: list[int]) -> dict[str, torch.Tensor]:
+    length = len(mask)
+    return {
+        "input_ids": torch.arange(length)[None] % 5,
+        "loss_mask": torch.tensor([mask], dtype=torch.bool),
+        "document_ids": torch.tensor([documents]),
+    }
+
+
+def random_batch(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    batch = {
+        "input_ids": torch.randint(0, 5, (num_rows, 12), generator=generator),
+        "loss_mask": torch.rand(num_rows, 12, generator=generator) < 0.6,
+        "document_ids": torch.tensor([[0] * 5 + [1] * 5 + [-1] * 2] * num_rows),
+    }
+    return torch.randn(num_rows, 12, 3, generator=generator), batch
+
+
+def test_mask_is_that_of_the_predicted_token() -> None:
+    batch = packed([0, 0, 0, 1, 1, 0], [0] * 6)
+    assert supervised(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
+    assert supervised(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
+    assert supervised(batch, 5).int().tolist() == [[0] * 6]
+    assert medusa_counts(batch, 3).tolist() == [2.0, 2.0, 1.0]
+
+
+def test_no_head_predicts_across_documents_or_into_padding() -> None:
+    batch = packed([1] * 8, [0, 0, 0, 1, 1, 1, -1, -1])
+    assert supervised(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
+    assert supervised(batch, 2).int().tolist() == [[0] * 8]
+
+
+def test_shorter_than_a_head_looks_ahead() -> None:
+    assert medusa_counts(packed([1, 1], [0, 0]), 4).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_hand_computed_cross_entropy() -> None:
+    head = Table(2, 5)
+    with torch.no_grad():
+        head.table.zero_()
+        head.table[0, 0, 2] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
+    hidden = torch.tensor([[[1.0, 0, 0]] * 4])
+    batch = packed([1, 1, 1, 1], [0] * 4)  # tokens 0 1 2 3
+    sums = medusa_loss(head, hidden, batch)
+    # Head 1 at 0 and 1 predicts tokens 2 and 3; head 2 at 0 predicts token 3.
+    expected = [math.log(2.0) + math.log(8.0), math.log(5.0)]
+    assert sums.loss.tolist() == pytest.approx(expected, abs=1e-6)
+    assert sums.tokens.tolist() == [2.0, 1.0]
+    assert sums.top1.tolist() == [1.0, 0.0]
+    assert sums.top5.tolist() == [2.0, 1.0]
+
+
+def test_weights() -> None:
+    assert medusa_weights(3, 0.8).tolist() == pytest.approx([0.8, 0.64, 0.512])
+
+
+def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> None:
+    """Teacher logits are the hidden state itself, so each position is recognisable."""
+    head = Table(2, 3)
+    with torch.no_grad():
+        head.table.copy_(torch.eye(3).expand(2, 3, 3))
+    hidden = torch.tensor([[[0.0, 0, 0], [1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [0, 0, 0]]])
+    batch = packed([0, 0, 0, 1, 0], [0] * 5)  # only token 3 is in the mask
+    batch["input_ids"] %= 3
+    sums = medusa_loss(head, hidden, batch, teacher=lambda states: states)
+    p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)  # the target at position 2 predicts token 3
+    first = -(p * torch.tensor([1.0, 0, 0]).log_softmax(0)).sum()  # head 1 at position 1
+    second = -(p * torch.tensor([0.0, 0, 0]).log_softmax(0)).sum()  # head 2 at position 0
+    assert sums.loss.tolist() == pytest.approx([first.item(), second.item()], abs=1e-6)
+
+
+def test_soft_cross_entropy_is_least_for_the_teacher_itself() -> None:
+    teacher = torch.tensor([[0.5, -1.0, 2.0]])
+    logits = teacher.clone().requires_grad_()
+    soft_cross_entropy(logits, teacher).backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().max() < 1e-6
+
+
+def test_a_tie_has_one_first_choice_and_five_among_the_first_five() -> None:
+    logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    top1, top5 = hits(logits, torch.tensor([0, 1]))
+    assert (top1.item(), top5.item()) == (1.0, 2.0)
+    assert hits(torch.zeros(8, 8), torch.arange(8))[1].item() == 5.0
+    six = torch.tensor([[6.0, 5, 4, 3, 2, 1]] * 2)
+    assert hits(six, torch.tensor([4, 5]))[1].item() == 1.0
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_chunks_and_batching_do_not_change_sums_or_gradients(soft: bool) -> None:
+    hidden, batch = random_batch(4)
+    projection = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    teacher = (lambda states: states @ projection) if soft else None
+
+    def run(parts: list[slice], chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        head = Table(3, 5)
+        total = torch.zeros(4, 3)
+        for part in parts:
+            piece = {name: value[part] for name, value in batch.items()}
+            sums = medusa_loss(head, hidden[part], piece, teacher, chunk)
+            sums.loss.sum().backward()
+            total += torch.stack([term.detach() for term in sums])
+        assert head.table.grad is not None
+        return total, head.table.grad
+
+    whole = run([slice(0, 4)], 1000)
+    for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
+        for expected, found in zip(whole, other, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert whole[0][1].tolist() == medusa_counts(batch, 3).tolist()
+
+
+def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
+    head = Table(2, 5)
+    sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4))
+    sums.loss.sum().backward()
+    assert head.table.grad is not None
+    assert sums.loss.tolist() == [0.0, 0.0]
+
+
+def test_logits_of_the_whole_batch_never_live() -> None:
+    """The graph keeps hidden states of the rows, not their logits."""
+    head = Table(2, 5)
+    hidden, batch = random_batch(4)
+    kept: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        medusa_loss(head, hidden, batch, chunk=4)
+    assert not [shape for shape in kept if len(shape) == 2 and shape[-1] == 5 and shape[0] > 3]

@@ -1,0 +1,392 @@
+"""The one training loop: batches, gradients, evaluation, checkpoints, resuming, stopping.
+
+The only module that knows accelerate. A head's entry script brings an objective; the loop
+divides its sums by the number of supervised tokens of the whole optimizer step, counted over
+all processes and micro batches before the first of them runs.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from conf import provenance
+from conf.schema import Dtype, InputError, LogConfig, TrainConfig
+from train import checkpoint, schedule
+from train.launch import check_batch, check_launch, stop_signals
+from train.losses import Batch, Sums
+from train.tracking import Metrics, as_line, figures
+
+
+class Dataset(Protocol):
+    """Packed sequences."""
+
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        """One of them, as [T] tensors."""
+        ...
+
+
+Evaluate = Callable[[nn.Module], dict[str, float]]
+
+
+class Objective(Protocol):
+    """What is trained, an `nn.Module` that holds the head; K terms of the loss."""
+
+    head: nn.Module
+    """Its trainable part; has `save(folder)`."""
+    weights: Tensor
+    """[K] float32, the weight of each term."""
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[K] float32 supervised tokens of each term, known without running any model."""
+        ...
+
+    def __call__(self, batch: Batch) -> Sums:
+        """The terms of a micro batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        config: the loop's settings.
+        log: the tracker's.
+        seed: orders sequences, and seeds whatever an objective draws.
+        out_dir: gets `checkpoints/`, `metrics.jsonl` and at the end `head/`.
+        objective: what is trained.
+        train: packed sequences, each a dict of [T] tensors.
+        heldout: the same, to evaluate on.
+        provenance: written as `head/headsmith.json`.
+        evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
+            their names get the prefix `eval/`.
+    """
+
+    config: TrainConfig
+    log: LogConfig
+    seed: int
+    out_dir: Path
+    objective: Any
+    train: Dataset
+    heldout: Dataset
+    provenance: dict[str, Any] = field(default_factory=dict)
+    evaluate: Evaluate | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `finished` is false if a signal stopped it at `step`."""
+
+    finished: bool
+    step: int
+    evaluation: dict[str, float]
+
+
+def start(config: TrainConfig) -> Accelerator:
+    """Joins the processes of this launch.
+
+    Raises:
+        InputError: they do not see each other, the batch does not divide among them, or the
+            dtype cannot be trained in.
+    """
+    if config.dtype is Dtype.float16:
+        raise InputError("train.dtype=float16 is not trained in; allowed: auto, float32, bfloat16")
+    cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
+    deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
+    bfloat16 = config.dtype is Dtype.bfloat16 or (config.dtype is Dtype.auto and cuda)
+    gloo = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
+    accelerator = Accelerator(
+        cpu=not cuda and not deepspeed,
+        mixed_precision="bf16" if bfloat16 else "no",
+        kwargs_handlers=gloo,
+    )
+    check_launch(os.environ, accelerator.num_processes)
+    check_batch(config, accelerator.num_processes)
+    return accelerator
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
+
+
+def fit(accelerator: Accelerator, job: Job) -> Outcome:
+    """Trains to `max_steps`, or until SIGTERM or SIGINT, which save a checkpoint first.
+
+    Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
+
+    Raises:
+        InputError: the checkpoint to resume does not fit, the disk is full, or the loss became
+            NaN or infinite.
+    """
+    run = _Run(accelerator, job)
+    run.resume()
+    accelerator.wait_for_everyone()
+    try:
+        with stop_signals(run.stop):
+            return run.train()
+    finally:
+        run.close()
+
+
+class _Run:
+    """The state of a run between its optimizer steps."""
+
+    def __init__(self, accelerator: Accelerator, job: Job) -> None:
+        self.accelerator, self.job, self.config = accelerator, job, job.config
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.device = accelerator.device
+        self.checkpoints = job.out_dir / "checkpoints"
+        parameters = [p for p in job.objective.head.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.config.learning_rate, weight_decay=self.config.weight_decay
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule.rate(self.config, step)
+        )
+        self.parameters = parameters
+        self.parts = checkpoint.Parts(job.objective.head, optimizer, scheduler)
+        # The scheduler stays outside: accelerate would step it once per process.
+        self.objective, self.optimizer = accelerator.prepare(job.objective, optimizer)
+        self.weights = job.objective.weights.to(self.device)
+        self.step = self.tokens = 0
+        self.stop = {"asked": False}
+        self.metrics: Metrics | None = None
+        self.window: list[Tensor] = []
+        self.evaluation: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Prints on rank 0, above the progress bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+
+    def resume(self) -> None:
+        """Loads the checkpoint that `train.resume` names, and opens the metrics."""
+        path: Path | None = None
+        if self.config.resume == "auto":
+            path = checkpoint.latest(self.checkpoints, self.say)
+        elif self.config.resume is not None:
+            path = Path(self.config.resume)
+        if path is not None:
+            progress = checkpoint.restore(path, self.parts)
+            self._check_same(progress, path)
+            self.step, self.tokens = progress.step, progress.tokens
+            self.say(f"continuing from {path}")
+        # Nobody may write before everybody has looked at what is there.
+        self.accelerator.wait_for_everyone()
+        if self.rank == 0:
+            self.job.out_dir.mkdir(parents=True, exist_ok=True)
+            settings = self.job.provenance.get("config", {})
+            self.metrics = Metrics(self.job.out_dir, self.job.log, settings, self.say)
+            self.metrics.forget_after(self.step)
+
+    def _same(self) -> dict[str, Any]:
+        return {
+            "seed": self.job.seed,
+            "train.batch_size": self.config.batch_size,
+            "train.learning_rate": self.config.learning_rate,
+            "train.weight_decay": self.config.weight_decay,
+            "packed sequences": len(self.job.train),
+            "checksum of the first sequence": self._checksum(),
+        }
+
+    def _checksum(self) -> int:
+        first = self.job.train[0]
+        return sum(zlib.crc32(first[name].cpu().numpy().tobytes()) for name in sorted(first))
+
+    def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
+        for key, now in self._same().items():
+            then = progress.run.get(key)
+            if then != now:
+                raise InputError(
+                    f"train.resume: {path} was made with {key}={then}, now it is {now}: "
+                    "continue with what it was made with, or start in another out_dir"
+                )
+
+    def train(self) -> Outcome:
+        """Steps until the end or a stop."""
+        bar = tqdm(
+            total=self.config.max_steps, initial=self.step, disable=self.rank != 0, unit="step",
+            dynamic_ncols=True, mininterval=0.5,
+        )  # fmt: skip
+        with bar:
+            self._started, self._started_tokens = time.monotonic(), self.tokens
+            while self.step < self.config.max_steps:
+                if self._stop_agreed():
+                    self._save()
+                    return Outcome(False, self.step, self.evaluation)
+                loss = self._optimizer_step()
+                self.step += 1
+                bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
+                bar.update()
+                self._after_step()
+        self._save_head()
+        return Outcome(True, self.step, self.evaluation)
+
+    def _after_step(self) -> None:
+        last = self.step == self.config.max_steps
+        if last or self.step % self.config.log_steps == 0:
+            self._log()
+        if last or self.step % self.config.eval_steps == 0:
+            self._evaluate()
+        if last or self.step % self.config.save_steps == 0:
+            self._save()
+
+    def _stop_agreed(self) -> bool:
+        """Whether any process was asked to stop, so that all stop at the same step."""
+        asked = torch.tensor(float(self.stop["asked"]), device=self.device)
+        return bool(self._sum(asked) > 0)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        return self.accelerator.reduce(value, reduction="sum")
+
+    def _optimizer_step(self) -> float:
+        """One optimizer step; returns its loss."""
+        config = self.config
+        indices = schedule.sequences(
+            self.step, config.batch_size, len(self.job.train), self.job.seed
+        )
+        micro = schedule.micro_batches(indices, self.rank, self.world, config.micro_batch_size)
+        batches = [self._load(self.job.train, group) for group in micro]
+        totals = self._count(batches)
+        # DDP averages gradients over processes; their sum is wanted.
+        scale = self.world * self.weights / totals[1:].clamp_min(1).float()
+        sums = self._accumulate(batches, scale)
+        step_sums = self._check_finite(sums, indices)
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            self._stop_on("the gradient's norm", float(norm), indices)
+        self.optimizer.step()
+        self._rate = self.parts.optimizer.param_groups[0]["lr"]
+        self.parts.scheduler.step()
+        self.optimizer.zero_grad()
+        self.tokens += int(totals[0])
+        self.window.append(step_sums)
+        return float((self.weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
+
+    def _load(self, dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
+        rows = [dataset[index] for index in indices]
+        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+
+    def _count(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """[1 + K] tokens seen and supervised tokens per term, of the whole optimizer step."""
+        counts = [
+            torch.cat([_num_tokens(batch)[None], self.job.objective.counts(batch).double()])
+            for batch in batches
+        ]
+        return self._sum(torch.stack(counts).sum(0))
+
+    def _accumulate(self, batches: list[dict[str, Tensor]], scale: Tensor) -> Tensor:
+        """Runs every micro batch forward and backward; [M, 4, K] what each gave."""
+        found = []
+        for number, batch in enumerate(batches):
+            # Draws depend on the place in the run alone: not on the number of processes, and
+            # not on whether the run was stopped in between.
+            first = self.rank * len(batches) + number
+            torch.manual_seed(hash((self.job.seed, self.step, first)) % (1 << 63))
+            last = number == len(batches) - 1
+            with _sync_if(last, self.accelerator, self.objective):
+                sums: Sums = self.objective(batch)
+                self.accelerator.backward((scale * sums.loss).sum())
+            found.append(torch.stack([term.detach().float() for term in sums]))
+        return torch.stack(found)
+
+    def _check_finite(self, sums: Tensor, indices: list[int]) -> Tensor:
+        """[4, K] sums of the step over all processes; stops if one of them is not finite."""
+        num_micro = len(sums)
+        losses = torch.zeros(self.world * num_micro, device=self.device)
+        losses[self.rank * num_micro :][:num_micro] = sums[:, 0].sum(1)
+        packed = self._sum(torch.cat([losses, sums.sum(0).flatten()]))
+        losses, totals = packed[: len(losses)], packed[len(losses) :].view(4, -1)
+        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        if bad:
+            size = self.config.micro_batch_size
+            named = [index for micro in bad for index in indices[micro * size :][:size]]
+            self._stop_on("the loss", float(losses[bad[0]]), named)
+        return totals
+
+    def _stop_on(self, what: str, value: float, indices: list[int]) -> None:
+        raise InputError(
+            f"{what} became {value} at step {self.step + 1}, in packed training sequences "
+            f"{indices}: nothing of this step was applied or saved. Look at those, lower "
+            f"train.learning_rate={self.config.learning_rate}, or use train.dtype=float32; "
+            "train.resume=auto continues from the newest checkpoint"
+        )
+
+    def _tokens_per_s(self) -> float:
+        return (self.tokens - self._started_tokens) / (time.monotonic() - self._started)
+
+    def _log(self) -> None:
+        sums = torch.stack(self.window).sum(0)
+        self.window.clear()
+        metrics = figures("train", sums, self.weights)
+        metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
+        metrics["train/tokens_per_s"] = self._tokens_per_s()
+        if self.metrics is not None:
+            self.metrics.log(self.step, metrics)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
+        objective, config = self.job.objective, self.config
+        objective.eval()
+        sums = torch.zeros(4, len(self.weights), device=self.device)
+        mine = list(range(min(len(self.job.heldout), config.num_eval_sequences)))
+        mine = mine[self.rank :: self.world]
+        for begin in range(0, len(mine), config.micro_batch_size):
+            batch = self._load(self.job.heldout, mine[begin : begin + config.micro_batch_size])
+            with self.accelerator.autocast():
+                sums += torch.stack([term.float() for term in objective(batch)])
+        self.evaluation = figures("eval", self._sum(sums), self.weights)
+        if self.rank == 0 and self.job.evaluate is not None:
+            more = self.job.evaluate(objective.head)
+            self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
+        objective.train()
+        if self.metrics is not None:
+            self.metrics.log(self.step, self.evaluation)
+        self.say(f"step {self.step}: {as_line(self.evaluation)}")
+
+    def _save(self) -> None:
+        if self.rank == 0:
+            position = self.step * self.config.batch_size
+            progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
+            checkpoint.save(self.checkpoints, self.parts, progress, self.config.num_checkpoints)
+
+    def _save_head(self) -> None:
+        if self.rank == 0:
+            with checkpoint.atomic_folder(self.job.out_dir / "head") as folder:
+                self.job.objective.head.save(folder)
+                provenance.write(folder, self.job.provenance)
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Lets the tracker finish."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def _num_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    return (batch["document_ids"] >= 0).sum().double()
+
+
+@contextmanager
+def _sync_if(last: bool, accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
+    if last:
+        yield
+    else:
+        with accelerator.no_sync(module):
+            yield

@@ -1,0 +1,58 @@
+"""What an optimizer step sees: which sequences, at which learning rate. Pure functions."""
+
+import math
+
+import torch
+
+from conf.schema import Schedule, TrainConfig
+
+
+def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
+    """The global batch of a step, the same for any number of processes.
+
+    Batches are cut from an endless row of per-epoch permutations, so a batch may end one epoch
+    and begin the next, and a position in the row is all that resuming needs.
+
+    Args:
+        step: optimizer step, from 0.
+        batch_size: sequences per step.
+        num_sequences: sequences in the dataset.
+        seed: the run's seed.
+
+    Returns:
+        `batch_size` indices into the dataset.
+    """
+    found: list[int] = []
+    position = step * batch_size
+    while len(found) < batch_size:
+        epoch, offset = divmod(position + len(found), num_sequences)
+        found += _permutation(epoch, num_sequences, seed)[offset:][: batch_size - len(found)]
+    return found
+
+
+def _permutation(epoch: int, num_sequences: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_sequences, generator=generator).tolist()
+
+
+def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) -> list[list[int]]:
+    """The share of a process in a global batch, in forward passes of `size` sequences."""
+    share = len(batch) // num_processes
+    own = batch[rank * share : (rank + 1) * share]
+    return [own[start : start + size] for start in range(0, share, size)]
+
+
+def rate(config: TrainConfig, step: int) -> float:
+    """The share of `learning_rate` that optimizer step `step` (from 0) uses.
+
+    Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or
+    constant with a linear decay to 0 over the last `decay_fraction` of the steps (wsd).
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    left = max(config.max_steps - step, 0)
+    if config.schedule is Schedule.cosine:
+        return 0.5 * (1 - math.cos(math.pi * left / (config.max_steps - config.warmup_steps)))
+    if config.schedule is Schedule.wsd:
+        return min(1.0, left / max(1.0, config.decay_fraction * config.max_steps))
+    return 1.0
