@@ -1,0 +1,182 @@
+"""The text of the embedded default: standard-library source as chats, and its tokenizer."""
+
+import hashlib
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from conf.schema import InputError
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>
+' }}{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{{ '
+' }}{% else %}{{ '<|' + m['role'] + '|>
+' + m['content'] + '<|end|>
+' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
+' }}{% endif %}"""
+
+# A line break is always a token of its own: the one after <|assistant|> must not merge
+# with the indentation that an answer starts with, or prompts would end in half a token.
+_WORDS = r"\n| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
+
+_EXCLUDED = {
+    "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
+    "site-packages", "test", "tests",
+}  # fmt: skip
+_CONSTRUCT = re.compile(r" *(?:@|(?:async )?def |class )")
+_HELD_OUT_IN = 10  # one file of so many
+_MIN_FILES = 50
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One chat: the beginning of a piece of source, and how it goes on."""
+
+    category: str
+    """function, method, class, module; or body, a later part of a long one."""
+    file: str
+    """Path inside the standard library."""
+    prompt: str
+    continuation: str
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Standard-library files, sorted, split so that no file is on both sides."""
+
+    root: Path
+    train: list[str]
+    held_out: list[str]
+
+
+def find_source_files(num_files: int | None = None) -> SourceFiles:
+    """List the standard library's own modules.
+
+    A file's side depends on its name alone, so that Python versions agree on it.
+
+    Args:
+        num_files: Keep only so many, evenly spread.
+
+    Raises:
+        InputError: This Python comes without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if _EXCLUDED.isdisjoint(path.relative_to(root).parts)
+        and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata"))
+    )
+    if len(names) < _MIN_FILES:
+        raise InputError(
+            f"{root}: {len(names)} source files of the standard library, the embedded default "
+            f"needs {_MIN_FILES}: set target.path and data.path, or use a Python with its source"
+        )
+    if num_files is not None:
+        names = names[:: max(1, len(names) // num_files)][:num_files]
+    held_out = [name for name in names if _side(name) == 0]
+    return SourceFiles(root, [name for name in names if _side(name) != 0], held_out)
+
+
+def _side(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _HELD_OUT_IN
+
+
+def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
+    """Read files as UTF-8, without the few that are not."""
+    texts = {}
+    for name in names:
+        try:
+            texts[name] = (files.root / name).read_text(encoding="utf-8").expandtabs()
+        except UnicodeDecodeError:
+            continue
+    return texts
+
+
+def cut_pieces(file: str, text: str, max_chars: int) -> Iterator[Piece]:
+    """Cut a file into chats: at every def and class, and where one exceeds `max_chars`.
+
+    Dropped are blocks of fewer than three lines, and lines that are only a comment: licence
+    headers and rulers teach a small model to repeat `#` for ever.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    starts = [0]
+    for i, line in enumerate(lines):
+        if _CONSTRUCT.match(line) and not (i and lines[i - 1].lstrip().startswith("@")):
+            starts.append(i)
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        category = _category(lines[start:end])
+        for block in _split(lines[start:end], max_chars):
+            clean = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
+            # The user's part: about a third, to the end of the first line that is no decorator
+            # at least, eight lines at most.
+            head = next((i for i, x in enumerate(clean) if not x.startswith("@")), 0)
+            cut = max(head + 1, min(len(clean) // 3, 8))
+            if len(clean) > max(cut, 2):
+                prompt, continuation = "\n".join(clean[:cut]), "\n".join(clean[cut:])
+                yield Piece(category, file, prompt.rstrip(), continuation)
+            category = "body"
+
+
+def _category(block: list[str]) -> str:
+    if not block or not _CONSTRUCT.match(block[0]):
+        return "module"
+    head = next((line for line in block if not line.lstrip().startswith("@")), block[0])
+    if head.lstrip().startswith("class "):
+        return "class"
+    return "method" if head.startswith(" ") else "function"
+
+
+def _split(lines: list[str], max_chars: int) -> Iterator[list[str]]:
+    block: list[str] = []
+    size = 0
+    for line in lines:
+        if block and size + len(line.strip()) > max_chars:
+            yield block
+            block, size = [], 0
+        block.append(line.rstrip()[: max_chars // 2])
+        size += len(line.strip()) + 1
+    yield block
+
+
+def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with the chat template on `texts`."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|endoftext|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def render(piece: Piece, bos: str) -> str:
+    """What the chat template makes of a piece; a test holds the two together."""
+    return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"

@@ -1,0 +1,109 @@
+import json
+from pathlib import Path
+
+import pytest
+from toys import noisy_head, save_target
+
+from conf.schema import (
+    AcceptanceRun,
+    DataConfig,
+    HeadRef,
+    InputError,
+    Mode,
+    SpeedupRun,
+    TargetConfig,
+)
+from eval import acceptance, speedup
+from heads.target import load_target
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> dict:
+    import torch
+
+    folder = tmp_path_factory.mktemp("eval")
+    path = str(save_target(folder / "target"))
+    target = load_target(TargetConfig(path=path), torch.device("cpu"))
+    noisy_head(target).save(folder / "head")
+    rows = [
+        {"category": category, "turns": [f"hello {word}, how are you?", "and now?"]}
+        for category in ("writing", "math")
+        for word in ("there", "you", "today")
+    ]
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"target": path, "head": str(folder / "head"), "data": str(prompts)}
+
+
+def settings(setting: dict, out_dir: Path) -> dict:
+    return {
+        "target": TargetConfig(path=setting["target"]),
+        "data": DataConfig(path=setting["data"]),
+        "head": HeadRef(path=setting["head"]),
+        "max_new_tokens": 24,
+        "out_dir": str(out_dir),
+    }
+
+
+def measured(setting: dict, out_dir: Path, mode: Mode) -> dict:
+    acceptance.main(AcceptanceRun(**settings(setting, out_dir), mode=mode))
+    assert (out_dir / "acceptance.png").stat().st_size > 10_000
+    return json.loads((out_dir / "acceptance.json").read_text())
+
+
+def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
+    replayed = measured(setting, tmp_path / "r", Mode.replay)
+    decoded = measured(setting, tmp_path / "d", Mode.decode)
+    assert (replayed["mode"], decoded["mode"]) == ("replay", "decode")
+    figures = ("tau", "alpha", "per_position", "by_category", "num_tokens", "static_tree")
+    assert {k: replayed[k] for k in figures} == {k: decoded[k] for k in figures}
+    assert len(replayed["alpha"]) == 3
+    assert replayed["num_prompts"] == 6
+    assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
+    assert replayed["versions"]["torch"]
+    assert replayed["data"]["form"] == "turns"
+
+
+def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> None:
+    speedup.main(SpeedupRun(**settings(setting, tmp_path), num_repeats=1))
+    result = json.loads((tmp_path / "speedup.json").read_text())
+    assert list(result["methods"]) == ["vanilla", "generate", "medusa_chain", "medusa_tree"]
+    assert result["baseline"] == "vanilla"
+    assert result["methods"]["vanilla"]["speedup"] == 1.0
+    for row in result["methods"].values():
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["tau"])
+        assert row["breakdown"].keys() == {"prefill", "draft", "verify", "accept", "host"}
+    assert result["lossless"] == {"num_prompts": 6, "num_equal": 6, "first_divergences": []}
+    assert (tmp_path / "speedup.png").stat().st_size > 10_000
+
+
+def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
+    run = SpeedupRun(**settings(setting, tmp_path), methods=["medusa_tree"])
+    assert speedup.chosen_methods(run) == ["vanilla", "medusa_tree"]
+    run.methods = ["medussa"]
+    with pytest.raises(InputError, match=r"methods=\['medussa'\]: allowed: all, vanilla"):
+        speedup.main(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": HeadRef()}, r"head\.path is unset"),
+        ({"head": HeadRef(path="nowhere/at/all")}, r"head\.path=nowhere/at/all: no such folder"),
+        ({"data": DataConfig(path="gone.jsonl")}, r"gone\.jsonl"),
+        ({"depth": 4}, r"depth=4: this head drafts at most 3 tokens"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, r"tree: depth 4, .* depths 1\.\.3"),
+        ({"max_new_tokens": 4000}, r"max_new_tokens=4000: .* above the target's window of 256"),
+    ],
+)
+def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        acceptance.main(AcceptanceRun(**{**settings(setting, tmp_path / "o"), **changes}))
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_result_is_never_overwritten(setting, tmp_path) -> None:
+    (tmp_path / "acceptance.json").write_text("{}")
+    with pytest.raises(InputError, match=r"out_dir=.* already holds acceptance\.json"):
+        acceptance.main(AcceptanceRun(**settings(setting, tmp_path)))
+    assert (tmp_path / "acceptance.json").read_text() == "{}"
