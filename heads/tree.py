@@ -118,7 +118,7 @@ class Tree:
         return mask
 
 
-def default_tree(num_heads: int, num_nodes: int = 16) -> Tree:
+def default_tree(num_heads: int, num_nodes: int) -> Tree:
     """A tree for heads whose accuracies nobody has measured yet.
 
     Accuracies fall by rank and by head as published for Vicuna-7B (FasterDecoding/Medusa,

@@ -50,7 +50,11 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
     expected = greedy_by_generate(target, 40)
     assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
     head = noisy_head(target)
-    for tree in (Tree.chain(3), default_tree(3), Tree.from_paths([[0], [1], [1, 2], [1, 2, 0]])):
+    for tree in (
+        Tree.chain(3),
+        default_tree(3, 16),
+        Tree.from_paths([[0], [1], [1, 2], [1, 2, 0]]),
+    ):
         assert decode(target, MedusaDrafter(head, tree), PROMPT, 40).token_ids == expected
 
 
@@ -96,7 +100,7 @@ def test_walk_counts_what_each_pass_emits() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
-@pytest.mark.parametrize("tree", [Tree.chain(3), default_tree(3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [Tree.chain(3), default_tree(3, 16)], ids=["chain", "tree"])
 def test_replay_equals_decoding_step_for_step(family: str, tree: Tree) -> None:
     target = random_target(family)
     head = noisy_head(target)

@@ -48,4 +48,4 @@ def test_best_takes_the_likeliest_paths() -> None:
 
 def test_default_tree_is_no_deeper_than_there_are_heads() -> None:
     for num_heads in (1, 3, 5):
-        assert 1 <= default_tree(num_heads).depth <= num_heads
+        assert 1 <= default_tree(num_heads, 16).depth <= num_heads
