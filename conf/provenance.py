@@ -1,6 +1,5 @@
 """What a head or a result was made from and with; `headsmith.json` beside a head."""
 
-import json
 import re
 import subprocess
 import sys
@@ -50,11 +49,6 @@ def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
         "argv": plain(sys.argv),
         "git": git_revision(),
     }
-
-
-def write(folder: Path, content: dict[str, Any]) -> None:
-    """Writes `headsmith.json` into `folder`."""
-    (folder / NAME).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def git_revision() -> str | None:

@@ -5,13 +5,14 @@ vLLM, TGI and TensorRT-LLM read. Letters: N rows, K heads, D hidden, V vocab.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
 from heads.storage import config_path, load_tensors, locate, save_head
 from heads.target import Reads, Target
@@ -121,9 +122,16 @@ class MedusaHead(nn.Module):
         """Original names: `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`."""
         return {name.removeprefix("heads."): tensor for name, tensor in self.state_dict().items()}
 
-    def save(self, folder: Path) -> None:
-        """Writes `config.json` and the weights, whole or not at all."""
-        save_head(folder, self.config_json(), WEIGHTS, self.tensors())
+    def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
+        """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.
+
+        Raises:
+            InputError: the disk is full or not writable; an older head there is untouched.
+        """
+        documents: dict[str, object] = {"config.json": self.config_json()}
+        if provenance is not None:
+            documents[PROVENANCE] = provenance
+        save_head(folder, WEIGHTS, self.tensors(), documents)
 
     def config_json(self) -> dict[str, object]:
         """Keys of the original, of TGI and of vLLM's `MedusaConfig`."""
@@ -173,8 +181,3 @@ def _config_of(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHead
     num_layers = int(projections[0].split(".")[1])
     num_heads = 1 + max(int(name.split(".")[0]) for name in projections)
     return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
-
-
-def describe(config: MedusaHeadConfig) -> str:
-    """One line for a log."""
-    return ", ".join(f"{name} {value}" for name, value in asdict(config).items())

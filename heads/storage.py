@@ -1,8 +1,10 @@
 """Reading and writing head folders: safetensors and JSON, whole or not at all."""
 
 import json
+import os
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -60,36 +62,79 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         raise InputError(f"{file}: corrupt or truncated safetensors file: {error}") from error
 
 
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `final` if the block ends well.
+
+    Effects: replaces `final` if it exists. On an error nothing of the new folder stays.
+
+    Raises:
+        InputError: the disk is full or cannot be written.
+    """
+    temporary = final.parent / f".writing-{final.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _sync(temporary)
+        _swap(temporary, final)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"cannot write {final}: {error}. What was there before is untouched: free space or "
+            "fix the folder, and start again (training: with train.resume=auto)"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in (*(p for p in folder.rglob("*") if p.is_file()), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(temporary: Path, final: Path) -> None:
+    """Renames; a folder cannot be renamed onto a full one, so that is moved away first."""
+    old = final.parent / f".old-{final.name}"
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.replace(old)
+    try:
+        temporary.replace(final)
+    except OSError:
+        if old.exists():
+            old.replace(final)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def save_head(
-    folder: Path, config: dict[str, object], weights: str, tensors: dict[str, Tensor]
+    folder: Path, weights: str, tensors: dict[str, Tensor], documents: dict[str, object]
 ) -> None:
-    """Writes a head folder under a temporary name, then moves it into place.
+    """Writes a head folder, whole or not at all.
+
+    Args:
+        folder: replaced if it exists.
+        weights: name of the safetensors file.
+        tensors: saved as float32.
+        documents: JSON content by file name.
 
     Raises:
         InputError: the disk is full or not writable; what was there before is untouched.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with atomic_folder(folder) as staging:
+        for name, content in documents.items():
+            (staging / name).write_text(json.dumps(content, indent=2) + "\n")
         save_file(
             {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()},
             staging / weights,
             metadata={"format": "pt"},
         )
-        replace_folder(staging, folder)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder}: cannot write the head: {error}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def replace_folder(staging: Path, folder: Path) -> None:
-    """Moves `staging` to `folder`, keeping the old one until the new one is there."""
-    staging.chmod(0o755)
-    old = folder.with_name(f".{folder.name}-old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.replace(old)
-    staging.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)

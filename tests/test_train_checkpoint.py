@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from conf.schema import InputError
+from heads.storage import atomic_folder
 from train import checkpoint
 from train.checkpoint import Parts, Progress
 
@@ -166,9 +167,9 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 def test_folder_is_replaced_whole(tmp_path: Path) -> None:
     final = tmp_path / "head"
     for content in ("one", "two"):
-        with checkpoint.atomic_folder(final) as folder:
+        with atomic_folder(final) as folder:
             (folder / "file").write_text(content)
-    with pytest.raises(ZeroDivisionError), checkpoint.atomic_folder(final) as folder:
+    with pytest.raises(ZeroDivisionError), atomic_folder(final) as folder:
         (folder / "file").write_text("three")
         raise ZeroDivisionError
     assert (final / "file").read_text() == "two"

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
+from heads.storage import save_head
 from train import checkpoint, launch, loop, schedule, tracking
 from train.losses import Batch, Sums
 
@@ -27,8 +28,8 @@ class ToyHead(nn.Linear):
         torch.manual_seed(0)
         super().__init__(D, 1)
 
-    def save(self, folder: Path) -> None:
-        save_file(self.state_dict(), folder / "head.safetensors")
+    def save(self, folder: Path, provenance: dict) -> None:
+        save_head(folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance})
 
 
 class ToyObjective(nn.Module):

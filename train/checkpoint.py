@@ -6,21 +6,19 @@ are safetensors, the rest is JSON; nothing is ever unpickled.
 """
 
 import json
-import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from conf.schema import InputError
+from heads.storage import atomic_folder
 
 _FORMAT = 1
 _FILES = ("head.safetensors", "optimizer.safetensors", "random.safetensors")
@@ -51,60 +49,6 @@ class Parts:
     head: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-
-
-@contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `final` if the block ends well.
-
-    Effects: replaces `final` if it exists. On an error nothing of the new folder stays.
-
-    Raises:
-        InputError: the disk is full or cannot be written.
-    """
-    temporary = final.parent / f".writing-{final.name}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        _sync(temporary)
-        _swap(temporary, final)
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"cannot write {final}: {error}. What was there before is untouched: free space or "
-            "fix the folder, then continue with train.resume=auto"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*(p for p in folder.rglob("*") if p.is_file()), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _swap(temporary: Path, final: Path) -> None:
-    """Renames; a folder cannot be renamed onto a full one, so that is moved away first."""
-    old = final.parent / f".old-{final.name}"
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.replace(old)
-    try:
-        temporary.replace(final)
-    except OSError:
-        if old.exists():
-            old.replace(final)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save(folder: Path, parts: Parts, progress: Progress, keep: int) -> Path:

@@ -19,7 +19,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conf import provenance
 from conf.schema import Dtype, InputError, LogConfig, TrainConfig
 from train import checkpoint, schedule
 from train.launch import check_batch, check_launch, stop_signals
@@ -46,7 +45,7 @@ class Objective(Protocol):
     """What is trained, an `nn.Module` that holds the head; K terms of the loss."""
 
     head: nn.Module
-    """Its trainable part; has `save(folder)`."""
+    """Its trainable part; has `save(folder, provenance)`."""
     weights: Tensor
     """[K] float32, the weight of each term."""
 
@@ -368,9 +367,7 @@ class _Run:
 
     def _save_head(self) -> None:
         if self.rank == 0:
-            with checkpoint.atomic_folder(self.job.out_dir / "head") as folder:
-                self.job.objective.head.save(folder)
-                provenance.write(folder, self.job.provenance)
+            self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
