@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
 from heads.storage import save_head
-from train import checkpoint, launch, loop, schedule, tracking
+from train import checkpoint, launch, loop, processes, schedule, tracking
 from train.losses import Batch, Sums
 
 T, D = 6, 4
@@ -85,7 +85,7 @@ def settings(**changes: Any) -> TrainConfig:
 
 def fit(out_dir: Path, config: TrainConfig, noise: float = 0.0, **changes: Any) -> loop.Outcome:
     job = loop.Job(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
-    return loop.fit(loop.start(config), replace(job, **changes))
+    return loop.fit(processes.start(config), replace(job, **changes))
 
 
 def weights(out_dir: Path) -> dict[str, list[float]]:
@@ -238,11 +238,11 @@ def test_full_disk_in_training_keeps_the_earlier_checkpoint(
 
 def test_batch_that_does_not_divide() -> None:
     with pytest.raises(InputError, match="batch_size=4 is not divisible by 1 processes x"):
-        loop.start(settings(micro_batch_size=3))
+        processes.start(settings(micro_batch_size=3))
     with pytest.raises(InputError, match="set a multiple of 6"):
         launch.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
     with pytest.raises(InputError, match="float16 is not trained in"):
-        loop.start(settings(dtype=Dtype.float16))
+        processes.start(settings(dtype=Dtype.float16))
 
 
 def test_processes_that_do_not_see_each_other() -> None:

@@ -1,28 +1,27 @@
 """The one training loop: batches, gradients, evaluation, checkpoints, resuming, stopping.
 
-The only module that knows accelerate. A head's entry script brings an objective; the loop
+A head's entry script brings an objective; the loop
 divides its sums by the number of supervised tokens of the whole optimizer step, counted over
 all processes and micro batches before the first of them runs.
 """
 
-import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conf.schema import Dtype, InputError, LogConfig, TrainConfig
+from conf.schema import InputError, LogConfig, TrainConfig
 from train import checkpoint, schedule
-from train.launch import check_batch, check_launch, stop_signals
+from train.launch import stop_signals
 from train.losses import Batch, Sums
+from train.processes import sync_if
 from train.tracking import Metrics, as_line, figures
 
 
@@ -93,33 +92,6 @@ class Outcome:
     finished: bool
     step: int
     evaluation: dict[str, float]
-
-
-def start(config: TrainConfig) -> Accelerator:
-    """Joins the processes of this launch.
-
-    Raises:
-        InputError: they do not see each other, the batch does not divide among them, or the
-            dtype cannot be trained in.
-    """
-    if config.dtype is Dtype.float16:
-        raise InputError("train.dtype=float16 is not trained in; allowed: auto, float32, bfloat16")
-    cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
-    deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
-    bfloat16 = config.dtype is Dtype.bfloat16 or (config.dtype is Dtype.auto and cuda)
-    gloo = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
-    accelerator = Accelerator(
-        cpu=not cuda and not deepspeed,
-        mixed_precision="bf16" if bfloat16 else "no",
-        kwargs_handlers=gloo,
-    )
-    check_launch(os.environ, accelerator.num_processes)
-    check_batch(config, accelerator.num_processes)
-    return accelerator
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:
@@ -298,7 +270,7 @@ class _Run:
             first = self.rank * len(batches) + number
             torch.manual_seed(hash((self.job.seed, self.step, first)) % (1 << 63))
             last = number == len(batches) - 1
-            with _sync_if(last, self.accelerator, self.objective):
+            with sync_if(last, self.accelerator, self.objective):
                 sums: Sums = self.objective(batch)
                 self.accelerator.backward((scale * sums.loss).sum())
             found.append(torch.stack([term.detach().float() for term in sums]))
@@ -360,7 +332,7 @@ class _Run:
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
 
     def _save(self) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             position = self.step * self.config.batch_size
             progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
             checkpoint.save(self.checkpoints, self.parts, progress, self.config.num_checkpoints)
@@ -378,12 +350,3 @@ class _Run:
 
 def _num_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     return (batch["document_ids"] >= 0).sum().double()
-
-
-@contextmanager
-def _sync_if(last: bool, accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    if last:
-        yield
-    else:
-        with accelerator.no_sync(module):
-            yield

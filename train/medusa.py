@@ -14,7 +14,7 @@ from data.embedded import ensure_embedded
 from data.pack import prepare
 from heads.medusa import MedusaHead
 from heads.target import Target, load_target
-from train import launch, loop
+from train import launch, loop, processes
 from train.losses import Batch, Sums, medusa_counts, medusa_loss, medusa_weights
 
 
@@ -47,7 +47,7 @@ def main(config: MedusaRun) -> None:
     out_dir = Path(config.out_dir)
     launch.check_out_dir(out_dir, config.train.resume)
     check_data(config)
-    accelerator = loop.start(config.train)
+    accelerator = processes.start(config.train)
     with accelerator.main_process_first():
         fill_defaults(config, accelerator.is_main_process)
 
