@@ -172,6 +172,9 @@ class TrainConfig:
     """Optimizer steps between evaluations."""
     num_eval_sequences: int = 32
     """Packed held-out sequences per evaluation."""
+    num_replay_prompts: int = 16
+    """Held-out prompts on which each evaluation replays tau, from 64 tokens of the target's own
+    text each; 0 for none."""
     save_steps: int = 200
     """Optimizer steps between checkpoints."""
     num_checkpoints: int = 2
@@ -187,6 +190,10 @@ class TrainConfig:
             "max_grad_norm", "eval_steps", "num_eval_sequences", "save_steps",
             "num_checkpoints", "log_steps",
         )  # fmt: skip
+        if self.num_replay_prompts < 0:
+            raise InputError(
+                f"train.num_replay_prompts={self.num_replay_prompts}: must be at least 0"
+            )
         if self.warmup_steps < 0 or self.warmup_steps >= self.max_steps:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps}: must be at least 0 and below "

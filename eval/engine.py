@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -171,15 +172,10 @@ def _verify(
     return output, tokens, chosen
 
 
-_layouts: dict[tuple[Tree, torch.device], tuple[Tensor, Tensor]] = {}
-
-
+@lru_cache(maxsize=64)
 def _layout(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mask [N, N] bool and depths [N] int64 of a tree, kept for the next step."""
-    key = (tree, device)
-    if key not in _layouts:
-        _layouts[key] = tree.mask(device), torch.tensor(tree.depths, device=device)
-    return _layouts[key]
+    return tree.mask(device), torch.tensor(tree.depths, device=device)
 
 
 def _walk(tree: Tree, tokens: list[int], choices: list[int]) -> list[int]:

@@ -37,7 +37,7 @@ class Dataset(Protocol):
         ...
 
 
-Evaluate = Callable[[nn.Module], dict[str, float]]
+Evaluate = Callable[[Any], dict[str, float]]
 
 
 class Objective(Protocol):

@@ -16,6 +16,7 @@ from heads.medusa import MedusaHead
 from heads.target import Target, load_target
 from train import launch, loop, processes
 from train.losses import Batch, Sums, medusa_counts, medusa_loss, medusa_weights
+from train.replay import HeldoutReplay, heldout_prompts
 
 
 class MedusaObjective(nn.Module):
@@ -65,6 +66,7 @@ def main(config: MedusaRun) -> None:
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         print_plan(config, report.lines(), head, where)
+    prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     job = loop.Job(
         config=config.train,
         log=config.log,
@@ -74,6 +76,7 @@ def main(config: MedusaRun) -> None:
         train=train,
         heldout=heldout,
         provenance=provenance(config, target.name, report),
+        evaluate=HeldoutReplay(target, prompts) if prompts else None,
     )
     outcome = loop.fit(accelerator, job)
     if accelerator.is_main_process:
@@ -126,7 +129,9 @@ def print_plan(config: MedusaRun, data_lines: list[str], head: MedusaHead, where
 def print_end(outcome: loop.Outcome, out_dir: Path) -> None:
     """Says where the head is, or how to continue."""
     if outcome.finished:
-        print(f"head saved to {out_dir / 'head'}")  # noqa: T201
+        tau = outcome.evaluation.get("eval/tau")
+        measured = "" if tau is None else f", tau {tau:.2f} on held-out prompts (chain)"
+        print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201
 

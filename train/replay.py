@@ -1,0 +1,77 @@
+"""Acceptance while training: tau on held-out prompts, by exact replay.
+
+The target answers a few held-out prompts once, greedily; each evaluation then costs one
+forward pass of the heads over those answers. Letters: n response tokens, D hidden.
+"""
+
+from functools import cached_property
+
+from torch import Tensor
+
+from data.pack import PackedDataset
+from eval.engine import NoDraft, decode
+from eval.replay import accepted_lengths, response_states, walk
+from eval.stats import PromptSteps, alpha, tau
+from heads.medusa import MedusaHead
+from heads.target import Target
+from heads.tree import Tree
+
+MAX_PROMPT_TOKENS = 256
+MAX_NEW_TOKENS = 64
+TEXT_PROMPT_TOKENS = 32
+
+
+class HeldoutReplay:
+    """Replays a chain of drafts over the target's own answers.
+
+    Args:
+        target: the frozen target.
+        prompts: token ids up to where the answer starts.
+    """
+
+    def __init__(self, target: Target, prompts: list[list[int]]) -> None:
+        self.target = target
+        self.prompts = prompts
+
+    @cached_property
+    def answers(self) -> list[tuple[Tensor, list[int]]]:
+        """Per prompt the states [n, D] before each answered token, and the tokens [n]."""
+        found = []
+        for prompt in self.prompts:
+            answer = decode(self.target, NoDraft(), prompt, MAX_NEW_TOKENS).token_ids
+            found.append((response_states(self.target, prompt, answer), answer))
+        return found
+
+    def __call__(self, head: MedusaHead) -> dict[str, float]:
+        """`tau` and `alpha_d1`.. of the chain that uses every head."""
+        chain = Tree.chain(head.num_heads)
+        steps = [
+            PromptSteps("heldout", walk(accepted_lengths(head, chain, states, ids), len(ids)))
+            for states, ids in self.answers
+        ]
+        rates = alpha(steps, chain.depth)
+        return {"tau": tau(steps)} | {f"alpha_d{d}": rate for d, rate in enumerate(rates, start=1)}
+
+
+def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
+    """The first prompts of held-out documents: what stands before the first learnt token.
+
+    A plain text is learnt from its first token on; its first 32 tokens are taken.
+
+    Args:
+        heldout: packed sequences.
+        num_prompts: prompts at most; longer ones than 256 tokens are left out.
+    """
+    prompts: list[list[int]] = []
+    for index in range(len(heldout)):
+        row = heldout[index]
+        documents = row["document_ids"]
+        for document in range(int(documents.max()) + 1):
+            if len(prompts) == num_prompts:
+                return prompts
+            here = documents == document
+            ids, learnt = row["input_ids"][here], row["loss_mask"][here]
+            length = int(learnt.int().argmax()) or min(TEXT_PROMPT_TOKENS, len(ids))
+            if length <= MAX_PROMPT_TOKENS:
+                prompts.append(ids[:length].tolist())
+    return prompts
