@@ -315,7 +315,9 @@ def _probe(target: Target) -> str | None:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     found = target.logits(hidden).float()
-    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    # int8 rounds activations by the batch that they come in.
+    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
+    tolerance = 1e-3 if exact else 0.3
     difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
     if not difference < tolerance:
         return (

@@ -150,6 +150,18 @@ def test_missing_adapter_is_named(tmp_path) -> None:
         load_target(config, CPU)
 
 
+@pytest.mark.parametrize("kind", [Quantization.int8, Quantization.nf4])
+def test_a_quantised_target_is_served(tmp_path, kind: Quantization) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = save_target(tmp_path / "t", intermediate_size=128)
+    target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
+    ids = torch.arange(5, 12)[None]
+    states = target.hidden_states(ids, torch.arange(7)[None], torch.zeros_like(ids))
+    plain = load_target(TargetConfig(path=str(folder)), CPU)
+    exact = plain.hidden_states(ids, torch.arange(7)[None], torch.zeros_like(ids))
+    assert 1e-4 < (states - exact).norm() / exact.norm() < 0.5
+
+
 def test_quantisation_without_bitsandbytes_says_what_to_install(tmp_path, monkeypatch) -> None:
     import sys
 

@@ -89,9 +89,11 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return made
 
 
-def save_target(folder: Path, family: str = "llama", template: str | None = CHATML) -> Path:
+def save_target(
+    folder: Path, family: str = "llama", template: str | None = CHATML, **changes: Any
+) -> Path:
     """A loadable target folder: model, tokenizer and template."""
-    model = random_model(family, vocab_size=300)
+    model = random_model(family, vocab_size=300, **changes)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     tokenizer(template).save_pretrained(folder)

@@ -1,0 +1,38 @@
+import pytest
+import torch
+from toys import noisy_head, random_model
+from transformers import GenerationConfig
+
+from eval.engine import NoDraft, decode
+from eval.medusa import MedusaDrafter
+from eval.replay import replay
+from heads.target import Target, check_served
+from heads.tree import Tree, default_tree
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
+    target = Target(random_model(family).to("cuda"), None, family)
+    target.model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT], device="cuda")
+    settings = GenerationConfig(do_sample=False, max_new_tokens=40, pad_token_id=0)
+    expected = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings
+    )[0, len(PROMPT) :].tolist()
+    assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
+    head = noisy_head(target)
+    for tree in (Tree.chain(3), default_tree(3, 32)):
+        drafted = decode(target, MedusaDrafter(head, tree), PROMPT, 40)
+        assert drafted.token_ids == expected
+        assert replay(target, head, tree, PROMPT, expected) == drafted.steps
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
+def test_bfloat16_targets_pass_the_check(family: str) -> None:
+    check_served(Target(random_model(family).to("cuda", torch.bfloat16), None, family))
