@@ -9,27 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from conf.schema import DataConfig, Dtype, InputError, OnBadRow, RegenerateRun, TargetConfig
+from conf.schema import DataConfig, InputError, OnBadRow, RegenerateRun
 from data import endpoint as endpoint_module
 from data.endpoint import retry_after_s
 from data.journal import Journal
 from scripts import regenerate
-from scripts.local_answers import GumbelNoise, LocalAnswers
 from tests.chat_server import ChatServer, reply_to
-from tests.toys import random_model, tokenizer
+from tests.chats import assistant, chats, rows_in, user, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = "sk-very-secret"
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(autouse=True)
@@ -39,34 +29,12 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def chats(path: Path, num_rows: int = 12) -> Path:
-    """Every third conversation has two turns and a system message."""
-    rows = []
-    for n in range(num_rows):
-        messages = [user(f"question {n}"), assistant("old")]
-        if n % 3 == 0:
-            system = {"role": "system", "content": "be brief"}
-            messages = [system, *messages, user("and then?"), assistant("old too")]
-        rows.append({"messages": messages, "category": f"c{n % 2}"})
-    return write_rows(path, rows)
-
-
 def run_with(server: ChatServer, data: Path, out_dir: Path, **changes: Any) -> list[dict]:
     on_bad_row = changes.pop("on_bad_row", OnBadRow.error)
     settings = {"endpoint": server.url, "concurrency": 4, "max_retries": 3, **changes}
     data_config = DataConfig(path=str(data), on_bad_row=on_bad_row)
     regenerate.main(RegenerateRun(data=data_config, out_dir=str(out_dir), **settings))
     return rows_in(out_dir)
-
-
-def rows_in(out_dir: Path) -> list[dict]:
-    lines = (out_dir / "conversations.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def expected_answer(messages: list[dict], max_tokens: int = 512) -> str:
@@ -317,107 +285,3 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
     refused("must not hold a password", endpoint="http://me:pw@localhost/v1", model="toy")
     refused("no such file", tmp_path / "missing.jsonl")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    words = tokenizer()
-    model = random_model("llama", vocab_size=len(words))
-    # A shipped penalty that would change greedy text if it were obeyed.
-    model.generation_config.repetition_penalty = 1.5
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
-
-
-def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> list[dict]:
-    on_bad_row = changes.pop("on_bad_row", OnBadRow.error)
-    config = RegenerateRun(
-        target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
-        data=DataConfig(path=str(data), on_bad_row=on_bad_row),
-        out_dir=str(out_dir),
-        **{"max_new_tokens": 12, **changes},
-    )
-    regenerate.main(config)
-    return rows_in(out_dir)
-
-
-def test_batched_answers_equal_plain_greedy_decoding(target_path: Path, tmp_path: Path) -> None:
-    data = chats(tmp_path / "in.jsonl", num_rows=7)
-    batched = run_local(target_path, data, tmp_path / "out4", batch_size=4)
-    assert batched == run_local(target_path, data, tmp_path / "out1", batch_size=1)
-    assert [row["id"] for row in batched] == list(range(7))
-    answers = {row["messages"][-1]["content"] for row in batched}
-    assert len(answers) > 3, "the toy target says the same to everybody"
-    target = regenerate.load_target(TargetConfig(path=str(target_path)), torch.device("cpu"))
-    (question, answer) = batched[1]["messages"]
-    ids = LocalAnswers(target, 12, 0.0).prompt_ids([question])
-    prompt_length = len(ids)
-    with torch.no_grad():
-        while len(ids) < prompt_length + 12 and ids[-1] not in target.stop_ids:
-            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert answer["content"] == target.tokenizer.decode(
-        ids[prompt_length:], skip_special_tokens=True
-    )
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_resumed_answers_equal_uninterrupted_ones(
-    temperature: float, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = chats(tmp_path / "in.jsonl", num_rows=7)
-    settings = {"batch_size": 3, "temperature": temperature}
-    clean = run_local(target_path, data, tmp_path / "clean", **settings)
-    answer_batch = regenerate._answer_batch
-    calls: list[int] = []
-
-    def killed_in_the_second_batch(batch: Any, local: Any) -> Any:
-        calls.append(len(batch))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return answer_batch(batch, local)
-
-    monkeypatch.setattr(regenerate, "_answer_batch", killed_in_the_second_batch)
-    with pytest.raises(KeyboardInterrupt):
-        run_local(target_path, data, tmp_path / "out", **settings)
-    # One row of the finished batch is torn off too.
-    path = tmp_path / "out/conversations.jsonl"
-    path.write_bytes(path.read_bytes()[:-9])
-    assert len(rows_in_whole_lines(path)) == 2
-    assert run_local(target_path, data, tmp_path / "out", **settings) == clean
-    monkeypatch.undo()
-    if temperature > 0:
-        other = run_local(target_path, data, tmp_path / "other", **settings, seed=1)
-        assert other != clean
-
-
-def rows_in_whole_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1]
-
-
-def test_rows_that_do_not_fit_the_window(
-    target_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_rows(tmp_path / "in.jsonl", [{"turns": ["x" * 600]}, {"turns": ["short?"]}])
-    with pytest.raises(InputError, match=r"in\.jsonl:1: \d+ prompt tokens leave no room"):
-        run_local(target_path, data, tmp_path / "out")
-    rows = run_local(target_path, data, tmp_path / "out", on_bad_row=OnBadRow.skip)
-    assert [row["id"] for row in rows] == [1]
-    assert "1 conversations left out, refused:" in capsys.readouterr().out
-    with pytest.raises(InputError, match="max_new_tokens=256: leaves no room"):
-        run_local(target_path, data, tmp_path / "out2", max_new_tokens=256)
-
-
-def test_gumbel_noise_samples_the_softmax() -> None:
-    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
-    num_draws, temperature = 4000, 0.7
-    noise = GumbelNoise(temperature, [1, 2], torch.device("cpu"))
-    scores = logits.expand(2, 4)
-    draws = torch.stack([noise(scores, scores).argmax(-1) for _ in range(num_draws)])
-    expected = torch.softmax(logits / temperature, -1) * num_draws
-    for row in range(2):
-        found = torch.bincount(draws[:, row], minlength=4)
-        chi_square = ((found - expected) ** 2 / expected).sum()
-        assert chi_square < 16.27, "p < 0.001 at 3 degrees of freedom"
-    assert not torch.equal(draws[:, 0], draws[:, 1])
