@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
-from heads.storage import config_path, load_tensors, locate, save_head
+from heads.storage import load_tensors, locate, save_head
 from heads.target import Reads, Target
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -52,7 +52,7 @@ class MedusaHead(nn.Module):
     load shows at the first loss.
     """
 
-    reads = Reads(layers=(), final_norm=True)
+    reads = Reads()
 
     def __init__(self, config: MedusaHeadConfig) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class MedusaHead(nn.Module):
             InputError: missing, corrupt or foreign files; any tensor too many or too few.
         """
         folder = locate(path, revision, WEIGHTS)
-        settings = json.loads(config_path(folder).read_text())
+        settings = json.loads((folder / "config.json").read_text())
         tensors = load_tensors(folder / WEIGHTS)
         config = _config_of(tensors, str(settings.get("base_model_name_or_path")), path)
         head = cls(config)

@@ -45,11 +45,6 @@ def _download(path: str, revision: str | None) -> Path:
         raise InputError(f"head.path={path}: no such folder, and the Hub says: {error}") from error
 
 
-def config_path(folder: Path) -> Path:
-    """The head's `config.json`."""
-    return folder / "config.json"
-
-
 def load_tensors(file: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file, on the CPU.
 

@@ -28,8 +28,7 @@ class Reads:
     """
 
     layers: tuple[int, ...] = ()
-    final_norm: bool = True
-    """Whether it reads the last layer's output after the final norm."""
+    """Besides the last layer's output after the final norm, which is always there."""
 
 
 @dataclass

@@ -128,7 +128,6 @@ class _Run:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: schedule.rate(self.config, step)
         )
-        self.parameters = parameters
         self.parts = checkpoint.Parts(job.objective.head, optimizer, scheduler)
         # The scheduler stays outside: accelerate would step it once per process.
         self.objective, self.optimizer = accelerator.prepare(job.objective, optimizer)
