@@ -80,6 +80,24 @@ class PackedDataset(Dataset):
         """Tokens that are learnt."""
         return int(self._mask.sum())
 
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """[V] int64: how often each id occurs among the learnt tokens.
+
+        Args:
+            vocab_size: V, ids of the target's output head.
+
+        Raises:
+            InputError: a learnt token has an id beyond it.
+        """
+        counts = torch.bincount(self._ids[self._mask], minlength=vocab_size)
+        if len(counts) > vocab_size:
+            raise InputError(
+                f"the data has token id {len(counts) - 1}, but the target's output head has "
+                f"vocab_size={vocab_size}: the tokenizer is larger than the head; give "
+                "target.path the tokenizer it was trained with"
+            )
+        return counts
+
     def __len__(self) -> int:
         return len(self.sequences)
 

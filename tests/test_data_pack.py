@@ -81,6 +81,19 @@ def test_long_samples_are_cut_and_empty_ones_dropped_and_counted():
     assert (packed.num_tokens, packed.num_supervised_tokens) == (4, 3)
 
 
+def test_token_counts_are_of_learnt_tokens():
+    packed = PackedDataset([sample(4, 5, 6), sample(7, 5, 1, 1, 3)], 4, seed=0, pad_id=0)
+    counts = packed.token_counts(8)
+    assert counts.tolist() == [0, 2, 0, 0, 0, 2, 1, 0]
+    assert counts.dtype == torch.int64
+
+
+def test_a_tokenizer_larger_than_the_output_head_is_refused():
+    packed = PackedDataset([sample(4, 5, 6)], 4, seed=0)
+    with pytest.raises(InputError, match=r"token id 6, .*output head has vocab_size=6: the tokeni"):
+        packed.token_counts(6)
+
+
 def test_best_fit_leaves_no_padding_where_none_is_needed():
     lengths = [7, 3, 6, 4, 5, 5, 8, 2]
     sequences = pack(lengths, 10, seed=0)

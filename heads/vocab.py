@@ -1,0 +1,186 @@
+"""Draft vocabularies: the target's token ids that a draft head can propose.
+
+Source: EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE `eagle/traineagle3/cnets.py`, `scandata`;
+differs: special tokens are always in. Letters: V ids of the target, Vd of the draft head.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.schema import InputError
+
+
+# Tensors have no single truth value, so a generated `==` would raise.
+@dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """Draft id i stands for target id `ids[i]`.
+
+    Example: ids (0, 1, 5, 9) of 10 are saved as d2t (0, 0, 3, 6) and t2d 1100010001.
+
+    Attributes:
+        ids: [Vd] int64, sorted and unique target ids.
+        size: V.
+    """
+
+    ids: Tensor
+    size: int
+
+    @classmethod
+    def everything(cls, size: int) -> "DraftVocab":
+        """All `size` ids of the target, on the CPU."""
+        return cls(torch.arange(size), size)
+
+    @classmethod
+    def from_offsets(cls, d2t: Tensor, size: int, t2d: Tensor | None = None) -> "DraftVocab":
+        """Reads the mapping of a published head.
+
+        Args:
+            d2t: [Vd] integers; target id = draft id + d2t[draft id].
+            size: V of the target.
+            t2d: [V] bool, the target ids that are in.
+
+        Raises:
+            InputError: `d2t` is no such mapping, or `t2d` disagrees with it.
+        """
+        if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
+            raise InputError(f"head.path: d2t is {d2t.dtype} {list(d2t.shape)}: must be [Vd] int64")
+        d2t = d2t.to(torch.int64)
+        ids = d2t + torch.arange(len(d2t), device=d2t.device)
+        problem = _problem(ids, size, t2d)
+        if problem is None:
+            return cls(ids, size)
+        if _problem(d2t, size, t2d) is None:
+            problem += "; it looks like absolute target ids: subtract the draft id from each"
+        raise InputError(f"head.path: {problem}")
+
+    @classmethod
+    def choose(cls, counts: Tensor, size: int | None, always: Iterable[int]) -> "DraftVocab":
+        """The ids of `always` and then the most frequent ones, the lowest id first among equals.
+
+        Args:
+            counts: [V] int64, on the CPU; how often each target id is to be drafted.
+            size: Vd; None, or V and more, takes every id.
+            always: special and end tokens; those the target cannot emit are passed over.
+
+        Raises:
+            InputError: `size` is too small for `always`.
+        """
+        if size is None or size >= len(counts):
+            return cls.everything(len(counts))
+        kept = _emitted(always, len(counts))
+        if size < len(kept):
+            raise InputError(
+                f"head.draft_vocab_size={size}: must be at least {len(kept)}, the special and "
+                "end tokens that are always in"
+            )
+        rank = counts.clone()
+        rank[kept] = counts.max() + 1
+        order = rank.argsort(descending=True, stable=True)
+        return cls(order[:size].sort().values, len(counts))
+
+    @property
+    def full(self) -> bool:
+        """Whether every target id is in (Vd = V)."""
+        return len(self.ids) == self.size
+
+    def to(self, device: torch.device | str) -> "DraftVocab":
+        """The same vocabulary with its ids on `device`."""
+        return DraftVocab(self.ids.to(device), self.size)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """[...] int64 draft ids, each from 0 to Vd - 1, to target ids."""
+        return self.ids[draft_ids]
+
+    def to_draft(self, target_ids: Tensor) -> Tensor:
+        """[...] int64 target ids to draft ids, -1 for those that are not in."""
+        at = torch.searchsorted(self.ids, target_ids.contiguous()).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[at] == target_ids, at, -1)
+
+    def mask(self) -> Tensor:
+        """t2d: [V] bool, the target ids that are in."""
+        mask = torch.zeros(self.size, dtype=torch.bool, device=self.ids.device)
+        mask[self.ids] = True
+        return mask
+
+    def offsets(self) -> Tensor:
+        """d2t: [Vd] int64; target id = draft id + d2t[draft id]."""
+        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
+
+
+def coverage(
+    counts: Tensor, sizes: Iterable[int], always: Iterable[int]
+) -> list[tuple[int, float]]:
+    """The share of the counted tokens that a chosen vocabulary of each size covers.
+
+    Args:
+        counts: [V] int64, on the CPU; not all 0.
+        sizes: values of Vd.
+        always: as for `DraftVocab.choose`.
+
+    Returns:
+        (Vd, share from 0 to 1) per size.
+
+    Raises:
+        InputError: a size is too small for `always`.
+    """
+    kept = _emitted(always, len(counts))
+    return [(size, _share(counts, DraftVocab.choose(counts, size, kept))) for size in sizes]
+
+
+def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
+    """What `chosen` covers, and what V/16, V/8, V/4, V/2 and V ids would, as lines to print.
+
+    Args:
+        counts: [V] int64, on the CPU; not all 0.
+        chosen: the vocabulary of the head, on the CPU.
+        always: as for `DraftVocab.choose`; sizes too small for them are left out.
+    """
+    kept = _emitted(always, len(counts))
+    sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
+    possible = [size for size in sizes if size >= max(1, len(kept))]
+    shares = (f"{size:,} {share:.1%}" for size, share in coverage(counts, possible, kept))
+    return [
+        f"draft vocabulary: {len(chosen.ids):,} of {chosen.size:,} ids cover "
+        f"{_share(counts, chosen):.2%} of the learnt tokens",
+        f"  by size: {', '.join(shares)}",
+    ]
+
+
+def _emitted(always: Iterable[int], size: int) -> list[int]:
+    # Some tokenizers hold special tokens beyond the target's output head (Gemma 3's
+    # <image_soft_token>, huggingface/transformers#37011): the target never emits them.
+    return sorted({token for token in always if token < size})
+
+
+def _share(counts: Tensor, vocab: DraftVocab) -> float:
+    return int(counts[vocab.ids].sum()) / int(counts.sum())
+
+
+def _problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
+    """What is wrong with the target ids `[Vd]` int64 read from d2t, or with t2d beside them."""
+    outside = ((ids < 0) | (ids >= size)).nonzero()
+    if len(outside):
+        i = int(outside[0])
+        return f"d2t maps draft id {i} to target id {int(ids[i])}, outside 0 to {size - 1}"
+    falls = (ids.diff() <= 0).nonzero()
+    if len(falls):
+        i = int(falls[0])
+        return (
+            f"d2t maps draft ids {i} and {i + 1} to target ids {int(ids[i])} and "
+            f"{int(ids[i + 1])}: must rise"
+        )
+    return None if t2d is None else _disagreement(ids, size, t2d)
+
+
+def _disagreement(ids: Tensor, size: int, t2d: Tensor) -> str | None:
+    if t2d.shape != (size,):
+        return f"t2d has shape {list(t2d.shape)}: must be [{size}], the target's vocabulary"
+    if int(t2d.sum()) != len(ids):
+        return f"t2d marks {int(t2d.sum())} target ids, but d2t maps to {len(ids)}"
+    missing = ids[~t2d[ids].bool()]
+    if len(missing):
+        return f"t2d does not mark target id {int(missing[0])}, to which d2t maps"
+    return None
