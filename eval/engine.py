@@ -1,6 +1,6 @@
 """One decoding engine for every drafter: lay out, run the target once, accept, compact.
 
-Batch 1, greedy. Letters: N tree nodes (root included), S cached tokens, D hidden, V vocab.
+Batch 1. Letters: N tree nodes (root included), S cached tokens, D hidden, V vocab.
 """
 
 import time
@@ -14,16 +14,26 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from eval.accept import GREEDY, Sampling, walk_greedy, walk_sampled
 from heads.target import Reads, Target, TargetOutput, keep_cache
 from heads.tree import Tree
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposed tree; `tokens` [N - 1] int64 are its nodes without the root."""
+    """A proposed tree.
+
+    Attributes:
+        tree: its shape; a chain if `probs` is given.
+        tokens: [N - 1] int64, its nodes without the root.
+        probs: [N - 1, V] float32 on the target's device, row i is the very distribution that
+            `tokens[i]` was drawn from, by randomness other than `decode`'s seed gives; None if
+            the tokens were not drawn (the drafter's best).
+    """
 
     tree: Tree
     tokens: Tensor
+    probs: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -100,23 +110,33 @@ class Generation:
 
 @torch.no_grad()
 def decode(
-    target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
 ) -> Generation:
-    """Greedy decoding with tree verification; equal to the target's own greedy text.
+    """Decoding with tree verification that changes nothing about the target's text.
+
+    Greedy text equals the target's own; sampled text has the distribution of the target's own.
 
     Args:
         target: the frozen target.
         drafter: fresh for this prompt.
         prompt_ids: the rendered prompt, at least one token.
         max_new_tokens: tokens to emit at most; a stop token ends earlier and is kept.
+        sampling: how the target chooses; greedy unless told.
+        seed: of everything that sampling draws.
     """
     clock = _Clock(target.device)
     stops = set(target.stop_ids)
     started = clock.now()
+    generator = torch.Generator(target.device).manual_seed(seed)
     cache = DynamicCache()
     with clock.part("prefill"):
         output = _prefill(target, prompt_ids, cache, drafter.reads)
-        root = int(target.logits(output.hidden_states[:, -1]).argmax())
+        root = sampling.choose(target.logits(output.hidden_states[:, -1]), generator)
     drafter.observe(prompt_ids, output)
     emitted, steps = [root], []
     while len(emitted) < max_new_tokens and emitted[-1] not in stops:
@@ -124,12 +144,12 @@ def decode(
         with clock.part("draft"):
             draft = drafter.propose(emitted[-1])
         with clock.part("verify"):
-            output, tokens, choices = _verify(target, draft, emitted[-1], cache, drafter.reads)
+            output, ids, logits = _verify(target, draft, emitted[-1], cache, drafter.reads)
         with clock.part("accept"):
-            path = _walk(draft.tree, tokens, choices)
+            path, tokens, bonus = _accept(draft, ids, logits, sampling, generator)
             _compact(cache, path, draft.tree.num_nodes)
             drafter.observe([tokens[node] for node in path], _select(output, path))
-        new = [tokens[node] for node in path[1:]] + [choices[path[-1]]]
+        new = [tokens[node] for node in path[1:]] + [bonus]
         new = _cut(new[:room], stops)
         steps.append(Step(min(len(path) - 1, len(new)), len(new), room))
         emitted += new
@@ -158,8 +178,8 @@ def _prefill(
 
 def _verify(
     target: Target, draft: Draft, root: int, cache: DynamicCache, reads: Reads
-) -> tuple[TargetOutput, list[int], list[int]]:
-    """One target pass over the tree: states, the nodes' tokens, the target's choice after each."""
+) -> tuple[TargetOutput, Tensor, Tensor]:
+    """One target pass over the tree: states, the nodes' tokens [N], the logits [N, V] after."""
     past, device = cache.get_seq_length(), target.device
     tree_mask, depths = _layout(draft.tree, device)
     ids = torch.cat([torch.tensor([root], device=device), draft.tokens.to(device)])
@@ -167,27 +187,27 @@ def _verify(
     positions = past + depths
     keys = torch.cat([torch.arange(past, device=device), positions])
     output = target.forward(ids[None], positions[None], allowed[None], keys[None], cache, reads)
-    choices = target.logits(output.hidden_states[0]).argmax(-1)
-    tokens, chosen = torch.stack([ids, choices]).tolist()  # the step's one wait for the device
-    return output, tokens, chosen
+    return output, ids, target.logits(output.hidden_states[0])
+
+
+def _accept(
+    draft: Draft, ids: Tensor, logits: Tensor, sampling: Sampling, generator: torch.Generator
+) -> tuple[list[int], list[int], int]:
+    """The accepted path of nodes, the token of every node, the bonus token."""
+    if sampling.greedy:
+        # The step's one wait for the device.
+        tokens, choices = torch.stack([ids, logits.argmax(-1)]).tolist()
+        path = walk_greedy(draft.tree, tokens, choices)
+        return path, tokens, choices[path[-1]]
+    tokens, probs = ids.tolist(), sampling.probabilities(logits)
+    path, bonus = walk_sampled(draft.tree, tokens, probs, draft.probs, generator)
+    return path, tokens, bonus
 
 
 @lru_cache(maxsize=64)
 def _layout(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mask [N, N] bool and depths [N] int64 of a tree, kept for the next step."""
     return tree.mask(device), torch.tensor(tree.depths, device=device)
-
-
-def _walk(tree: Tree, tokens: list[int], choices: list[int]) -> list[int]:
-    """Nodes from the root down while a child holds what the target chose at its parent."""
-    path = [0]
-    while True:
-        follower = next(
-            (c for c in tree.children[path[-1]] if tokens[c] == choices[path[-1]]), None
-        )
-        if follower is None:
-            return path
-        path.append(follower)
 
 
 def _compact(cache: DynamicCache, path: list[int], num_nodes: int) -> None:

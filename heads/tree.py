@@ -7,6 +7,7 @@ import heapq
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,18 @@ class Tree:
             parents.append(nodes[path[:-1]])
             ranks.append(path[-1])
         return cls(tuple(parents), tuple(ranks))
+
+    @classmethod
+    def from_parents(cls, parents: tuple[int, ...]) -> "Tree":
+        """Builds a tree from the parent of each node but the root, parents first.
+
+        Siblings rank in their order. Example: parents (0, 0, 1) give the paths [0], [1], [0, 0].
+        """
+        ranks, num_children = [-1], [0] * (len(parents) + 1)
+        for parent in parents:
+            ranks.append(num_children[parent])
+            num_children[parent] += 1
+        return cls((-1, *parents), tuple(ranks))
 
     @classmethod
     def chain(cls, depth: int) -> "Tree":
@@ -112,10 +125,11 @@ class Tree:
 
     def mask(self, device: torch.device | str = "cpu") -> Tensor:
         """[N, N] bool: a node sees itself and its ancestors."""
-        mask = torch.eye(self.num_nodes, dtype=torch.bool, device=device)
+        # In torch every row would be a kernel launch of its own.
+        mask = np.eye(self.num_nodes, dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
-        return mask
+        return torch.from_numpy(mask).to(device)
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:
