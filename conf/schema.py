@@ -78,7 +78,12 @@ class Tracker(Enum):
     wandb = "wandb"
 
 
-def _positive(prefix: str, config: object, *names: str) -> None:
+def positive(prefix: str, config: object, *names: str) -> None:
+    """Refuses settings that are 0 or below; an unset one passes.
+
+    Raises:
+        InputError: naming the key.
+    """
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:
@@ -125,7 +130,7 @@ class DataConfig:
     """Use only the first so many prompts (measuring) or conversations (training)."""
 
     def __post_init__(self) -> None:
-        _positive("data", self, "max_length", "num_prompts")
+        positive("data", self, "max_length", "num_prompts")
         if not 0 < self.eval_fraction < 1:
             raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
 
@@ -145,7 +150,7 @@ class MedusaConfig:
     labels: Labels = Labels.hard
 
     def __post_init__(self) -> None:
-        _positive("head", self, "num_heads", "num_layers", "loss_decay")
+        positive("head", self, "num_heads", "num_layers", "loss_decay")
 
 
 @dataclass
@@ -160,6 +165,7 @@ class TrainConfig:
     """Packed sequences per forward pass of one process."""
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
+    adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     schedule: Schedule = Schedule.cosine
     warmup_steps: int = 50
@@ -185,11 +191,13 @@ class TrainConfig:
     """Optimizer steps between metric lines."""
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "train", self, "max_steps", "batch_size", "micro_batch_size", "learning_rate",
             "max_grad_norm", "eval_steps", "num_eval_sequences", "save_steps",
             "num_checkpoints", "log_steps",
         )  # fmt: skip
+        if not 0 < self.adam_beta2 < 1:
+            raise InputError(f"train.adam_beta2={self.adam_beta2}: must be between 0 and 1")
         if self.num_replay_prompts < 0:
             raise InputError(
                 f"train.num_replay_prompts={self.num_replay_prompts}: must be at least 0"
@@ -217,6 +225,9 @@ class HeadRef:
     path: str | None = None
     """Folder or Hub id."""
     revision: str | None = None
+    layers: list[int] | None = None
+    """Target features that an EAGLE-3 head reads, as indices of `output_hidden_states`, for a
+    published head whose config counts them otherwise (SGLang's are one less)."""
 
 
 @dataclass
@@ -233,6 +244,21 @@ class MedusaRun:
 
 
 @dataclass
+class DynamicTreeConfig:
+    """EAGLE-2's tree; unset values are 5, 4 and 8 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
+
+    depth: int | None = None
+    """Draft tokens of the longest path."""
+    top_k: int | None = None
+    """Nodes expanded per level, and children drawn from each."""
+    num_tokens: int | None = None
+    """Draft tokens that are kept and checked."""
+
+    def __post_init__(self) -> None:
+        positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
+
+
+@dataclass
 class MeasureRun:
     """What `eval/acceptance.py` and `eval/speedup.py` share."""
 
@@ -241,20 +267,24 @@ class MeasureRun:
     head: HeadRef = field(default_factory=HeadRef)
     max_new_tokens: int = 128
     temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int | None = None
     depth: int | None = None
-    """Draft tokens of a chain; unset takes every head."""
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
     tree: list[list[int]] | None = None
-    """Static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes
+    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes
     the 8 likeliest nodes on CPU, 32 on CUDA."""
+    dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
     out_dir: str = "outputs/measure"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive("", self, "max_new_tokens", "depth")
-        if self.temperature != 0:
-            raise InputError(
-                f"temperature={self.temperature}: only greedy decoding (0) is measured"
-            )
+        positive("", self, "max_new_tokens", "depth", "top_k")
+        if self.temperature < 0:
+            raise InputError(f"temperature={self.temperature}: must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
 
 
 @dataclass
@@ -264,13 +294,22 @@ class AcceptanceRun(MeasureRun):
     mode: Mode = Mode.replay
     out_dir: str = "outputs/acceptance"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode is Mode.replay and self.temperature:
+            raise InputError(
+                f"temperature={self.temperature}: only greedy text can be replayed; set "
+                "mode=decode or temperature=0"
+            )
+
 
 @dataclass
 class SpeedupRun(MeasureRun):
     """`eval/speedup.py`."""
 
     methods: list[str] = field(default_factory=lambda: ["all"])
-    """Any of vanilla, generate, medusa_chain, medusa_tree; or `all`."""
+    """Any of vanilla, generate, and the head's own: medusa_chain, medusa_tree, eagle_chain,
+    eagle_tree; or `all` that the head has."""
     num_repeats: int = 3
     """Timed passes over the prompts; medians are reported."""
     out_dir: str = "outputs/speedup"

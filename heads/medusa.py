@@ -15,9 +15,10 @@ from torch.nn import functional
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
 from heads.storage import load_tensors, locate, save_head
-from heads.target import Reads, Target
+from heads.target import Reads, Target, TargetOutput
 
 WEIGHTS = "medusa_lm_head.safetensors"
+ROWS_PER_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,12 @@ class MedusaHead(nn.Module):
         """[K, ..., V] logits of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])
 
-    def check_target(self, target: Target) -> None:
-        """Refuses a target whose sizes do not fit.
+    def attach(self, target: Target, dtype: torch.dtype | None = None) -> "MedusaHead":
+        """Checks that the heads fit a target and moves to its device.
+
+        Args:
+            target: the frozen target.
+            dtype: of the heads' parameters; unset leaves them.
 
         Raises:
             InputError: with both sizes.
@@ -117,6 +122,30 @@ class MedusaHead(nn.Module):
                     f"head.path: this head has {name}={mine} (trained for {self.config.target}) "
                     f"but target.path={target.name} has {theirs}; use the head's own target"
                 )
+        return self.to(target.device, dtype)
+
+    @torch.no_grad()
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each head along a text.
+
+        Args:
+            output: the target's states of the first S tokens, [1, S, D].
+            token_ids: [S + 1]; Medusa does not read them.
+            first: the first token to draft from; n = S - first.
+            depth: heads to ask.
+            width: candidates per head.
+        """
+        del token_ids
+        parts = output.hidden_states[0, first:].split(ROWS_PER_CHUNK)
+        return torch.cat([self.best(part, depth, width) for part in parts], dim=1)
+
+    def best(self, hidden_states: Tensor, depth: int, width: int) -> Tensor:
+        """[depth, ..., width] int64, the best tokens of each head on states [..., D]."""
+        hidden_states = hidden_states.to(next(self.parameters()).dtype)
+        logits = (self.head_logits(k, hidden_states) for k in range(depth))
+        return torch.stack([each.topk(width, dim=-1).indices for each in logits])
 
     def tensors(self) -> dict[str, Tensor]:
         """Original names: `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`."""
@@ -157,7 +186,11 @@ class MedusaHead(nn.Module):
         Raises:
             InputError: missing, corrupt or foreign files; any tensor too many or too few.
         """
-        folder = locate(path, revision, WEIGHTS)
+        return cls.read(locate(path, revision, WEIGHTS), path)
+
+    @classmethod
+    def read(cls, folder: Path, path: str) -> "MedusaHead":
+        """`load` of a folder that `locate` has found for `path`."""
         settings = json.loads((folder / "config.json").read_text())
         tensors = load_tensors(folder / WEIGHTS)
         config = _config_of(tensors, str(settings.get("base_model_name_or_path")), path)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -15,15 +14,20 @@ from torch import Tensor
 from conf.schema import InputError
 
 
-def locate(path: str, revision: str | None, weights: str) -> Path:
+def locate(path: str, revision: str | None, weights: str | None = None) -> Path:
     """The local folder of a head: itself, or a snapshot of a Hub repository.
 
+    Args:
+        path: folder or Hub id.
+        revision: of a Hub id.
+        weights: a file that must be there besides `config.json`.
+
     Raises:
-        InputError: nothing there, or no `weights` file in it.
+        InputError: nothing there, or a file is missing.
     """
     folder = Path(path) if Path(path).is_dir() else _download(path, revision)
     for name in ("config.json", weights):
-        if not (folder / name).is_file():
+        if name is not None and not (folder / name).is_file():
             found = sorted(p.name for p in folder.iterdir())
             raise InputError(f"head.path={path}: no {name} there; found {found}")
     return folder
@@ -119,7 +123,7 @@ def save_head(
     Args:
         folder: replaced if it exists.
         weights: name of the safetensors file.
-        tensors: saved as float32.
+        tensors: saved as float32, or as they are if they hold integers or booleans.
         documents: JSON content by file name.
 
     Raises:
@@ -129,7 +133,12 @@ def save_head(
         for name, content in documents.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
         save_file(
-            {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()},
+            {name: _stored(tensor) for name, tensor in tensors.items()},
             staging / weights,
             metadata={"format": "pt"},
         )
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor.float() if tensor.is_floating_point() else tensor

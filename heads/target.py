@@ -93,6 +93,15 @@ class Target:
             stops.add(self.tokenizer.eos_token_id)
         return sorted(stops)
 
+    @property
+    def special_ids(self) -> list[int]:
+        """Token ids with a meaning of their own: the tokenizer's special ones and the stops."""
+        if self.tokenizer is None:
+            return self.stop_ids
+        added = self.tokenizer.added_tokens_decoder.items()
+        marked = {index for index, token in added if token.special}
+        return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
+
     @torch.no_grad()
     def forward(
         self,
@@ -127,25 +136,42 @@ class Target:
             )
         return TargetOutput(output.last_hidden_state, layers)
 
-    def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor
-    ) -> Tensor:
-        """[B, T, D] last hidden states of packed sequences; no document sees another.
+    def read(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        reads: Reads | None = None,
+    ) -> TargetOutput:
+        """States [B, T, D] of packed sequences; no document sees another.
 
         Args:
             input_ids: [B, T] int64.
             position_ids: [B, T] int64, restarting in each document.
             document_ids: [B, T] int64, -1 on padding.
+            reads: the layers to tap; the last hidden states are always there.
         """
         same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
         causal = torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
         allowed = same & causal
-        return self.forward(input_ids, position_ids, allowed, position_ids).hidden_states
+        return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
 
-    @torch.no_grad()
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """[..., V] the frozen output head on [..., D] final hidden states."""
-        logits = self.output_head(hidden_states)
+    def read_text(self, token_ids: list[int], reads: Reads | None = None) -> TargetOutput:
+        """States [1, S, D] of one text of S tokens."""
+        ids = torch.tensor([token_ids], device=self.device)
+        positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
+        return self.read(ids, positions, torch.zeros_like(ids), reads)
+
+    def logits(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
+        """[..., V] the frozen output head on [..., D] final hidden states.
+
+        Gradients reach the hidden states, where the caller wants any.
+
+        Args:
+            hidden_states: in the target's dtype.
+            rows: [W, D], some rows of a plain projection to use instead: gives [..., W].
+        """
+        logits = self.output_head(hidden_states) if rows is None else hidden_states @ rows.T
         scale = getattr(self.config, "logit_scale", None)
         divisor = getattr(self.config, "logits_scaling", None)
         cap = getattr(self.config, "final_logit_softcapping", None)

@@ -1,0 +1,146 @@
+"""The architecture of an EAGLE head: its fields, defaults from a target, and `config.json`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig
+
+from conf.schema import InputError
+from conf.schema_eagle import EagleForm
+
+LLAMA_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+)
+
+
+UNKNOWN = "unknown"
+"""The target of a published head that does not name it."""
+
+
+@dataclass(frozen=True)
+class EagleHeadConfig:
+    """Architecture of a head.
+
+    Attributes:
+        form: which of the two families.
+        llama: sizes, RoPE and norms of the layer; its `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one target feature.
+        layers: target features that are read, as indices of `output_hidden_states`; empty for
+            the default of the target that the head is attached to.
+        own_output_head, own_embedding: whether the head brings its own.
+        qk_norm: norms on queries and keys, as Qwen3 has them.
+        norm_before_fc: one norm over all fused features.
+        fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.schema_eagle`.
+    """
+
+    form: EagleForm
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    layers: tuple[int, ...] = ()
+    own_output_head: bool = True
+    own_embedding: bool = False
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high features of a target, as EAGLE-3 takes them.
+
+    2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4 counted
+    from 0; a target of 4 to 6 layers, where these meet, gives 1, L/2 and L-1.
+
+    Raises:
+        InputError: fewer than 4 layers.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"head.layers is unset and the target has {num_layers} layers: name the features to "
+            f"fuse, of 0..{num_layers}"
+        )
+    if num_layers < 7:
+        return 1, num_layers // 2, num_layers - 1
+    return 2, num_layers // 2, num_layers - 3
+
+
+def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
+    """A Llama layer of the target's sizes, whatever the target's own layers are."""
+    heads = config.num_attention_heads
+    eps = getattr(config, "rms_norm_eps", getattr(config, "layer_norm_eps", 1e-5))
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_act="silu",  # engines know no other for draft layers
+        rms_norm_eps=eps,
+        rope_parameters=_rope(config),
+        max_position_embeddings=config.max_position_embeddings,
+        num_hidden_layers=1,
+    )
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The target's RoPE over the whole head; kinds that depend on the length become plain."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
+    theta = rope.get("rope_theta", 10000.0)
+    if rope.get("rope_type", "default") not in ("linear", "yarn", "llama3"):
+        return {"rope_type": "default", "rope_theta": theta}
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+
+
+def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """The keys that vLLM and SGLang read; layer indices as vLLM counts them.
+
+    Args:
+        config: the architecture.
+        num_draft_ids: W, ids in the draft vocabulary.
+    """
+    llama, eagle3 = config.llama, config.form is EagleForm.eagle3
+    rope: Any = llama.rope_parameters
+    kind = "LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"
+    shared = {
+        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else kind],
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "bias": config.fc_bias,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+    if not eagle3:
+        return shared
+    layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)} if config.layers else {}
+    return shared | {
+        # Unset makes SGLang take the target's output head, as such a head does.
+        "draft_vocab_size": num_draft_ids if config.own_output_head else None,
+        "target_hidden_size": config.target_hidden_size,
+        **layers,
+        "eagle_config": {"use_aux_hidden_state": True, **layers},
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+    }
