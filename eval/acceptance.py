@@ -19,54 +19,63 @@ from conf.schema import AcceptanceRun, Mode
 from eval.bench import Bench, greedy_responses, open_bench, write_result
 from eval.engine import Step, decode
 from eval.figures import plot_acceptance
-from eval.medusa import MedusaDrafter
-from eval.replay import accepted_lengths, response_states, walk
-from eval.stats import PromptSteps, summary
+from eval.replay import accepted_lengths, walk
+from eval.stats import PromptSteps, summary, tree_figures
 from heads.tree import Tree
 
 
 def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
-    """The contents of `acceptance.json`: the chain's figures, the tree's as `static_tree`."""
-    by_replay = config.mode is Mode.replay
-    steps = _replayed(bench, config) if by_replay else _decoded(bench, config)
+    """The contents of `acceptance.json`: the chain's figures, the tree's under its own key.
+
+    What an EAGLE tree holds depends on all that was drawn, right or wrong, so it is decoded in
+    either mode.
+    """
+    if config.mode is Mode.replay:
+        steps = _replayed(bench, config)
+    else:
+        steps = {"chain": _decoded(bench, config, "chain")}
+    if "tree" not in steps:
+        steps["tree"] = _decoded(bench, config, "tree")
     prompts = {
         name: [PromptSteps(p.category, s) for p, s in zip(bench.prompts, lists, strict=True)]
         for name, lists in steps.items()
     }
     result = summary(prompts["chain"], bench.chain.depth, config.seed)
     tree = summary(prompts["tree"], bench.tree.depth, config.seed)
-    return {"mode": config.mode.value, **result, "static_tree": tree}
+    return {"mode": config.mode.value, **result, bench.tree_name: tree}
 
 
 def _replayed(bench: Bench, config: AcceptanceRun) -> dict[str, list[list[Step]]]:
-    steps: dict[str, list[list[Step]]] = {"chain": [], "tree": []}
+    static = {"chain": bench.chain}
+    if isinstance(bench.tree, Tree):
+        static["tree"] = bench.tree
+    steps: dict[str, list[list[Step]]] = {name: [] for name in static}
     responses = greedy_responses(bench, config.max_new_tokens)
     for prompt, response in zip(bench.prompts, responses, strict=True):
-        states = response_states(bench.target, prompt.token_ids, response)
-        for name, tree in (("chain", bench.chain), ("tree", bench.tree)):
-            accepted = accepted_lengths(bench.head, tree, states, response)
+        output = bench.target.read_text(prompt.token_ids + response[:-1], bench.head.reads)
+        for name, tree in static.items():
+            accepted = accepted_lengths(bench.head, tree, output, prompt.token_ids, response)
             steps[name].append(walk(accepted, len(response)))
     return steps
 
 
-def _decoded(bench: Bench, config: AcceptanceRun) -> dict[str, list[list[Step]]]:
-    def steps(tree: Tree, name: str) -> list[list[Step]]:
-        return [
-            decode(
-                bench.target,
-                MedusaDrafter(bench.head, tree),
-                prompt.token_ids,
-                config.max_new_tokens,
-            ).steps
-            for prompt in tqdm(bench.prompts, desc=f"decoding, {name}", unit="prompt")
-        ]
-
-    return {"chain": steps(bench.chain, "chain"), "tree": steps(bench.tree, "tree")}
+def _decoded(bench: Bench, config: AcceptanceRun, kind: str) -> list[list[Step]]:
+    return [
+        decode(
+            bench.target,
+            bench.drafter(kind, config.seed),
+            prompt.token_ids,
+            config.max_new_tokens,
+            bench.sampling,
+            config.seed,
+        ).steps
+        for prompt in tqdm(bench.prompts, desc=f"decoding, {kind}", unit="prompt")
+    ]
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints the figures as a table."""
-    tree = result["static_tree"]
+    tree = tree_figures(result)
     table = Table(title=f"Acceptance ({result['mode']}, {result['num_prompts']} prompts)")
     for column in ("category", "prompts", "tau chain", "95% interval", "tau tree", "alpha"):
         table.add_column(column, justify="left" if column == "category" else "right")

@@ -8,6 +8,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+from eval.stats import tree_figures
+
 PARTS = ("prefill", "draft", "verify", "accept", "host")
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
@@ -21,7 +23,8 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
-    trees = {**result["static_tree"]["by_category"], "all": result["static_tree"]}
+    tree = tree_figures(result)
+    trees = {**tree["by_category"], "all": tree}
     for place, (name, row) in enumerate(rows.items()):
         low, high = row["ci95"]
         left.barh(place, row["tau"], color="tab:blue" if name != "all" else "tab:gray")

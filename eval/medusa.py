@@ -34,16 +34,5 @@ class MedusaDrafter:
     def propose(self, root: int) -> Draft:  # noqa: ARG002
         """The tree's candidates: head k fills the nodes of depth k."""
         assert self.hidden is not None
-        candidates = best_candidates(self.head, self.hidden, self.tree)
+        candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
         return Draft(self.tree, candidates.flatten()[self.slots.to(candidates.device)])
-
-
-def best_candidates(head: MedusaHead, hidden_states: Tensor, tree: Tree) -> Tensor:
-    """[depth, ..., width] int64, the best tokens of each head on states [..., D]."""
-    hidden_states = hidden_states.to(next(head.parameters()).dtype)
-    return torch.stack(
-        [
-            head.head_logits(k, hidden_states).topk(tree.width, dim=-1).indices
-            for k in range(tree.depth)
-        ]
-    )

@@ -1,65 +1,72 @@
 """Acceptance without decoding: what greedy tree decoding would have accepted.
 
-Given the target's own greedy text, whether a draft token is accepted depends only on the
-hidden state before it, so every position is scored in one pass and the accepted lengths are
-then walked. Equal to `eval.engine.decode` step for step. Letters: n response tokens, D hidden.
+Given the target's own greedy text, whether a draft token is accepted depends only on what the
+head has read of that text, so all positions are scored in one pass per depth and the accepted
+lengths are then walked. Equal to `eval.engine.decode` step for step. n: response tokens.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eval.engine import Step
-from eval.medusa import best_candidates
-from heads.medusa import MedusaHead
-from heads.target import Target
+from heads.target import Reads, Target, TargetOutput
 from heads.tree import Tree
 
-CHUNK_ROWS = 256
+
+class Replayable(Protocol):
+    """A head whose drafts depend on the text alone."""
+
+    reads: Reads
+
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth along a text itself."""
+        ...
 
 
 @torch.no_grad()
 def replay(
-    target: Target, head: MedusaHead, tree: Tree, prompt_ids: list[int], response_ids: list[int]
+    target: Target, head: Replayable, tree: Tree, prompt_ids: list[int], response_ids: list[int]
 ) -> list[Step]:
     """The verify passes that decoding this response would have taken.
 
     Args:
         target: the frozen target.
-        head: the heads, on the target's device.
+        head: attached to the target.
         tree: static tree or chain.
         prompt_ids: the rendered prompt.
         response_ids: [n] the target's greedy continuation, stop token included.
     """
-    states = response_states(target, prompt_ids, response_ids)
-    accepted = accepted_lengths(head, tree, states, response_ids)
+    output = target.read_text(prompt_ids + response_ids[:-1], head.reads)
+    accepted = accepted_lengths(head, tree, output, prompt_ids, response_ids)
     return walk(accepted, len(response_ids))
 
 
-def response_states(target: Target, prompt_ids: list[int], response_ids: list[int]) -> Tensor:
-    """[n, D] the state before each response token: row i predicts `response_ids[i]`."""
-    ids = torch.tensor([prompt_ids + response_ids[:-1]], device=target.device)
-    positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
-    hidden = target.hidden_states(ids, positions, torch.zeros_like(ids))
-    return hidden[0, len(prompt_ids) - 1 :]
-
-
 def accepted_lengths(
-    head: MedusaHead, tree: Tree, states: Tensor, response_ids: list[int]
+    head: Replayable,
+    tree: Tree,
+    output: TargetOutput,
+    prompt_ids: list[int],
+    response_ids: list[int],
 ) -> list[int]:
     """[n] draft tokens accepted if a pass had token i as its root, text end unheeded.
 
     Args:
-        head: the heads.
+        head: the head.
         tree: static tree.
-        states: [n, D], as `response_states` gives them.
+        output: the target's states of prompt and response, the last token left out.
+        prompt_ids: the rendered prompt.
         response_ids: [n].
     """
-    lengths: list[int] = []
-    for start in range(0, len(response_ids), CHUNK_ROWS):
-        candidates = best_candidates(head, states[start : start + CHUNK_ROWS], tree)
-        for row, ranked in enumerate(candidates.transpose(0, 1).tolist(), start=start):
-            lengths.append(_follow(tree, ranked, response_ids[row + 1 :]))
-    return lengths
+    first = len(prompt_ids) - 1
+    candidates = head.candidates(output, prompt_ids + response_ids, first, tree.depth, tree.width)
+    return [
+        _follow(tree, ranked, response_ids[row + 1 :])
+        for row, ranked in enumerate(candidates.transpose(0, 1).tolist())
+    ]
 
 
 def _follow(tree: Tree, ranked: list[list[int]], future: list[int]) -> int:

@@ -25,12 +25,10 @@ from conf.schema import InputError, SpeedupRun
 from eval.bench import Bench, open_bench, write_result
 from eval.engine import Drafter, Generation, NoDraft, Times, decode
 from eval.figures import plot_speedup
-from eval.medusa import MedusaDrafter
 from eval.stats import PromptSteps, summary
-from heads.target import Target
 
 BASELINE = "vanilla"
-METHODS = (BASELINE, "generate", "medusa_chain", "medusa_tree")
+METHODS = (BASELINE, "generate", "medusa_chain", "medusa_tree", "eagle_chain", "eagle_tree")
 NUM_WARMUPS = 3
 
 Decode = Callable[[list[int]], Generation]
@@ -50,41 +48,56 @@ class Runs:
         )
 
 
-def chosen_methods(config: SpeedupRun) -> list[str]:
-    """The methods to run, the baseline first.
+def check_methods(names: list[str]) -> None:
+    """Refuses names that no head has.
 
     Raises:
-        InputError: an unknown name.
+        InputError: with the names there are.
     """
-    unknown = set(config.methods) - {"all", *METHODS}
+    unknown = set(names) - {"all", *METHODS}
     if unknown:
         raise InputError(f"methods={sorted(unknown)}: allowed: all, {', '.join(METHODS)}")
-    if "all" in config.methods:
-        return list(METHODS)
-    return [name for name in METHODS if name == BASELINE or name in config.methods]
 
 
-def decoders(bench: Bench, names: list[str], max_new_tokens: int) -> dict[str, Decode]:
-    """A function from prompt ids to a generation, per method."""
+def decoders(bench: Bench, config: SpeedupRun) -> dict[str, Decode]:
+    """A function from prompt ids to a generation, per chosen method, the baseline first.
+
+    Raises:
+        InputError: a method of another kind of head.
+    """
 
     def engine(make: Callable[[], Drafter]) -> Decode:
-        return lambda ids: decode(bench.target, make(), ids, max_new_tokens)
+        return lambda ids: decode(
+            bench.target, make(), ids, config.max_new_tokens, bench.sampling, config.seed
+        )
 
     known: dict[str, Decode] = {
         BASELINE: engine(NoDraft),
-        "generate": lambda ids: hf_generate(bench.target, ids, max_new_tokens),
-        "medusa_chain": engine(lambda: MedusaDrafter(bench.head, bench.chain)),
-        "medusa_tree": engine(lambda: MedusaDrafter(bench.head, bench.tree)),
+        "generate": lambda ids: hf_generate(bench, ids, config.max_new_tokens),
+        f"{bench.family}_chain": engine(lambda: bench.drafter("chain", config.seed)),
+        f"{bench.family}_tree": engine(lambda: bench.drafter("tree", config.seed)),
     }
-    return {name: known[name] for name in names}
+    if "all" in config.methods:
+        return known
+    missing = sorted(set(config.methods) - set(known))
+    if missing:
+        raise InputError(f"methods={missing}: this head has {', '.join(known)}")
+    return {name: known[name] for name in known if name in (BASELINE, *config.methods)}
 
 
 @torch.no_grad()
-def hf_generate(target: Target, prompt_ids: list[int], max_new_tokens: int) -> Generation:
-    """transformers' own greedy `generate`, whole and timed as one part."""
+def hf_generate(bench: Bench, prompt_ids: list[int], max_new_tokens: int) -> Generation:
+    """transformers' own `generate`, whole and timed as one part."""
+    target, sampling = bench.target, bench.sampling
     ids = torch.tensor([prompt_ids], device=target.device)
+    drawn = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+    }
     settings = GenerationConfig(
-        do_sample=False,
+        **({"do_sample": False} if sampling.greedy else drawn),
         max_new_tokens=max_new_tokens,
         eos_token_id=target.stop_ids or None,
         pad_token_id=(target.stop_ids or [0])[0],
@@ -119,7 +132,9 @@ def summarise(bench: Bench, config: SpeedupRun, runs: dict[str, Runs]) -> dict[s
     """The contents of `speedup.json`."""
     baseline = runs[BASELINE].tokens_per_s()
     methods = {name: _figures(bench, config, run, baseline) for name, run in runs.items()}
-    return {"methods": methods, "baseline": BASELINE, "lossless": _lossless(bench, runs)}
+    # Sampled texts differ by chance; that they keep the distribution is a matter of tests.
+    lossless = _lossless(bench, runs) if bench.sampling.greedy else None
+    return {"methods": methods, "baseline": BASELINE, "lossless": lossless}
 
 
 def _figures(bench: Bench, config: SpeedupRun, runs: Runs, baseline: float) -> dict[str, Any]:
@@ -166,11 +181,9 @@ def _divergence(bench: Bench, index: int, mine: Generation, ours: Generation) ->
     pairs = zip(mine.token_ids, ours.token_ids, strict=False)
     shorter = min(len(mine.token_ids), len(ours.token_ids))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    ids = bench.prompts[index].token_ids + mine.token_ids[:position]
-    tokens = torch.tensor([ids], device=bench.target.device)
-    positions = torch.arange(len(ids), device=bench.target.device).unsqueeze(0)
-    states = bench.target.hidden_states(tokens, positions, torch.zeros_like(tokens))
-    best, second = bench.target.logits(states[0, -1]).float().topk(2).values.tolist()
+    output = bench.target.read_text(bench.prompts[index].token_ids + mine.token_ids[:position])
+    last = output.hidden_states[0, -1]
+    best, second = bench.target.logits(last).float().topk(2).values.tolist()
     return {"position": position, "top2_margin": best - second}
 
 
@@ -187,6 +200,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         )  # fmt: skip
     console.print(table)
     lossless = result["lossless"]
+    if lossless is None:
+        return
     console.print(
         f"{lossless['num_equal']} of {lossless['num_prompts']} texts equal to the target's "
         "greedy text under every method"
@@ -197,9 +212,9 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def main(config: SpeedupRun) -> None:
     """Measures, prints, writes `speedup.json` and `speedup.png`."""
-    names = chosen_methods(config)
+    check_methods(config.methods)
     bench = open_bench(config, "speedup.json")
-    runs = time_methods(bench, config, decoders(bench, names, config.max_new_tokens))
+    runs = time_methods(bench, config, decoders(bench, config))
     result = summarise(bench, config, runs)
     console = Console()
     show(result, console)

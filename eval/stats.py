@@ -8,6 +8,7 @@ kept depth d among those that kept depth d - 1 and whose text was long enough to
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from eval.engine import Step
 
@@ -53,6 +54,11 @@ def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> tuple[float, floa
     rng = random.Random(seed)
     draws = sorted(tau(rng.choices(prompts, k=len(prompts))) for _ in range(NUM_BOOTSTRAPS))
     return draws[int(0.025 * NUM_BOOTSTRAPS)], draws[int(0.975 * NUM_BOOTSTRAPS)]
+
+
+def tree_figures(result: dict[str, Any]) -> dict[str, Any]:
+    """The tree's part of an `acceptance.json`."""
+    return result["static_tree"] if "static_tree" in result else result["dynamic_tree"]
 
 
 def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, object]:

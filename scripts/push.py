@@ -24,8 +24,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from conf.entry import run
 from conf.schema import InputError, PushRun
+from heads.load import load_head
 from heads.medusa import MedusaHead
-from scripts.model_card import CardFacts, is_hub_id, model_card
+from scripts.model_card import CardFacts, head_facts, is_hub_id, model_card
 
 PROVENANCE_NAME = "headsmith.json"
 FIGURES = ("acceptance.png", "speedup.png")
@@ -96,6 +97,11 @@ def _check(config: PushRun) -> None:
 def _head_folder(config: PushRun) -> Path:
     if config.head.path is None:
         raise InputError("head.path is not set: name the folder of a trained head")
+    if config.head.layers is not None:
+        raise InputError(
+            f"head.layers={config.head.layers}: a head is published as it is; correct "
+            "eagle_aux_hidden_state_layer_ids in its config.json"
+        )
     folder = Path(config.head.path).expanduser()
     if not folder.is_dir():
         raise InputError(
@@ -107,7 +113,7 @@ def _head_folder(config: PushRun) -> Path:
 def _stage(config: PushRun, folder: Path, staged: Path) -> None:
     """Effects: fills `staged` with the head's own files, its figures and the card."""
     staged.mkdir()
-    head = MedusaHead.load(str(folder))
+    head = load_head(str(folder))
     provenance = _json(folder / PROVENANCE_NAME) or {}
     # Malformed rows are quoted there: somebody's data, of no use to the head's users.
     (provenance.get("data") or {}).pop("bad", None)
@@ -131,14 +137,17 @@ def _stage(config: PushRun, folder: Path, staged: Path) -> None:
     figures = [_find(places, name) for name in FIGURES]
     for figure in filter(None, figures):
         shutil.copyfile(figure, staged / figure.name)
+    num_heads = head.num_heads if isinstance(head, MedusaHead) else None
+    acceptance = scrubbed(_measurement(places, "acceptance", folder, num_heads))
+    published = contents.get(PROVENANCE_NAME, {})
     facts = CardFacts(
         repo_id=config.repo_id,
-        head=head.config,
+        head=head_facts(head, published, acceptance),
         target=_target_name(provenance, head.config.target),
-        provenance=contents.get(PROVENANCE_NAME, {}),
+        provenance=published,
         license=config.license.lower() if config.license else None,
-        acceptance=scrubbed(_measurement(places, "acceptance", folder, head.num_heads)),
-        speedup=scrubbed(_measurement(places, "speedup", folder, head.num_heads)),
+        acceptance=acceptance,
+        speedup=scrubbed(_measurement(places, "speedup", folder, num_heads)),
         figures=[figure.name for figure in figures if figure],
     )
     (staged / "README.md").write_text(str(model_card(facts)), encoding="utf-8")
@@ -159,9 +168,15 @@ def _target_name(provenance: dict[str, Any], target: str) -> str | None:
 
 
 def _measurement(
-    places: list[Path], name: str, folder: Path, num_heads: int
+    places: list[Path], name: str, folder: Path, num_heads: int | None
 ) -> dict[str, Any] | None:
     """Reads `acceptance.json` or `speedup.json`.
+
+    Args:
+        places: folders, the first that has the file counts.
+        name: without its suffix.
+        folder: of the head.
+        num_heads: depths of a Medusa head; None for an EAGLE head, which drafts to any depth.
 
     Raises:
         InputError: it lacks what the card quotes, or measured another head.
@@ -182,7 +197,7 @@ def _measurement(
     other = found.get("head")
     if isinstance(other, str) and Path(other).is_dir() and not Path(other).samefile(folder):
         raise InputError(f"{path}: measures another head, {other}; set measured=")
-    if len(found.get("alpha", [])) > num_heads:
+    if num_heads is not None and len(found.get("alpha", [])) > num_heads:
         raise InputError(
             f"{path}: measures {len(found['alpha'])} heads, and this one has {num_heads}"
         )
@@ -232,7 +247,7 @@ def _upload(config: PushRun, staged: Path) -> str:
         api.upload_folder(
             repo_id=config.repo_id,
             folder_path=staged,
-            commit_message="Upload Medusa head",
+            commit_message="Upload draft head",
             # Files of an earlier head must not mix with this one's; same names are kept.
             delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.png"],
         )

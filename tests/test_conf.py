@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from conf import schema
+from conf import schema, schema_eagle
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
 ENTRIES = {
     "train/medusa.py": schema.MedusaRun,
+    "train/eagle.py": schema_eagle.EagleRun,
     "eval/acceptance.py": schema.AcceptanceRun,
     "eval/speedup.py": schema.SpeedupRun,
     "scripts/regenerate.py": schema.RegenerateRun,

@@ -78,8 +78,16 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> Non
 
 
 def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
-    run = SpeedupRun(**settings(setting, tmp_path), methods=["medusa_tree"])
-    assert speedup.chosen_methods(run) == ["vanilla", "medusa_tree"]
+    run = SpeedupRun(**settings(setting, tmp_path), methods=["medusa_tree"], num_repeats=1)
+    speedup.main(run)
+    result = json.loads((tmp_path / "speedup.json").read_text())
+    assert list(result["methods"]) == ["vanilla", "medusa_tree"]
+    run.methods = ["eagle_tree"]
+    with pytest.raises(InputError, match="already holds"):
+        speedup.main(run)
+    run.out_dir = str(tmp_path / "other")
+    with pytest.raises(InputError, match=r"methods=\['eagle_tree'\]: this head has vanilla"):
+        speedup.main(run)
     run.methods = ["medussa"]
     with pytest.raises(InputError, match=r"methods=\['medussa'\]: allowed: all, vanilla"):
         speedup.main(run)

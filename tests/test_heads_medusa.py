@@ -104,10 +104,10 @@ def test_missing_head_is_named(tmp_path) -> None:
 
 def test_a_head_of_another_target_is_refused() -> None:
     with pytest.raises(InputError, match=r"hidden_size=8 \(trained for a/b\).*has 64"):
-        MedusaHead(CONFIG).check_target(random_target())
+        MedusaHead(CONFIG).attach(random_target())
     other = MedusaHead(MedusaHeadConfig(64, 17, 1, 1, "a/b"))
     with pytest.raises(InputError, match=r"vocab_size=17 .*has 96"):
-        other.check_target(random_target())
+        other.attach(random_target())
 
 
 def test_a_full_disk_leaves_the_old_head(saved, monkeypatch) -> None:

@@ -22,12 +22,12 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
         target.model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
         for ids in (first, second)
     ]
-    packed = target.hidden_states(
+    packed = target.read(
         torch.cat([first, second], 1),
         torch.cat([torch.arange(20), torch.arange(17)])[None],
         torch.cat([torch.zeros(20), torch.ones(17)]).long()[None],
     )
-    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed.hidden_states, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
@@ -134,8 +134,8 @@ def test_adapter_changes_the_target(tmp_path) -> None:
     ids = torch.arange(5, 12)[None]
     document = torch.zeros_like(ids)
     position = torch.arange(7)[None]
-    before = plain.hidden_states(ids, position, document)
-    after = adapted.hidden_states(ids, position, document)
+    before = plain.read(ids, position, document).hidden_states
+    after = adapted.read(ids, position, document).hidden_states
     assert (before - after).abs().max() > 1e-3
     torch.testing.assert_close(
         after, model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
@@ -156,9 +156,9 @@ def test_a_quantised_target_is_served(tmp_path, kind: Quantization) -> None:
     folder = save_target(tmp_path / "t", intermediate_size=128)
     target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
     ids = torch.arange(5, 12)[None]
-    states = target.hidden_states(ids, torch.arange(7)[None], torch.zeros_like(ids))
+    states = target.read(ids, torch.arange(7)[None], torch.zeros_like(ids)).hidden_states
     plain = load_target(TargetConfig(path=str(folder)), CPU)
-    exact = plain.hidden_states(ids, torch.arange(7)[None], torch.zeros_like(ids))
+    exact = plain.read(ids, torch.arange(7)[None], torch.zeros_like(ids)).hidden_states
     assert 1e-4 < (states - exact).norm() / exact.norm() < 0.5
 
 

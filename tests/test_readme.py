@@ -7,12 +7,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import schema
+from conf import schema, schema_eagle
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 SCHEMAS = {
     "medusa": schema.MedusaRun,
+    "eagle": schema_eagle.EagleRun,
     "acceptance": schema.AcceptanceRun,
     "speedup": schema.SpeedupRun,
     "regenerate": schema.RegenerateRun,

@@ -44,6 +44,7 @@ PROVENANCE = {
     "config": {
         "target": {"path": "Qwen/Qwen3-8B"},
         "data": {"path": "/home/ann/My Data/chats.jsonl"},
+        "head": {"path": None, "num_heads": 2, "num_layers": 1, "labels": "hard"},
         "train": {"max_steps": 77, "learning_rate": 0.001, "resume": "/scratch/ann/run/last"},
         "seed": 3,
     },
@@ -198,6 +199,8 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         "![acceptance](acceptance.png)",
         f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`.",
         "| train.max_steps | 77 |",
+        "| head.num_heads | 2 |",
+        "| head.labels | hard |",
         "| seed | 3 |",
         "python eval/acceptance.py head.path=me/qwen-medusa target.path=Qwen/Qwen3-8B",
         "vllm serve Qwen/Qwen3-8B --speculative-config '"

@@ -8,11 +8,11 @@ from torch import nn
 
 from train.losses import (
     hits,
-    medusa_counts,
     medusa_loss,
     medusa_weights,
     soft_cross_entropy,
     supervised,
+    supervised_counts,
 )
 
 
@@ -53,7 +53,7 @@ def test_mask_is_that_of_the_predicted_token() -> None:
     assert supervised(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
     assert supervised(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert supervised(batch, 5).int().tolist() == [[0] * 6]
-    assert medusa_counts(batch, 3).tolist() == [2.0, 2.0, 1.0]
+    assert supervised_counts(batch, 3).tolist() == [2.0, 2.0, 1.0]
 
 
 def test_no_head_predicts_across_documents_or_into_padding() -> None:
@@ -63,7 +63,7 @@ def test_no_head_predicts_across_documents_or_into_padding() -> None:
 
 
 def test_shorter_than_a_head_looks_ahead() -> None:
-    assert medusa_counts(packed([1, 1], [0, 0]), 4).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert supervised_counts(packed([1, 1], [0, 0]), 4).tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 def test_hand_computed_cross_entropy() -> None:
@@ -139,7 +139,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(soft: bool) -> None
     for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
         for expected, found in zip(whole, other, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert whole[0][1].tolist() == medusa_counts(batch, 3).tolist()
+    assert whole[0][1].tolist() == supervised_counts(batch, 3).tolist()
 
 
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:

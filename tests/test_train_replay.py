@@ -22,23 +22,23 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
     target = random_target()
     head = noisy_head(target)
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
-    replayed = HeldoutReplay(target, prompts)(head)
+    replayed = HeldoutReplay(target, prompts, 3, head.reads)(head)
     steps = [
         decode(target, MedusaDrafter(head, Tree.chain(3)), prompt, MAX_NEW_TOKENS).steps
         for prompt in prompts
     ]
     assert replayed["tau"] == tau([PromptSteps("all", each) for each in steps])
-    assert set(replayed) == {"tau", "alpha_d1", "alpha_d2", "alpha_d3"}
+    assert set(replayed) == {"tau", "greedy_alpha_d1", "greedy_alpha_d2", "greedy_alpha_d3"}
 
 
 def test_training_the_head_does_not_change_the_answers() -> None:
     target = random_target()
-    replay = HeldoutReplay(target, [[5, 17, 40]])
     head = noisy_head(target)
+    replay = HeldoutReplay(target, [[5, 17, 40]], 3, head.reads)
     replay(head)
-    first = replay.answers[0][1]
+    first = replay.answers[0][0]
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
     assert replay(head)["tau"] >= 1.0
-    assert replay.answers[0][1] is first
+    assert replay.answers[0][0] is first

@@ -5,10 +5,16 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from eval.engine import NoDraft, decode
+from heads.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.target import Target, attention_for
+from heads.vocab import DraftVocab
+from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96
 SMALL = {
@@ -55,9 +61,9 @@ def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def random_target(family: str = "llama", seed: int = 0) -> Target:
+def random_target(family: str = "llama", seed: int = 0, **changes: Any) -> Target:
     """A target around `random_model`, without a tokenizer."""
-    return Target(random_model(family, seed), None, family)
+    return Target(random_model(family, seed, **changes), None, family)
 
 
 def noisy_head(target: Target, num_heads: int = 3, seed: int = 0) -> MedusaHead:
@@ -67,6 +73,56 @@ def noisy_head(target: Target, num_heads: int = 3, seed: int = 0) -> MedusaHead:
     for parameter in head.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.02)
     return head.eval()
+
+
+def eagle_head(
+    target: Target,
+    form: EagleForm,
+    num_draft_ids: int | None = None,
+    num_updates: int = 60,
+    **settings: Any,
+) -> EagleHead:
+    """A head trained for some steps on the target's own texts, so that it is often right."""
+    config = EagleConfig(form=form, num_steps=3, output_head=OutputHead.copy, **settings)
+    if form is EagleForm.eagle1:
+        config.regression_weight = 1.0
+    counts = torch.arange(target.vocab_size).flip(0)
+    head = EagleHead.from_target(
+        target, config, DraftVocab.choose(counts, num_draft_ids, [0, 1, 2]), seed=0
+    )
+    objective = EagleObjective(head, target, config)
+    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
+    batch = packed(texts(target, 6, 40))
+    for _ in range(num_updates):
+        optimizer.zero_grad()
+        sums = objective(batch)
+        (objective.weights * sums.loss / sums.tokens.clamp_min(1)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return head.eval()
+
+
+def texts(target: Target, num_texts: int, num_tokens: int) -> list[list[int]]:
+    """The target's greedy texts after some prompts of 4 tokens, prompts included."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(num_texts):
+        prompt = torch.randint(3, target.vocab_size, (4,), generator=generator).tolist()
+        found.append(prompt + decode(target, NoDraft(), prompt, num_tokens).token_ids)
+    return found
+
+
+def packed(documents: list[list[int]], num_prompt_tokens: int = 4) -> dict[str, Tensor]:
+    """One packed sequence [1, T] of documents whose first tokens are not learnt."""
+    columns: dict[str, list[int]] = {
+        "input_ids": [], "loss_mask": [], "position_ids": [], "document_ids": [],
+    }  # fmt: skip
+    for number, document in enumerate(documents):
+        columns["input_ids"] += document
+        columns["loss_mask"] += [place >= num_prompt_tokens for place in range(len(document))]
+        columns["position_ids"] += range(len(document))
+        columns["document_ids"] += [number] * len(document)
+    return {name: torch.tensor([values]) for name, values in columns.items()}
 
 
 def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:

@@ -47,13 +47,15 @@ class Objective(Protocol):
     """Its trainable part; has `save(folder, provenance)`."""
     weights: Tensor
     """[K] float32, the weight of each term."""
+    measures: tuple[str, ...]
+    """Names of what `Sums` holds after the losses and the tokens."""
 
     def counts(self, batch: Batch) -> Tensor:
-        """[K] float32 supervised tokens of each term, known without running any model."""
+        """[K] float32, what the sum of each term is divided by, over the optimizer step."""
         ...
 
-    def __call__(self, batch: Batch) -> Sums:
-        """The terms of a micro batch."""
+    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Sums over a micro batch, each [K] float32: losses, supervised tokens, measures."""
         ...
 
 
@@ -123,7 +125,10 @@ class _Run:
         self.checkpoints = job.out_dir / "checkpoints"
         parameters = [p for p in job.objective.head.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            parameters, lr=self.config.learning_rate, weight_decay=self.config.weight_decay
+            parameters,
+            lr=self.config.learning_rate,
+            betas=(0.9, self.config.adam_beta2),
+            weight_decay=self.config.weight_decay,
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: schedule.rate(self.config, step)
@@ -303,7 +308,7 @@ class _Run:
     def _log(self) -> None:
         sums = torch.stack(self.window).sum(0)
         self.window.clear()
-        metrics = figures("train", sums, self.weights)
+        metrics = figures("train", sums, self.weights, self.job.objective.measures)
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         if self.metrics is not None:
@@ -321,7 +326,8 @@ class _Run:
             batch = self._load(self.job.heldout, mine[begin : begin + config.micro_batch_size])
             with self.accelerator.autocast():
                 sums += torch.stack([term.float() for term in objective(batch)])
-        self.evaluation = figures("eval", self._sum(sums), self.weights)
+        measures = objective.measures
+        self.evaluation = figures("eval", self._sum(sums), self.weights, measures)
         if self.rank == 0 and self.job.evaluate is not None:
             more = self.job.evaluate(objective.head)
             self.evaluation |= {f"eval/{name}": value for name, value in more.items()}

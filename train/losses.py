@@ -51,7 +51,7 @@ class HeadLogits(Protocol):
 
 
 def supervised(batch: Batch, k: int) -> Tensor:
-    """Positions at which head k (from 1) is trained.
+    """Positions at which depth k (from 1), a Medusa head or a step of EAGLE, is trained.
 
     At position t head k predicts x_{t+1+k}. It is trained there if that token is in the loss
     mask and belongs to the document of t: k=1 in `a b c | d e`, all of them in the mask, is
@@ -73,13 +73,13 @@ def supervised(batch: Batch, k: int) -> Tensor:
     return found
 
 
-def medusa_counts(batch: Batch, num_heads: int) -> Tensor:
-    """Supervised tokens of each head, known without running any model.
+def supervised_counts(batch: Batch, depth: int) -> Tensor:
+    """Supervised tokens of each depth, known without running any model.
 
     Returns:
-        [K] float32.
+        [depth] float32.
     """
-    counts = [supervised(batch, k).sum() for k in range(1, num_heads + 1)]
+    counts = [supervised(batch, k).sum() for k in range(1, depth + 1)]
     return torch.stack(counts).float()
 
 

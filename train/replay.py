@@ -1,19 +1,16 @@
 """Acceptance while training: tau on held-out prompts, by exact replay.
 
 The target answers a few held-out prompts once, greedily; each evaluation then costs one
-forward pass of the heads over those answers. Letters: n response tokens, D hidden.
+forward pass of the head per depth over those answers. n: response tokens.
 """
 
 from functools import cached_property
 
-from torch import Tensor
-
 from data.pack import PackedDataset
 from eval.engine import NoDraft, decode
-from eval.replay import accepted_lengths, response_states, walk
+from eval.replay import Replayable, accepted_lengths, walk
 from eval.stats import PromptSteps, alpha, tau
-from heads.medusa import MedusaHead
-from heads.target import Target
+from heads.target import Reads, Target, TargetOutput
 from heads.tree import Tree
 
 MAX_PROMPT_TOKENS = 256
@@ -27,30 +24,36 @@ class HeldoutReplay:
     Args:
         target: the frozen target.
         prompts: token ids up to where the answer starts.
+        depth: draft tokens of the chain.
+        reads: what the head reads of the target.
     """
 
-    def __init__(self, target: Target, prompts: list[list[int]]) -> None:
+    def __init__(self, target: Target, prompts: list[list[int]], depth: int, reads: Reads) -> None:
         self.target = target
         self.prompts = prompts
+        self.depth = depth
+        self.reads = reads
 
     @cached_property
-    def answers(self) -> list[tuple[Tensor, list[int]]]:
-        """Per prompt the states [n, D] before each answered token, and the tokens [n]."""
+    def answers(self) -> list[tuple[list[int], TargetOutput]]:
+        """Per prompt the answer [n], and the target's states of prompt and answer."""
         found = []
         for prompt in self.prompts:
             answer = decode(self.target, NoDraft(), prompt, MAX_NEW_TOKENS).token_ids
-            found.append((response_states(self.target, prompt, answer), answer))
+            found.append((answer, self.target.read_text(prompt + answer[:-1], self.reads)))
         return found
 
-    def __call__(self, head: MedusaHead) -> dict[str, float]:
-        """`tau` and `alpha_d1`.. of the chain that uses every head."""
-        chain = Tree.chain(head.num_heads)
-        steps = [
-            PromptSteps("heldout", walk(accepted_lengths(head, chain, states, ids), len(ids)))
-            for states, ids in self.answers
-        ]
+    def __call__(self, head: Replayable) -> dict[str, float]:
+        """`tau` and `greedy_alpha_d1`.. of the chain."""
+        chain = Tree.chain(self.depth)
+        steps = []
+        for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
+            accepted = accepted_lengths(head, chain, output, prompt, answer)
+            steps.append(PromptSteps("heldout", walk(accepted, len(answer))))
         rates = alpha(steps, chain.depth)
-        return {"tau": tau(steps)} | {f"alpha_d{d}": rate for d, rate in enumerate(rates, start=1)}
+        return {"tau": tau(steps)} | {
+            f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)
+        }
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:

@@ -19,11 +19,20 @@ CLOSE_TIMEOUT_S = 60.0
 Say = Callable[[str], None]
 
 
-def figures(prefix: str, sums: Tensor, weights: Tensor) -> dict[str, float]:
-    """Means of [4, K] sums by name: loss, and per term d (from 1) loss, top-1, top-5."""
+def figures(
+    prefix: str, sums: Tensor, weights: Tensor, measures: tuple[str, ...]
+) -> dict[str, float]:
+    """Means of sums by name: loss, and per term d (from 1) the loss and the measures.
+
+    Args:
+        prefix: of the names.
+        sums: [2 + M, K], losses, supervised tokens, and M measures.
+        weights: [K] of the losses.
+        measures: M names.
+    """
     means = sums / sums[1].clamp_min(1)
     found = {f"{prefix}/loss": float((weights * means[0]).sum())}
-    for row, name in ((0, "loss"), (2, "top1"), (3, "top5")):
+    for row, name in ((0, "loss"), *enumerate(measures, start=2)):
         for term, value in enumerate(means[row].tolist(), start=1):
             found[f"{prefix}/{name}_d{term}"] = value
     return found

@@ -1,0 +1,187 @@
+import pytest
+import torch
+from toys import FAMILIES, eagle_head, random_target, texts
+
+from conf.schema_eagle import EagleConfig, EagleForm
+from eval.accept import Sampling
+from eval.eagle import DynamicShape, EagleChain, EagleTree
+from eval.engine import NoDraft, decode
+from eval.replay import replay
+from heads.eagle import EagleHead
+from heads.eagle_layer import Branches
+from heads.target import Target
+from heads.tree import Tree, default_tree
+from heads.vocab import DraftVocab
+
+NAMES = ["eagle1", "eagle3", "eagle3 reduced", "eagle3.1"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    """Two that the heads have learnt from, and one that they have not."""
+    return [*(text[:4] for text in texts(target, 2, 1)), [61, 23, 77]]
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target) -> dict[str, EagleHead]:
+    return {
+        "eagle1": eagle_head(target, EagleForm.eagle1),
+        "eagle3": eagle_head(target, EagleForm.eagle3),
+        "eagle3 reduced": eagle_head(target, EagleForm.eagle3, 64),
+        "eagle3.1": eagle_head(target, EagleForm.eagle3, fc_norm=True, norm_output=True),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name: str) -> None:
+    num_accepted = 0
+    for prompt in prompts:
+        text = decode(target, NoDraft(), prompt, 60).token_ids
+        decoded = decode(target, EagleChain(heads[name], 4), prompt, 60)
+        assert decoded.token_ids == text
+        assert replay(target, heads[name], Tree.chain(4), prompt, text) == decoded.steps
+        num_accepted += sum(step.accepted for step in decoded.steps)
+    assert num_accepted > 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [DynamicShape(4, 3, 10), DynamicShape(1, 4, 4)])
+def test_dynamic_trees_are_lossless(target, prompts, heads, name: str, shape: DynamicShape) -> None:
+    for prompt in prompts:
+        text = decode(target, NoDraft(), prompt, 40).token_ids
+        decoded = decode(target, EagleTree(heads[name], shape), prompt, 40)
+        assert decoded.token_ids == text
+        assert any(step.accepted for step in decoded.steps) or prompt == prompts[-1]
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma3_text"}))
+def test_output_equals_the_targets_greedy_text(family: str) -> None:
+    prompt = [5, 17, 40, 8, 77, 23, 61]
+    target = random_target(family, num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    vocab = DraftVocab.everything(target.vocab_size)
+    head = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    text = decode(target, NoDraft(), prompt, 30).token_ids
+    assert decode(target, EagleChain(head, 3), prompt, 30).token_ids == text
+    tree = EagleTree(head, DynamicShape(3, 3, 8))
+    assert decode(target, tree, prompt, 30).token_ids == text
+
+
+def log_probs(head: EagleHead, committed: list[int], path: list[int]) -> list[float]:
+    """[W] log q after a path of target ids, from a head that reads everything anew."""
+    target = head._target[0]
+    features = head.fuse(head.features(target.read_text(committed[:-1], head.reads))[0])
+    length = len(committed) - 1
+    text = head.read(features, torch.tensor(committed[1:]), torch.arange(length))
+    branches = Branches(text.keys, text.values, torch.ones(1, length, dtype=torch.bool))
+    outputs = head.draft(text, torch.tensor([length - 1]), branches)
+    for depth, token in enumerate(path):
+        place = torch.tensor([length + depth])
+        outputs = head.advance(outputs, torch.tensor([token]), place, branches)
+    return head.logits(outputs)[0].log_softmax(-1).tolist()
+
+
+@torch.no_grad()
+def literal_tree(head: EagleHead, committed: list[int], shape: DynamicShape) -> set[tuple]:
+    """EAGLE-2 by the book: paths of the tree, each expanded on its own."""
+    ids = head.vocab.ids.tolist()
+    frontier: list[tuple[float, list[int]]] = [(0.0, [])]
+    drawn: list[tuple[float, list[int]]] = []
+    for _ in range(shape.depth):
+        children = []
+        for score, path in frontier:
+            ranked = sorted(zip(log_probs(head, committed, path), ids, strict=True), reverse=True)
+            children += [(score + log_q, [*path, token]) for log_q, token in ranked[: shape.top_k]]
+        drawn += children
+        frontier = sorted(children, reverse=True)[: shape.top_k]
+    drawn.sort(key=lambda node: -node[0])
+    return {tuple(path) for _, path in drawn[: shape.num_tokens]}
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3 reduced", "eagle3.1"])
+@pytest.mark.parametrize("shape", [DynamicShape(3, 3, 8), DynamicShape(4, 2, 40)])
+def test_the_tree_is_eagle2s(target, heads, name: str, shape: DynamicShape) -> None:
+    head = heads[name]
+    committed = texts(target, 1, 9)[0]
+    drafter = EagleTree(head, shape)
+    # In two pieces, as a prompt and an accepted run come.
+    for part in (slice(0, 6), slice(6, len(committed) - 1)):
+        output = target.read_text(committed[:-1], head.reads)
+        output.hidden_states = output.hidden_states[:, part]
+        output.layers = {i: states[:, part] for i, states in output.layers.items()}
+        drafter.observe(committed[:-1][part], output)
+        if part.start == 0:
+            with torch.no_grad():
+                drafter.propose(committed[6])
+    with torch.no_grad():
+        draft = drafter.propose(committed[-1])
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(draft.tree.parents[1:], draft.tokens.tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    assert set(paths[1:]) == literal_tree(head, committed, shape)
+
+
+def test_a_static_tree_can_be_replayed_too(target, prompts, heads) -> None:
+    """Replay of a tree finds at least what replay of its first chain finds."""
+    text = decode(target, NoDraft(), prompts[0], 60).token_ids
+    chain = replay(target, heads["eagle3"], Tree.chain(3), prompts[0], text)
+    tree = replay(target, heads["eagle3"], default_tree(3, 12), prompts[0], text)
+    assert len(tree) <= len(chain)
+
+
+def test_sampling_from_one_candidate_is_greedy(target, prompts, heads) -> None:
+    one = Sampling(temperature=1.0, top_k=1)
+    text = decode(target, NoDraft(), prompts[0], 40).token_ids
+    head = heads["eagle3 reduced"]
+    chain = decode(target, EagleChain(head, 4, one), prompts[0], 40, one)
+    assert chain.token_ids == text
+    tree = decode(target, EagleTree(head, DynamicShape(3, 3, 8)), prompts[0], 40, one)
+    assert tree.token_ids == text
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_sampled_drafts_keep_the_targets_distribution(target, prompts, heads, kind: str) -> None:
+    """Frequencies of the first two tokens, drafted against exact probabilities of the target."""
+    warm = Sampling(temperature=0.7, top_p=0.9)
+    prompt, draws = prompts[1], 800
+    head = heads["eagle3"]
+    counts: dict[tuple[int, ...], int] = {}
+    num_accepted = 0
+    for seed in range(draws):
+        drafter = (
+            EagleChain(head, 2, warm, seed + (1 << 32))
+            if kind == "chain"
+            else EagleTree(head, DynamicShape(2, 2, 4))
+        )
+        drawn = decode(target, drafter, prompt, 2, warm, seed)
+        num_accepted += sum(step.accepted for step in drawn.steps)
+        counts[tuple(drawn.token_ids)] = counts.get(tuple(drawn.token_ids), 0) + 1
+    exact = pair_probabilities(target, prompt, warm)
+    assert set(counts) <= set(exact)
+    distance = 0.5 * sum(abs(counts.get(pair, 0) / draws - p) for pair, p in exact.items())
+    # E|count/n - p| <= sqrt(p (1 - p) / n): twice the sum of that bounds the distance by far.
+    assert distance < sum((p * (1 - p) / draws) ** 0.5 for p in exact.values())
+    assert num_accepted > 50
+
+
+@torch.no_grad()
+def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict[tuple, float]:
+    def after(ids: list[int]) -> list[float]:
+        return how.probabilities(target.logits(target.read_text(ids).hidden_states[0, -1:]))[
+            0
+        ].tolist()
+
+    return {
+        (first, second): p * q
+        for first, p in enumerate(after(prompt))
+        if p > 0
+        for second, q in enumerate(after([*prompt, first]))
+        if q > 0
+    }

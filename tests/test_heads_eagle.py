@@ -1,0 +1,175 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from toys import eagle_head, packed, random_target, texts
+
+from conf.schema import InputError
+from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from heads.eagle import EagleHead
+from heads.eagle_config import default_layers
+from heads.eagle_layer import Branches, causal_rows
+from heads.target import Target
+from heads.vocab import DraftVocab
+
+EAGLE1, EAGLE3 = EagleForm.eagle1, EagleForm.eagle3
+VARIANTS = [
+    (EAGLE1, {}),
+    (EAGLE3, {}),
+    (EAGLE3, {"fc_norm": True, "norm_output": True}),
+    (EAGLE3, {"norm_before_residual": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target(num_hidden_layers=4)
+
+
+def untrained(target: Target, form: EagleForm, num_ids: int | None = None, **more) -> EagleHead:
+    counts = torch.arange(target.vocab_size)
+    vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
+    head = EagleHead.from_target(target, EagleConfig(form=form, **more), vocab, seed=0)
+    for parameter in head.parameters():
+        parameter.data.mul_(3)
+    return head.eval()
+
+
+def test_layers_are_those_of_the_paper() -> None:
+    assert default_layers(32) == (2, 16, 29)
+    assert default_layers(8) == (2, 4, 5)
+    assert default_layers(4) == (1, 2, 3)
+    with pytest.raises(InputError, match=r"head\.layers is unset and the target has 3 layers"):
+        default_layers(3)
+
+
+def test_eagle3_reads_the_outputs_of_the_layers_before_those_indices(target: Target) -> None:
+    """Against hooks of our own: index i is what enters decoder layer i."""
+    head = untrained(target, EAGLE3)
+    entering = {}
+
+    def keep(index: int):
+        return lambda _module, inputs: entering.update({index: inputs[0]})
+
+    layers = enumerate(target.decoder.layers)
+    handles = [layer.register_forward_pre_hook(keep(index)) for index, layer in layers]
+    features = head.features(target.read_text([5, 9, 7], head.reads))
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(features, torch.cat([entering[i] for i in (1, 2, 3)], -1))
+
+
+def test_eagle1_reads_the_state_that_the_output_head_reads(target: Target) -> None:
+    head = untrained(target, EAGLE1)
+    features = head.features(target.read_text([5, 9, 7], head.reads))
+    expected = target.model(input_ids=torch.tensor([[5, 9, 7]])).logits
+    torch.testing.assert_close(target.logits(features), expected)
+
+
+@pytest.mark.parametrize(("form", "more"), VARIANTS)
+def test_training_and_decoding_read_the_same(target: Target, form, more) -> None:
+    """Features, tokens and positions of a packed training text against one read in pieces."""
+    head = untrained(target, form, **more)
+    first, second = texts(target, 2, 12)
+    batch = packed([first, second])
+    output = target.read(
+        batch["input_ids"], batch["position_ids"], batch["document_ids"], head.reads
+    )
+    ids = batch["input_ids"][0]
+    text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
+    row = len(first) + 7  # token 7 of the second document
+    rows = torch.tensor([row])
+    branches = Branches(text.keys, text.values, causal_rows(batch["document_ids"][0], rows))
+    unrolled = head.unroll(text, ids, rows, branches)
+    trained = [next(unrolled) for _ in range(3)]
+
+    alone = target.read_text(second[:8], head.reads)
+    piece = head.read(
+        head.fuse(head.features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
+    )
+    branches = Branches(piece.keys, piece.values, torch.ones(1, 8, dtype=torch.bool))
+    outputs = head.draft(piece, torch.tensor([7]), branches)
+    for depth, expected in enumerate(trained):
+        if depth:
+            token, position = torch.tensor([second[8 + depth]]), torch.tensor([7 + depth])
+            outputs = head.advance(outputs, token, position, branches)
+        torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mistake", ["layer", "norm", "token", "position", "feedback"])
+def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) -> None:
+    """The faults that halve tau in silence change what is compared above."""
+    head = untrained(target, EAGLE3, norm_output=mistake == "feedback")
+    text = texts(target, 1, 12)[0]
+
+    def outputs(head: EagleHead, token_shift: int = 1, position_shift: int = 0) -> torch.Tensor:
+        output = target.read_text(text[:8], head.reads)
+        if mistake == "norm" and head is not right:
+            output.layers[3] = target.decoder.norm(output.layers[3])
+        ids = torch.tensor(text[token_shift : 8 + token_shift])
+        piece = head.read(head.fuse(head.features(output)[0]), ids, torch.arange(8))
+        branches = Branches(piece.keys, piece.values, torch.ones(1, 8, dtype=torch.bool))
+        first = head.draft(piece, torch.tensor([7]), branches)
+        place = torch.tensor([8 + position_shift])
+        return head.advance(first, torch.tensor([text[9]]), place, branches)
+
+    right = head
+    shifts = {"token": {"token_shift": 0}, "position": {"position_shift": -1}}
+    wrong = EagleHead(head.config, head.vocab)
+    wrong.load_state_dict(head.state_dict())
+    if mistake == "layer":
+        wrong.config = replace(head.config, layers=(0, 1, 2))
+    if mistake == "feedback":
+        wrong.config = replace(head.config, norm_output=False)
+    wrong.attach(target)
+    found = outputs(wrong, **shifts.get(mistake, {}))
+    assert (found - outputs(right)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("start", "trained", "equal"),
+    [
+        (OutputHead.scratch, True, False),
+        (OutputHead.copy, True, True),
+        (OutputHead.frozen, False, True),
+    ],
+)
+def test_the_output_head_starts_where_it_is_told(target: Target, start, trained, equal) -> None:
+    vocab = DraftVocab(torch.tensor([1, 4, 9]), target.vocab_size)
+    config = EagleConfig(output_head=start)
+    head = EagleHead.from_target(target, config, vocab, seed=0)
+    assert head.lm_head is not None
+    assert head.lm_head.weight.requires_grad is trained
+    assert head.lm_head.weight.equal(target.output_head.weight[[1, 4, 9]]) is equal
+
+
+def test_the_seed_decides_the_first_weights(target: Target) -> None:
+    vocab = DraftVocab.everything(target.vocab_size)
+    make = lambda seed: EagleHead.from_target(target, EagleConfig(), vocab, seed).fc.weight  # noqa: E731
+    assert make(3).equal(make(3))
+    assert not make(3).equal(make(4))
+
+
+def test_a_head_needs_its_own_target(target: Target) -> None:
+    head = untrained(target, EAGLE3)
+    with pytest.raises(InputError, match=r"vocab_size=96 .* but target\.path=llama has 64"):
+        head.attach(random_target(vocab_size=64, num_hidden_layers=4))
+    with pytest.raises(InputError, match=r"head\.layers: \[3\].*hidden states 0\.\.2"):
+        head.attach(random_target())
+
+
+def test_candidates_are_target_ids_of_the_reduced_vocabulary(target: Target) -> None:
+    head = untrained(target, EAGLE3, num_ids=10)
+    ids = [5, 17, 40, 8, 77, 23]
+    output = target.read_text(ids[:-1], head.reads)
+    found = head.candidates(output, ids, first=2, depth=3, width=4)
+    assert found.shape == (3, 3, 4)
+    assert set(found.flatten().tolist()) <= set(head.vocab.ids.tolist())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_neox", "mixtral", "phi3", "mistral"])
+def test_a_head_is_made_and_learns_for_every_family(family: str) -> None:
+    target = random_target(family, num_hidden_layers=4)
+    head = eagle_head(target, EAGLE3, num_draft_ids=48, num_updates=5)
+    assert head.config.llama.head_dim == 32
+    assert head.config.layers == (1, 2, 3)

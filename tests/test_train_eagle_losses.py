@@ -1,0 +1,220 @@
+from math import exp, log
+
+import pytest
+import torch
+from toys import eagle_head, packed, random_target, texts
+
+from conf.schema import InputError
+from conf.schema_eagle import (
+    Divergence,
+    EagleConfig,
+    EagleForm,
+    StepNormalizer,
+    TokenNormalizer,
+)
+from heads.eagle_layer import Branches, causal_rows
+from train.eagle import EagleObjective
+from train.eagle_losses import Teacher, acceptance, divergence, step_weights, top_k_loss
+
+# Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
+P = torch.tensor([[0.4, 0.2, 0.2]]).log()
+LOG_NORM = torch.zeros(1)
+Q = torch.tensor([[0.5, 0.25, 0.25]]).log()
+ALPHA = 0.4 + 0.2 + 0.2
+# Renormalised over the draft vocabulary p is (.5, .25, .25), which q is too; r is not.
+R = torch.tensor([[0.25, 0.5, 0.25]]).log()
+R_ALPHA = 0.25 + 0.2 + 0.2
+R_KL = 0.5 * log(2) - 0.25 * log(2)
+
+
+def test_alpha_counts_what_the_draft_vocabulary_leaves_out() -> None:
+    assert acceptance(P, LOG_NORM, Q).item() == pytest.approx(ALPHA)
+    assert acceptance(P, LOG_NORM, R).item() == pytest.approx(R_ALPHA)
+    shifted = acceptance(P + 3, LOG_NORM + 3, R - 7)
+    assert shifted.item() == pytest.approx(R_ALPHA)
+
+
+@pytest.mark.parametrize(
+    ("kind", "q", "expected"),
+    [
+        (Divergence.kl, Q, 0.0),
+        (Divergence.kl, R, R_KL),
+        (Divergence.nla, Q, -log(ALPHA)),
+        (Divergence.nla, R, -log(R_ALPHA)),
+        (Divergence.hybrid, Q, (1 - exp(-3 * ALPHA)) * (1 - ALPHA)),
+        (
+            Divergence.hybrid,
+            R,
+            exp(-3 * R_ALPHA) * R_KL + (1 - exp(-3 * R_ALPHA)) * (1 - R_ALPHA),
+        ),
+    ],
+)
+def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
+    config = EagleConfig(divergence=kind, lk_eta=3.0)
+    found = divergence(config, P, q, acceptance(P, LOG_NORM, q))
+    assert found.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_mix_of_the_hybrid_loss_has_no_gradient() -> None:
+    logits = R.clone().requires_grad_()
+    alpha = acceptance(P, LOG_NORM, logits)
+    divergence(EagleConfig(divergence=Divergence.hybrid), P, logits, alpha).sum().backward()
+    mix = exp(-3 * R_ALPHA)
+    q, p = R.exp()[0], P.exp()[0] / 0.8
+    below = (q <= P.exp()[0]).float()
+    of_tv = -q * (below - (q * below).sum())  # d(1 - alpha) / d logits
+    torch.testing.assert_close(logits.grad[0], mix * (q - p) + (1 - mix) * of_tv)
+
+
+def test_top_k_loss_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.3, 0.5]])
+    expected = -(0.5 * log(0.2) + 0.3 * log(0.3))
+    assert top_k_loss(p.log(), q.log(), 2).item() == pytest.approx(expected)
+    assert top_k_loss(p.log(), q.log(), 10).item() == pytest.approx(expected - 0.2 * log(0.5))
+
+
+def test_step_weights() -> None:
+    config = EagleConfig(num_steps=3, step_decay=0.5)
+    assert step_weights(config).tolist() == [1.0, 0.5, 0.25]
+    config.step_normalizer = StepNormalizer.mean
+    assert step_weights(config).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_steps": 0}, r"head\.num_steps=0"),
+        ({"regression_weight": 1.0}, r"head\.regression_weight=1\.0: an EAGLE-3 head"),
+        ({"divergence_weight": 0.0}, r"every loss has weight 0"),
+        ({"noise": -1.0}, r"head\.noise=-1\.0"),
+        ({"form": EagleForm.eagle1, "fc_norm": True}, r"head\.fc_norm: an EAGLE-1 head has none"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EagleConfig(**changes)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    batch = packed(texts(target, 3, 9))
+    return target, batch
+
+
+def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
+    """The sums row by row: every token's chain is run on its own."""
+    output = target.read(
+        batch["input_ids"], batch["position_ids"], batch["document_ids"], head.reads
+    )
+    ids, mask = batch["input_ids"][0], batch["loss_mask"][0]
+    documents = batch["document_ids"][0]
+    hidden = output.hidden_states[0]
+    text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
+    drafted = head.vocab.ids.tolist()
+    sums = [[0.0] * 4 for _ in range(config.num_steps)]
+    for t in range(len(ids)):
+        row = torch.tensor([t])
+        branches = Branches(text.keys, text.values, causal_rows(documents, row))
+        outputs = head.unroll(text, ids, row, branches)
+        for d in range(1, config.num_steps + 1):
+            out = next(outputs)
+            end = t + 1 + d
+            if end >= len(ids) or documents[end] != documents[t] or not mask[end]:
+                continue
+            p = target.logits(hidden[t + d]).softmax(-1)
+            q = head.logits(out)[0].softmax(-1)
+            best = int(p.argmax())
+            inside = p[drafted]
+            alpha = float(torch.minimum(inside, q).sum())
+            loss = 0.0
+            if best in drafted:
+                renormed = inside / inside.sum()
+                kl = float((renormed * (renormed.log() - q.log())).sum())
+                loss = config.divergence_weight * kl
+                if config.regression_weight:
+                    gap = (out[0] - hidden[t + d]).abs()
+                    near = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
+                    loss += config.regression_weight * float(near)
+            agrees = drafted[int(q.argmax())] == best
+            for place, value in enumerate((loss, 1.0, float(agrees), alpha)):
+                sums[d - 1][place] += value
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("form", "num_ids", "more"),
+    [
+        (EagleForm.eagle3, None, {}),
+        (EagleForm.eagle3, 40, {"fc_norm": True, "norm_output": True}),
+        (EagleForm.eagle1, None, {"divergence_weight": 0.1}),
+    ],
+)
+def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_ids, more) -> None:
+    target, batch = setting
+    head = eagle_head(target, form, num_ids, num_updates=10, **more)
+    config = EagleConfig(form=form, num_steps=4, **more)
+    config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
+    with torch.no_grad():
+        found = EagleObjective(head, target, config)(batch)
+        expected = torch.tensor(literal_sums(head, target, batch, config))
+    torch.testing.assert_close(torch.stack(found).T, expected, rtol=1e-4, atol=1e-4)
+    assert found.tokens.tolist() == [27.0, 27.0, 27.0, 24.0]
+
+
+def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
+    config = EagleConfig(num_steps=4)
+    assert EagleObjective(head, target, config).counts(batch).tolist() == [39.0] * 4
+    config.token_normalizer = TokenNormalizer.supervised
+    assert EagleObjective(head, target, config).counts(batch).tolist() == [27, 27, 27, 24]
+
+
+def test_the_teacher_keeps_the_best_id_and_the_normaliser(setting) -> None:
+    target, _ = setting
+    head = eagle_head(target, EagleForm.eagle3, 40, num_updates=1)
+    hidden = target.read_text([5, 9, 7, 11]).hidden_states[0]
+    teacher = Teacher(target, head, hidden)
+    logits = target.logits(hidden)
+    assert teacher.best.equal(logits.argmax(-1))
+    torch.testing.assert_close(teacher.log_norm, logits.logsumexp(-1))
+    places = torch.tensor([2, 0])
+    torch.testing.assert_close(teacher.logits(places), logits[places][:, head.vocab.ids])
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_detached_features_cut_the_gradient_between_steps(setting, detach: bool) -> None:
+    """With the loss of the second step alone, the first step's output head input is reached
+    through its features only."""
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle1, num_updates=10)
+    config = EagleConfig(form=EagleForm.eagle1, num_steps=2, detach_features=detach)
+    objective = EagleObjective(head, target, config)
+    whole = torch.autograd.grad(objective(batch).loss[1], head.layer.mlp.down_proj.weight)[0]
+    config.detach_features = True
+    cut = torch.autograd.grad(objective(batch).loss[1], head.layer.mlp.down_proj.weight)[0]
+    assert torch.allclose(whole, cut) is detach
+
+
+def test_noise_is_added_while_training_only(setting) -> None:
+    target, _ = setting
+    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
+    objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2))
+    features = torch.zeros(64, 8)
+    noisy = objective.train()._noisy(features)
+    assert 0.7 < noisy.abs().max() <= 0.5 * 0.2 * 512 / 64
+    assert objective.eval()._noisy(features).equal(features)
+
+
+def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> None:
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
+    empty = {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
+    sums = EagleObjective(head, target, EagleConfig(num_steps=2))(empty)
+    sums.loss.sum().backward()
+    assert sums.tokens.tolist() == [0, 0]
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
