@@ -351,6 +351,15 @@ class ShowMaskRun:
 
 
 @dataclass
+class CompareRun:
+    """`scripts/compare.py`."""
+
+    results: list[str] = field(default_factory=list)
+    """Folders with `acceptance.json`; a row is called after its folder."""
+    out_dir: str = "outputs/comparison"
+
+
+@dataclass
 class PushRun:
     """`scripts/push.py`."""
 

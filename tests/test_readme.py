@@ -19,6 +19,7 @@ SCHEMAS = {
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,
+    "compare": schema.CompareRun,
 }
 COMMANDS = re.findall(r"^(?:python|accelerate launch\b.*?) +(\S+/(\w+)\.py)(.*)$", README, re.M)
 
