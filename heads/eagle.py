@@ -105,6 +105,11 @@ class EagleHead(nn.Module):
         head._initialise(seed)
         head.attach(target)
         if head.lm_head is not None and settings.output_head is not OutputHead.scratch:
+            if not target.has_plain_head:
+                raise InputError(
+                    f"head.output_head={settings.output_head.value}: the output head of "
+                    f"target.path={target.name} is quantised or has a bias; allowed: scratch"
+                )
             rows = target.output_head.weight.detach()[head.vocab.ids.to(target.device)]
             head.lm_head.weight.data.copy_(rows)
             head.lm_head.requires_grad_(settings.output_head is OutputHead.copy)

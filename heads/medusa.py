@@ -81,7 +81,7 @@ class MedusaHead(nn.Module):
             InputError: the target's output head is quantised or has a bias.
         """
         weight = target.output_head.weight
-        if not weight.is_floating_point() or getattr(target.output_head, "bias", None) is not None:
+        if not target.has_plain_head:
             raise InputError(
                 f"target.path={target.name}: its output head is quantised or has a bias; "
                 "Medusa heads copy a plain projection"

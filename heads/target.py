@@ -80,6 +80,12 @@ class Target:
         return self.output_head.weight.shape[0]
 
     @property
+    def has_plain_head(self) -> bool:
+        """Whether the output head is one matrix of floats: not quantised, without a bias."""
+        head = self.output_head
+        return head.weight.is_floating_point() and getattr(head, "bias", None) is None
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return self.config.num_hidden_layers

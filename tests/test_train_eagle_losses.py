@@ -12,7 +12,9 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
+from heads.eagle import EagleHead
 from heads.eagle_layer import Branches, causal_rows
+from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 from train.eagle_losses import Teacher, acceptance, divergence, step_weights, top_k_loss
 
@@ -182,6 +184,21 @@ def test_the_teacher_keeps_the_best_id_and_the_normaliser(setting) -> None:
     torch.testing.assert_close(teacher.log_norm, logits.logsumexp(-1))
     places = torch.tensor([2, 0])
     torch.testing.assert_close(teacher.logits(places), logits[places][:, head.vocab.ids])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_teacher_keeps_the_bias_of_an_output_head(has_bias: bool) -> None:
+    target = random_target(num_hidden_layers=4)
+    plain = target.output_head
+    target.output_head = torch.nn.Linear(64, 96, bias=has_bias)
+    target.output_head.weight = plain.weight
+    assert target.has_plain_head is not has_bias
+    vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
+    head = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    hidden = torch.randn(4, 64)
+    expected = target.logits(hidden)[:, vocab.ids]
+    teacher = Teacher(target, head, hidden)
+    torch.testing.assert_close(teacher.logits(torch.arange(4)), expected)
 
 
 @pytest.mark.parametrize("detach", [False, True])

@@ -51,9 +51,9 @@ class Teacher:
     """
 
     def __init__(self, target: Target, head: EagleHead, hidden_states: Tensor) -> None:
-        self.target, self.hidden = target, hidden_states
-        ids = head.vocab.ids
-        self.rows = None if head.vocab.full else target.output_head.weight[ids]
+        self.target, self.hidden, self.vocab = target, hidden_states, head.vocab
+        plain = target.has_plain_head and not head.vocab.full
+        self.rows = target.output_head.weight[head.vocab.ids] if plain else None
         best, norms = [], []
         for part in hidden_states.split(ROWS_PER_CHUNK):
             logits = target.logits(part).float()
@@ -64,7 +64,9 @@ class Teacher:
 
     def logits(self, places: Tensor) -> Tensor:
         """[N, W] float32 over the draft vocabulary at tokens [N]."""
-        return self.target.logits(self.hidden[places], self.rows).float()
+        logits = self.target.logits(self.hidden[places], self.rows).float()
+        whole = self.rows is not None or self.vocab.full
+        return logits if whole else logits[:, self.vocab.ids]
 
 
 def step_weights(config: EagleConfig) -> Tensor:
@@ -148,7 +150,9 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits, p_logits = head.logits(outputs).float(), teacher.logits(places)
     best = teacher.best[places]
-    alpha = acceptance(p_logits, teacher.log_norm[places], logits)
+    differentiable = config.divergence is not Divergence.kl
+    q_logits = logits if differentiable else logits.detach()
+    alpha = acceptance(p_logits, teacher.log_norm[places], q_logits)
     loss = torch.zeros_like(alpha)
     if config.divergence_weight:
         loss = loss + config.divergence_weight * divergence(config, p_logits, logits, alpha)
