@@ -96,10 +96,11 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, *own: 
         own_scores = grouped @ own_keys.transpose(2, 3)  # [N, K, Q / K, J]
         scores = torch.cat([scores, own_scores.transpose(0, 1)], dim=-1)
     weights = scores.float().softmax(-1).to(values.dtype)
-    text = weights[..., :num_tokens].reshape(num_kv_heads, -1, num_tokens)
-    found = (text @ values.transpose(0, 1)).view(num_kv_heads, num_rows, -1, size).transpose(0, 1)
+    text, drafts = weights.split([num_tokens, num_own], dim=-1)
+    found = text.reshape(num_kv_heads, -1, num_tokens) @ values.transpose(0, 1)
+    found = found.view(num_kv_heads, num_rows, -1, size).transpose(0, 1)
     if num_own:
-        found = found + weights[..., num_tokens:].transpose(0, 1) @ own_values
+        found = found + drafts.transpose(0, 1) @ own_values
     return found.reshape(num_rows, num_heads, size)
 
 
