@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conf import entry
 from conf.schema import InputError
-from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, TokenNormalizer
+from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
 from data.pack import PackedDataset
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
@@ -116,6 +116,8 @@ def make_head(
                 f"head.path={settings.path} is an {head.config.form.value} head, but the recipe "
                 f"is for head.form={settings.form.value}: choose another head=..."
             )
+        if head.lm_head is not None:
+            head.lm_head.requires_grad_(settings.output_head is not OutputHead.frozen)
     else:
         size = settings.draft_vocab_size if settings.form is EagleForm.eagle3 else None
         vocab = DraftVocab.choose(counts, size, always)
