@@ -178,11 +178,11 @@ def test_the_teacher_keeps_the_best_id_and_the_normaliser(setting) -> None:
     target, _ = setting
     head = eagle_head(target, EagleForm.eagle3, 40, num_updates=1)
     hidden = target.read_text([5, 9, 7, 11]).hidden_states[0]
-    teacher = Teacher(target, head, hidden)
-    logits = target.logits(hidden)
-    assert teacher.best.equal(logits.argmax(-1))
-    torch.testing.assert_close(teacher.log_norm, logits.logsumexp(-1))
     places = torch.tensor([2, 0])
+    teacher = Teacher(target, head, hidden, places)
+    logits = target.logits(hidden)
+    assert teacher.best[places].equal(logits[places].argmax(-1))
+    torch.testing.assert_close(teacher.log_norm[places], logits[places].logsumexp(-1))
     torch.testing.assert_close(teacher.logits(places), logits[places][:, head.vocab.ids])
 
 
@@ -197,7 +197,7 @@ def test_the_teacher_keeps_the_bias_of_an_output_head(has_bias: bool) -> None:
     head = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
     hidden = torch.randn(4, 64)
     expected = target.logits(hidden)[:, vocab.ids]
-    teacher = Teacher(target, head, hidden)
+    teacher = Teacher(target, head, hidden, torch.arange(4))
     torch.testing.assert_close(teacher.logits(torch.arange(4)), expected)
 
 

@@ -67,7 +67,8 @@ class EagleObjective(nn.Module):
         text = head.read(head.fuse(features), ids.roll(-1), batch["position_ids"][0])
         branches = Branches(text.keys, text.values, causal_rows(documents, rows))
         outputs = head.unroll(text, ids, rows, branches, config.detach_features)
-        teacher = Teacher(self.target, head, output.hidden_states)
+        before_learnt = batch["loss_mask"][0, 1:].nonzero().squeeze(1)
+        teacher = Teacher(self.target, head, output.hidden_states, before_learnt)
         steps = []
         for d, (mask, found) in enumerate(zip(learnt, outputs, strict=False), start=1):
             mine = mask[rows]

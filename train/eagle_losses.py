@@ -48,19 +48,22 @@ class Teacher:
         target: the frozen target.
         head: whose draft vocabulary counts.
         hidden_states: [T, D] final hidden states.
+        places: [P] int64, the tokens that will be asked for.
     """
 
-    def __init__(self, target: Target, head: EagleHead, hidden_states: Tensor) -> None:
+    def __init__(
+        self, target: Target, head: EagleHead, hidden_states: Tensor, places: Tensor
+    ) -> None:
         self.target, self.hidden, self.vocab = target, hidden_states, head.vocab
         plain = target.has_plain_head and not head.vocab.full
         self.rows = target.output_head.weight[head.vocab.ids] if plain else None
-        best, norms = [], []
-        for part in hidden_states.split(ROWS_PER_CHUNK):
-            logits = target.logits(part).float()
-            best.append(logits.argmax(-1))
-            norms.append(logits.logsumexp(-1))
-        self.best, self.log_norm = torch.cat(best), torch.cat(norms)
+        self.best = torch.zeros(len(hidden_states), dtype=torch.int64, device=places.device)
+        self.log_norm = torch.zeros(len(hidden_states), device=places.device)
         """[T] int64 and [T] float32."""
+        for part in places.split(ROWS_PER_CHUNK):
+            logits = target.logits(hidden_states[part]).float()
+            self.best[part] = logits.argmax(-1)
+            self.log_norm[part] = logits.logsumexp(-1)
 
     def logits(self, places: Tensor) -> Tensor:
         """[N, W] float32 over the draft vocabulary at tokens [N]."""
