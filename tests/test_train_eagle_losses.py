@@ -9,6 +9,7 @@ from conf.schema_eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
+    OutputHead,
     StepNormalizer,
     TokenNormalizer,
 )
@@ -194,7 +195,8 @@ def test_the_teacher_keeps_the_bias_of_an_output_head(has_bias: bool) -> None:
     target.output_head.weight = plain.weight
     assert target.has_plain_head is not has_bias
     vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
-    head = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    config = EagleConfig(output_head=OutputHead.scratch)
+    head = EagleHead.from_target(target, config, vocab, seed=0)
     hidden = torch.randn(4, 64)
     expected = target.logits(hidden)[:, vocab.ids]
     teacher = Teacher(target, head, hidden, torch.arange(4))
