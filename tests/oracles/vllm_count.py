@@ -1,0 +1,68 @@
+"""Greedy texts of vLLM on a CPU, and its counts of drafts and accepted draft tokens.
+
+Run by the Python of vLLM's own environment, on a job {"target", "head": folders, "method":
+"eagle" or "eagle3", "num_draft_tokens", "num_tokens", "prompts": token ids}:
+
+    python vllm_count.py job.json result.json
+
+Writes {"text", "drafts", "accepted": of each depth} per prompt. A text must end well before the
+target's `max_position_embeddings`, near which vLLM stops drafting.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+# vLLM and torch read these when they are imported.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from vllm import LLM, SamplingParams
+
+
+def opened(job: dict) -> LLM:
+    """The engine, one request at a time."""
+    return LLM(
+        model=job["target"],
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=1,
+        # The counters are statistics.
+        disable_log_stats=False,
+        speculative_config={
+            "method": job["method"],
+            "model": job["head"],
+            "num_speculative_tokens": job["num_draft_tokens"],
+        },
+    )
+
+
+def counts(llm: LLM) -> list[int]:
+    """Drafts, and accepted tokens of each depth, since the start."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    return [found["vllm:spec_decode_num_drafts"].value, *accepted]
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    llm = opened(job)
+    greedy = SamplingParams(temperature=0, max_tokens=job["num_tokens"], ignore_eos=True)
+    results = []
+    for prompt in job["prompts"]:
+        before = counts(llm)
+        output = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
+        drafts, *accepted = (now - old for now, old in zip(counts(llm), before, strict=True))
+        results.append({"text": list(output.token_ids), "drafts": drafts, "accepted": accepted})
+    Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
