@@ -3,11 +3,16 @@ import torch
 from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
+from conf.schema_eagle import EagleConfig, EagleForm
+from eval.accept import Sampling
+from eval.eagle import DynamicShape, EagleChain, EagleTree
 from eval.engine import NoDraft, decode
 from eval.medusa import MedusaDrafter
 from eval.replay import replay
+from heads.eagle import EagleHead
 from heads.target import Target, check_served
 from heads.tree import Tree, default_tree
+from heads.vocab import DraftVocab
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +36,23 @@ def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
         drafted = decode(target, MedusaDrafter(head, tree), PROMPT, 40)
         assert drafted.token_ids == expected
         assert replay(target, head, tree, PROMPT, expected) == drafted.steps
+
+
+@pytest.mark.parametrize("form", list(EagleForm))
+def test_eagle_on_cuda_is_lossless_and_replayed_exactly(form: EagleForm) -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    vocab = DraftVocab.everything(target.vocab_size)
+    head = EagleHead.from_target(target, EagleConfig(form=form), vocab, seed=0)
+    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
+    chain = decode(target, EagleChain(head, 4), PROMPT, 40)
+    assert chain.token_ids == expected
+    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    tree = EagleTree(head, DynamicShape(4, 4, 16))
+    assert decode(target, tree, PROMPT, 40).token_ids == expected
+    sampling = Sampling(temperature=1.0, top_k=1)
+    sampled = decode(target, EagleChain(head, 4, sampling), PROMPT, 40, sampling)
+    assert sampled.token_ids == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
