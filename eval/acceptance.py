@@ -19,7 +19,7 @@ from conf.schema import AcceptanceRun, Mode
 from eval.bench import Bench, greedy_responses, open_bench, write_result
 from eval.engine import Step, decode
 from eval.figures import plot_acceptance
-from eval.replay import accepted_lengths, walk
+from eval.replay import accepted_lengths, agreements, ranked_drafts, walk
 from eval.stats import PromptSteps, summary, tree_figures
 from heads.tree import Tree
 
@@ -30,8 +30,9 @@ def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
     What an EAGLE tree holds depends on all that was drawn, right or wrong, so it is decoded in
     either mode.
     """
+    more: dict[str, Any] = {}
     if config.mode is Mode.replay:
-        steps = _replayed(bench, config)
+        steps, more["agreement"] = _replayed(bench, config)
     else:
         steps = {"chain": _decoded(bench, config, "chain")}
     if "tree" not in steps:
@@ -42,21 +43,28 @@ def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
     }
     result = summary(prompts["chain"], bench.chain.depth, config.seed)
     tree = summary(prompts["tree"], bench.tree.depth, config.seed)
-    return {"mode": config.mode.value, **result, bench.tree_name: tree}
+    return {"mode": config.mode.value, **result, **more, bench.tree_name: tree}
 
 
-def _replayed(bench: Bench, config: AcceptanceRun) -> dict[str, list[list[Step]]]:
+def _replayed(
+    bench: Bench, config: AcceptanceRun
+) -> tuple[dict[str, list[list[Step]]], list[float]]:
+    """Steps per kind of draft and prompt, and the chain's agreement per depth."""
     static = {"chain": bench.chain}
     if isinstance(bench.tree, Tree):
         static["tree"] = bench.tree
     steps: dict[str, list[list[Step]]] = {name: [] for name in static}
+    agreeing: list[list[bool]] = [[] for _ in range(bench.chain.depth)]
     responses = greedy_responses(bench, config.max_new_tokens)
     for prompt, response in zip(bench.prompts, responses, strict=True):
         output = bench.target.read_text(prompt.token_ids + response[:-1], bench.head.reads)
         for name, tree in static.items():
-            accepted = accepted_lengths(bench.head, tree, output, prompt.token_ids, response)
-            steps[name].append(walk(accepted, len(response)))
-    return steps
+            ranked = ranked_drafts(bench.head, tree, output, prompt.token_ids, response)
+            steps[name].append(walk(accepted_lengths(tree, ranked, response), len(response)))
+            if name == "chain":
+                for found, more in zip(agreeing, agreements(ranked, response), strict=True):
+                    found.extend(more)
+    return steps, [sum(found) / max(1, len(found)) for found in agreeing]
 
 
 def _decoded(bench: Bench, config: AcceptanceRun, kind: str) -> list[list[Step]]:

@@ -66,27 +66,32 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """tau per head, and alpha per depth of its chain: n-alpha with n one below the depth.
+    """tau per head; per depth of its chain alpha, and agreement where it was replayed.
+
+    At depth d a head has read d - 1 features of its own: alpha is EAGLE's n-alpha, n = d - 1.
 
     Args:
         results: the contents of `acceptance.json` by the head's name.
         path: the PNG file to write.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for place, (name, result) in enumerate(results.items()):
         low, high = result["tau_ci95"]
         left.barh(place, result["tau"], color="tab:blue")
         left.plot([low, high], [place, place], color="black")
         left.plot(tree_figures(result)["tau"], place, "D", color="tab:orange")
-        depths = range(1, len(result["alpha"]) + 1)
-        right.plot(depths, result["alpha"], "o-", label=name)
+        for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
+            axis.plot(range(1, len(rates) + 1), rates, "o-", label=name)
     left.set_yticks(range(len(results)), list(results))
     left.invert_yaxis()
     left.set_xlim(left=1)
     left.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
-    right.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
-    right.set_xticks(range(1, max(len(result["alpha"]) for result in results.values()) + 1))
-    right.legend(fontsize="small")
+    middle.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached")
+    right.set(xlabel="depth", ylabel="first choice agrees with the target's, at every token")
+    deepest = max(len(result["alpha"]) for result in results.values())
+    for axis in (middle, right):
+        axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
+        axis.legend(fontsize="small")
     _save(figure, path)
 
 

@@ -41,18 +41,18 @@ def replay(
         response_ids: [n] the target's greedy continuation, stop token included.
     """
     output = target.read_text(prompt_ids + response_ids[:-1], head.reads)
-    accepted = accepted_lengths(head, tree, output, prompt_ids, response_ids)
-    return walk(accepted, len(response_ids))
+    ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
+    return walk(accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 
-def accepted_lengths(
+def ranked_drafts(
     head: Replayable,
     tree: Tree,
     output: TargetOutput,
     prompt_ids: list[int],
     response_ids: list[int],
-) -> list[int]:
-    """[n] draft tokens accepted if a pass had token i as its root, text end unheeded.
+) -> list[list[list[int]]]:
+    """[n][depth][width] best tokens of each depth if a pass had response token i as its root.
 
     Args:
         head: the head.
@@ -63,9 +63,26 @@ def accepted_lengths(
     """
     first = len(prompt_ids) - 1
     candidates = head.candidates(output, prompt_ids + response_ids, first, tree.depth, tree.width)
+    return candidates.transpose(0, 1).tolist()
+
+
+def accepted_lengths(
+    tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]
+) -> list[int]:
+    """[n] draft tokens accepted if a pass had token i as its root, text end unheeded."""
+    return [_follow(tree, each, response_ids[row + 1 :]) for row, each in enumerate(ranked)]
+
+
+def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[list[bool]]:
+    """Per depth, whether the head's first choice was the target's, wherever the text goes on.
+
+    Unlike acceptance this asks at every token, whether or not the drafts before it were right,
+    so that depths are compared on the same tokens: what is left of them is how well the head
+    continues its own features.
+    """
     return [
-        _follow(tree, ranked, response_ids[row + 1 :])
-        for row, ranked in enumerate(candidates.transpose(0, 1).tolist())
+        [each[d][0] == after for each, after in zip(ranked, response_ids[d + 1 :], strict=False)]
+        for d in range(len(ranked[0]))
     ]
 
 

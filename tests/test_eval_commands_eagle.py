@@ -42,7 +42,7 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path, head: st
     decoded = measured(setting, tmp_path / "d", head, mode=Mode.decode)
     names = ("tau", "alpha", "per_position", "by_category", "num_tokens", "dynamic_tree")
     assert {name: replayed[name] for name in names} == {name: decoded[name] for name in names}
-    assert len(replayed["alpha"]) == 3
+    assert len(replayed["alpha"]) == len(replayed["agreement"]) == 3
     assert replayed["tree"] == {"depth": 5, "top_k": 4, "num_tokens": 8}
 
 

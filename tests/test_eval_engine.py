@@ -5,7 +5,7 @@ from transformers import GenerationConfig
 
 from eval.engine import Draft, NoDraft, Step, decode
 from eval.medusa import MedusaDrafter
-from eval.replay import replay, walk
+from eval.replay import accepted_lengths, agreements, replay, walk
 from heads.target import Reads
 from heads.tree import Tree, default_tree
 
@@ -90,6 +90,14 @@ def test_max_new_tokens_cuts_an_accepted_run(num_tokens: int) -> None:
     tree = Tree.from_paths([[1], [1, 1], [1, 1, 1]])
     drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, num_tokens)
     assert drafted.token_ids == text[:num_tokens]
+
+
+def test_agreement_asks_at_every_token() -> None:
+    text = [7, 1, 2, 3]
+    # Best two candidates of depths 1 and 2 after each token of the text.
+    ranked = [[[1, 0], [9, 2]], [[5, 2], [3, 0]], [[3, 0], [0, 0]], [[8, 8], [8, 8]]]
+    assert agreements(ranked, text) == [[True, False, True], [False, True]]
+    assert accepted_lengths(Tree.chain(2), ranked, text) == [1, 0, 1, 0]
 
 
 def test_walk_counts_what_each_pass_emits() -> None:

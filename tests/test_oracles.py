@@ -17,7 +17,7 @@ from conf.schema import Dtype, TargetConfig
 from conf.schema_eagle import EagleForm
 from eval.eagle import EagleChain
 from eval.engine import NoDraft, decode
-from eval.replay import accepted_lengths
+from eval.replay import accepted_lengths, ranked_drafts
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
 from heads.eagle_layer import Branches, causal_rows
@@ -80,7 +80,8 @@ def accepted_per_pass(target: Target, head: EagleHead, prompt: list[int]) -> lis
     """Also what lies beyond the end of the text, which engines count and `decode` does not."""
     text = decode(target, NoDraft(), prompt, NUM_TOKENS + DEPTH).token_ids
     output = target.read_text(prompt + text[:-1], head.reads)
-    lengths = accepted_lengths(head, Tree.chain(DEPTH), output, prompt, text)
+    chain = Tree.chain(DEPTH)
+    lengths = accepted_lengths(chain, ranked_drafts(head, chain, output, prompt, text), text)
     found, root = [], 0
     while root < NUM_TOKENS - 1:
         found.append(lengths[root])

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from data.pack import PackedDataset
 from eval.engine import NoDraft, decode
-from eval.replay import Replayable, accepted_lengths, walk
+from eval.replay import Replayable, accepted_lengths, ranked_drafts, walk
 from eval.stats import PromptSteps, alpha, tau
 from heads.target import Reads, Target, TargetOutput
 from heads.tree import Tree
@@ -48,7 +48,8 @@ class HeldoutReplay:
         chain = Tree.chain(self.depth)
         steps = []
         for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
-            accepted = accepted_lengths(head, chain, output, prompt, answer)
+            ranked = ranked_drafts(head, chain, output, prompt, answer)
+            accepted = accepted_lengths(chain, ranked, answer)
             steps.append(PromptSteps("heldout", walk(accepted, len(answer))))
         rates = alpha(steps, chain.depth)
         return {"tau": tau(steps)} | {
