@@ -166,6 +166,7 @@ class TrainConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     adam_beta2: float = 0.999
+    """Decay of AdamW's second moment; the first's is 0.9."""
     max_grad_norm: float = 1.0
     schedule: Schedule = Schedule.cosine
     warmup_steps: int = 50
@@ -269,7 +270,9 @@ class MeasureRun:
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
+    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
     top_k: int | None = None
+    """Likeliest tokens kept; unset keeps all."""
     depth: int | None = None
     """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
     tree: list[list[int]] | None = None

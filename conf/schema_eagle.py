@@ -88,6 +88,7 @@ class EagleConfig:
     """No gradient through the features that a step takes from the one before (HASS)."""
     divergence: Divergence = Divergence.kl
     lk_eta: float = 3.0
+    """How fast `hybrid` turns from KL to acceptance as alpha grows."""
     divergence_weight: float = 1.0
     regression_weight: float = 0.0
     """Of SmoothL1 between drafted and true features (EAGLE-1)."""

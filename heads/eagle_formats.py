@@ -110,7 +110,8 @@ class _Checkpoint:
                 "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened: "
                 "on the Hub, take the repository's safetensors conversion, usually "
                 "head.revision=refs/pr/1, or convert a file that you trust with "
-                "safetensors.torch.save_file(torch.load(...), 'model.safetensors')"
+                "safetensors.torch.save_file(torch.load(..., weights_only=True), "
+                "'model.safetensors')"
             )
         for file in files:
             for name, tensor in load_tensors(file).items():
