@@ -279,7 +279,9 @@ class EagleHead(nn.Module):
         text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
         rows = places[first:]
         allowed = causal_rows(torch.zeros_like(places), rows)
-        unrolled = self.unroll(text, ids, rows, Branches(text.keys, text.values, allowed))
+        unrolled = self.unroll(
+            text, ids, rows, Branches(text.keys[None], text.values[None], allowed)
+        )
         return torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
 
     def _best(self, outputs: Tensor, width: int) -> Tensor:

@@ -7,8 +7,8 @@ EAGLE-3 (causal block plus diagonals), the alignment of HASS, a chain while deco
 and a level of a dynamic tree (a row is a path). No row ever sees another, so J steps cost J
 times N scores more, not a mask of [N, J * N].
 
-Letters: S tokens of the text, N rows, J earlier drafts of a row, H hidden, I input width,
-Q heads, K key-value heads, d head size.
+Letters: T texts, S tokens of a text, N rows, J earlier drafts of a row, H hidden, I input
+width, Q heads, K key-value heads, d head size.
 """
 
 from dataclasses import dataclass, field
@@ -31,9 +31,11 @@ ROWS_PER_CHUNK = 256
 class Branches:
     """What N rows look at: a text, and the drafts of each row.
 
+    Each text has N / T rows, one text's after another's.
+
     Attributes:
-        keys, values: [S, K, d], of the text.
-        allowed: [N, S] bool, the tokens of the text that a row may look at.
+        keys, values: [T, S, K, d], of the texts.
+        allowed: [N, S] bool, the tokens of its text that a row may look at.
         own_keys, own_values: J tensors [N, K, d], of the row's drafts so far.
     """
 
@@ -44,7 +46,7 @@ class Branches:
     own_values: list[Tensor] = field(default_factory=list)
 
     def select(self, rows: Tensor) -> "Branches":
-        """The branches of other rows: [M] int64 indices, a row may be taken several times."""
+        """The branches of other rows: [M] int64 indices, equally many of each text in order."""
         return Branches(
             self.keys,
             self.values,
@@ -57,8 +59,8 @@ class Branches:
 def branch_attention(query: Tensor, branches: Branches) -> Tensor:
     """Softmax attention of each row over its text and its own drafts, in one distribution.
 
-    Scores live for 256 rows at a time, in the backward pass too, so memory beyond the inputs
-    does not grow with N * S.
+    Scores of one text live for 256 rows at a time, in the backward pass too, so memory beyond
+    the inputs does not grow with N * S.
 
     Args:
         query: [N, Q, d], rotated.
@@ -68,8 +70,9 @@ def branch_attention(query: Tensor, branches: Branches) -> Tensor:
         [N, Q, d].
     """
     chunks = []
-    for start in range(0, len(query), ROWS_PER_CHUNK):
-        here = slice(start, start + ROWS_PER_CHUNK)
+    rows_per_chunk = ROWS_PER_CHUNK if len(branches.keys) == 1 else len(query)
+    for start in range(0, len(query), rows_per_chunk):
+        here = slice(start, start + rows_per_chunk)
         inputs = (query[here], branches.keys, branches.values, branches.allowed[here])
         own = [own[here] for own in (*branches.own_keys, *branches.own_values)]
         if torch.is_grad_enabled():
@@ -84,24 +87,30 @@ def branch_attention(query: Tensor, branches: Branches) -> Tensor:
 def _attend(query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, *own: Tensor) -> Tensor:
     """`own` holds J keys, then J values, each [N, K, d]."""
     num_rows, num_heads, size = query.shape
-    num_tokens, num_kv_heads, _ = keys.shape
+    num_texts, num_tokens, num_kv_heads, _ = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, size) * size**-0.5
-    # [K, N * Q / K, S]: one matrix product per key-value head
-    flat = grouped.transpose(0, 1).reshape(num_kv_heads, -1, size)
-    scores = (flat @ keys.permute(1, 2, 0)).view(num_kv_heads, num_rows, -1, num_tokens)
-    scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+    # [T, K, N / T * Q / K, S]: one matrix product per text and key-value head
+    flat = grouped.view(num_texts, -1, *grouped.shape[1:]).transpose(1, 2).flatten(2, 3)
+    scores = _by_row(flat @ keys.permute(0, 2, 3, 1), num_rows)
+    scores = scores.masked_fill(~allowed[:, None, None], float("-inf"))
     num_own = len(own) // 2
     if num_own:
         own_keys, own_values = torch.stack(own[:num_own], 2), torch.stack(own[num_own:], 2)
-        own_scores = grouped @ own_keys.transpose(2, 3)  # [N, K, Q / K, J]
-        scores = torch.cat([scores, own_scores.transpose(0, 1)], dim=-1)
+        scores = torch.cat([scores, grouped @ own_keys.transpose(2, 3)], dim=-1)
     weights = scores.float().softmax(-1).to(values.dtype)
     text, drafts = weights.split([num_tokens, num_own], dim=-1)
-    found = text.reshape(num_kv_heads, -1, num_tokens) @ values.transpose(0, 1)
-    found = found.view(num_kv_heads, num_rows, -1, size).transpose(0, 1)
+    text = text.reshape(num_texts, -1, *text.shape[1:]).transpose(1, 2).flatten(2, 3)
+    found = _by_row(text @ values.transpose(1, 2), num_rows)
     if num_own:
-        found = found + drafts.transpose(0, 1) @ own_values
+        found = found + drafts @ own_values
     return found.reshape(num_rows, num_heads, size)
+
+
+def _by_row(products: Tensor, num_rows: int) -> Tensor:
+    """[N, K, Q / K, .] of [T, K, N / T * Q / K, .]."""
+    num_texts, num_kv_heads, _, width = products.shape
+    split = products.view(num_texts, num_kv_heads, num_rows // num_texts, -1, width)
+    return split.transpose(1, 2).flatten(0, 1)
 
 
 class EagleAttention(nn.Module):

@@ -1,20 +1,18 @@
-"""The frozen target: loading, hidden-state taps, masks and the output head.
+"""The frozen target: hidden-state taps, masks and the output head.
 
 Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from conf.schema import Dtype, InputError, Quantization, TargetConfig
+from conf.schema import InputError
+from heads.cache import TreeCache
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -39,6 +37,19 @@ class TargetOutput:
     """[B, Q, D], last layer, after the final norm."""
     layers: dict[int, Tensor] = field(default_factory=dict)
     """[B, Q, D] per index of `Reads.layers`."""
+
+    def at(self, tokens: Tensor) -> "TargetOutput":
+        """The states [B, n, D] of some tokens, [B, n] int64."""
+        places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        return self._each(lambda states: states[places.to(states.device), tokens.to(states.device)])
+
+    def rows(self, texts: Tensor) -> "TargetOutput":
+        """The states [b, Q, D] of some texts, [b] int64."""
+        return self._each(lambda states: states[texts.to(states.device)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
+        layers = {index: change(states) for index, states in self.layers.items()}
+        return TargetOutput(change(self.hidden_states), layers)
 
 
 class Target:
@@ -108,6 +119,53 @@ class Target:
         marked = {index for index, token in added if token.special}
         return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
+    def new_cache(self, num_texts: int, capacity: int | None = None) -> TreeCache:
+        """An empty cache; `capacity` slots and fixed shapes, or growing."""
+        return TreeCache(num_texts, self.device, self.num_layers, capacity)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        cache: TreeCache,
+        input_ids: Tensor,
+        mask: Tensor,
+        depths: Tensor,
+        reads: Reads | None = None,
+        skip: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Runs new tokens behind the committed ones; they are pending until `cache.commit`.
+
+        Args:
+            cache: of B texts.
+            input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
+            mask: [B or 1, n, P] bool, the pending tokens that each new one sees, itself
+                included; every committed token of its text is seen anyway.
+            depths: [B or 1, P] int64, positions behind the last committed token, from 0.
+            reads: the layers to tap.
+            skip: decoder layers, from 0, that are left out.
+        """
+        num_new, num_pending = mask.shape[1:]
+        cache.begin(num_new, num_pending)
+        pending, keys = cache.slots.positions(depths, cache.width)
+        allowed = cache.slots.visible(mask, cache.width)
+        with ExitStack() as undo:
+            for layer in skip:
+                undo.enter_context(self._skipped(layer))
+            return self.forward(input_ids, pending[:, -num_new:], allowed, keys, cache, reads)
+
+    @contextmanager
+    def _skipped(self, layer: int) -> Iterator[None]:
+        """Makes a decoder layer hand on what it is given."""
+        module = self.decoder.layers[layer]
+        hooked = module.__dict__.get("forward")  # accelerate's, on a target over several devices
+        module.forward = lambda hidden_states, *_args, **_kwargs: hidden_states
+        try:
+            yield
+        finally:
+            del module.forward
+            if hooked is not None:
+                module.forward = hooked
+
     @torch.no_grad()
     def forward(
         self,
@@ -115,7 +173,7 @@ class Target:
         position_ids: Tensor,
         allowed: Tensor,
         key_positions: Tensor,
-        cache: DynamicCache | None = None,
+        cache: TreeCache | None = None,
         reads: Reads | None = None,
     ) -> TargetOutput:
         """Runs the decoder with an explicit attention mask.
@@ -126,7 +184,7 @@ class Target:
             allowed: [B, Q, S] bool, True where a query may look; sliding windows are applied
                 on top, by position.
             key_positions: [B, S] int64, positions of the cached and the new tokens.
-            cache: `DynamicCache()` made without a config, so that no layer drops keys.
+            cache: told by `begin` where the new tokens go.
             reads: the layers to tap; the last hidden states are always there.
         """
         layers: dict[int, Tensor] = {}
@@ -226,167 +284,3 @@ def _windows(config: Any, name: str) -> dict[str, int | None]:
     if not kinds:
         return {"full_attention": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-
-
-def load_target(config: TargetConfig, device: torch.device) -> Target:
-    """Loads, freezes and checks a target.
-
-    Args:
-        config: where it is and how to load it; `path` is set.
-        device: where it goes, unless `device_map` says otherwise.
-
-    Raises:
-        InputError: nothing there, an adapter or quantisation that does not load, or an
-            architecture that cannot be served, with the reason.
-    """
-    assert config.path is not None
-    dtype = resolve_dtype(config.dtype, device)
-    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        model_config = AutoConfig.from_pretrained(config.path, **common)
-        tokenizer = AutoTokenizer.from_pretrained(config.path, **common)
-        model = _load_model(config, model_config, dtype, device, common)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
-    if config.adapter is not None:
-        model = _with_adapter(model, config.adapter)
-    target = Target(model, tokenizer, config.path)
-    check_served(target)
-    return target
-
-
-def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype; `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    if dtype is Dtype.auto:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, dtype.value)
-
-
-def attention_for(model_config: Any) -> str:
-    """The attention implementation that takes additive masks and computes what was trained."""
-    # SDPA leaves out attention soft-capping (Gemma 2) without a word.
-    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    return "eager" if capped else "sdpa"
-
-
-def _load_model(
-    config: TargetConfig,
-    model_config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    common: dict[str, Any],
-) -> Any:
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": attention_for(model_config),
-    }
-    if config.quantization is not Quantization.none:
-        options["quantization_config"] = _quantization(config.quantization, dtype)
-        options["device_map"] = config.device_map or {"": device}
-    elif config.device_map is not None:
-        options["device_map"] = config.device_map
-    assert config.path is not None
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        config.path, config=model_config, use_safetensors=True, **options, **common
-    )
-    return model if "device_map" in options else model.to(device)
-
-
-def _quantization(kind: Quantization, dtype: torch.dtype) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"target.quantization={kind.value} needs bitsandbytes: pip install -e '.[quantize]'"
-        ) from error
-    if kind is Quantization.int8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-    )
-
-
-def _with_adapter(model: Any, adapter: str) -> Any:
-    from peft import PeftModel
-
-    if Path(adapter).is_dir() and not (Path(adapter) / "adapter_model.safetensors").is_file():
-        raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
-    try:
-        return PeftModel.from_pretrained(model, adapter).get_base_model()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
-
-
-def check_served(target: Target) -> None:
-    """Refuses a target whose tree pass or output head differs from its own forward pass.
-
-    A three-token text is run by the model itself, and by us as a cached prefix plus a tree
-    with a distracting sibling; states and logits must agree. This catches architectures that
-    ignore explicit masks or positions, and output heads with scalings we do not know.
-
-    Raises:
-        InputError: with what differed.
-    """
-    reason = _probe(target)
-    if reason is not None:
-        raise InputError(
-            f"target.path={target.name}: {target.config.model_type} "
-            f"({type(target.model).__name__}) cannot be served: {reason}"
-        )
-
-
-@torch.no_grad()
-def _probe(target: Target) -> str | None:
-    ids = torch.tensor([[5, 9, 7, 11]], device=target.device) % target.vocab_size
-    try:
-        expected = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        hidden = _probe_tree(target, ids)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    found = target.logits(hidden).float()
-    # int8 rounds activations by the batch that they come in.
-    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
-    tolerance = 1e-3 if exact else 0.3
-    difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
-    if not difference < tolerance:
-        return (
-            "a pass with explicit masks, positions and cache differs from its own pass by "
-            f"{difference:.2g} standard deviations of the logits (allowed {tolerance})"
-        )
-    return None
-
-
-def _probe_tree(target: Target, ids: Tensor) -> Tensor:
-    """[D] state of the last of 4 tokens; a wrong sibling of it stands in between."""
-    cache = DynamicCache()
-    positions = torch.arange(4, device=ids.device).unsqueeze(0)
-    causal = torch.ones(1, 2, 2, dtype=torch.bool, device=ids.device).tril()
-    target.forward(ids[:, :2], positions[:, :2], causal, positions[:, :2], cache)
-    tree = torch.stack([ids[0, 2], ids[0, 0], ids[0, 3]]).unsqueeze(0)
-    tree_positions = positions[:, [2, 3, 3]]
-    allowed = torch.tensor(
-        [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]], dtype=torch.bool, device=ids.device
-    )
-    keys = torch.cat([positions[:, :2], tree_positions], dim=1)
-    output = target.forward(tree, tree_positions, allowed, keys, cache)
-    if cache.get_seq_length() != 5:
-        raise RuntimeError("its cache does not keep one entry per token")
-    return output.hidden_states[0, -1]
-
-
-def keep_cache(cache: Any, index: Tensor | Sequence[int]) -> None:
-    """Compacts a cache to the given token slots, in their order.
-
-    Args:
-        cache: keys and values [B, heads, S, head_dim] per layer.
-        index: [n] int64 slots to keep.
-
-    Effects:
-        `cache` holds n tokens.
-    """
-    for layer in cache.layers:
-        slots = torch.as_tensor(index, device=layer.keys.device)
-        layer.keys = layer.keys.index_select(-2, slots)
-        layer.values = layer.values.index_select(-2, slots)

@@ -31,7 +31,7 @@ def ours(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     outputs = []
     for step in range(len(query)):
         own = slice(1, step + 1)
-        branches = Branches(keys[0], values[0], allowed, [*keys[own]], [*values[own]])
+        branches = Branches(keys[:1], values[:1], allowed, [*keys[own]], [*values[own]])
         outputs.append(branch_attention(query[step], branches))
     return torch.stack(outputs)
 

@@ -29,7 +29,7 @@ from data.embedded import ensure_embedded
 from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Record, Records, load_records
-from heads.target import load_target, resolve_dtype
+from heads.load_target import load_target, resolve_dtype
 from scripts.local_answers import LocalAnswers
 
 NUM_LISTED = 10
@@ -201,7 +201,9 @@ def _check(config: RegenerateRun) -> None:
 def _load(config: RegenerateRun) -> Records:
     data = config.data
     path = data.path or str(ensure_embedded().train_path)
-    records = load_records(path, split=data.split, form=data.form, on_bad_row=data.on_bad_row)
+    records = load_records(
+        path, subset=data.subset, split=data.split, form=data.form, on_bad_row=data.on_bad_row
+    )
     if records.form is Form.text:
         raise InputError(
             f"data.path={path}: plain text has no questions to answer; allowed forms: "

@@ -79,7 +79,9 @@ def test_training_and_decoding_read_the_same(target: Target, form, more) -> None
     text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
     row = len(first) + 7  # token 7 of the second document
     rows = torch.tensor([row])
-    branches = Branches(text.keys, text.values, causal_rows(batch["document_ids"][0], rows))
+    branches = Branches(
+        text.keys[None], text.values[None], causal_rows(batch["document_ids"][0], rows)
+    )
     unrolled = head.unroll(text, ids, rows, branches)
     trained = [next(unrolled) for _ in range(3)]
 
@@ -87,7 +89,7 @@ def test_training_and_decoding_read_the_same(target: Target, form, more) -> None
     piece = head.read(
         head.fuse(head.features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
     )
-    branches = Branches(piece.keys, piece.values, torch.ones(1, 8, dtype=torch.bool))
+    branches = Branches(piece.keys[None], piece.values[None], torch.ones(1, 8, dtype=torch.bool))
     outputs = head.draft(piece, torch.tensor([7]), branches)
     for depth, expected in enumerate(trained):
         if depth:
@@ -108,7 +110,9 @@ def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) 
             output.layers[3] = target.decoder.norm(output.layers[3])
         ids = torch.tensor(text[token_shift : 8 + token_shift])
         piece = head.read(head.fuse(head.features(output)[0]), ids, torch.arange(8))
-        branches = Branches(piece.keys, piece.values, torch.ones(1, 8, dtype=torch.bool))
+        branches = Branches(
+            piece.keys[None], piece.values[None], torch.ones(1, 8, dtype=torch.bool)
+        )
         first = head.draft(piece, torch.tensor([7]), branches)
         place = torch.tensor([8 + position_shift])
         return head.advance(first, torch.tensor([text[9]]), place, branches)

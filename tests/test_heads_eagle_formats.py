@@ -39,7 +39,7 @@ def drafted(head: EagleHead, target: Target) -> Tensor:
     features = head.features(target.read_text(TEXT[:-1], head.reads))[0]
     text = head.read(head.fuse(features), ids[1:], places)
     allowed = causal_rows(torch.zeros_like(places), places)
-    unrolled = head.unroll(text, ids, places, Branches(text.keys, text.values, allowed))
+    unrolled = head.unroll(text, ids, places, Branches(text.keys[None], text.values[None], allowed))
     return torch.stack([head.logits(next(unrolled)) for _ in range(3)])
 
 

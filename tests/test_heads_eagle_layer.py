@@ -52,7 +52,7 @@ def test_branch_attention_equals_the_full_mask_forward_and_backward(
     )
     wanted = torch.autograd.grad((expected * upstream).sum(), (query, keys, values))
     branches = Branches(
-        keys[0], values[0], causal_rows(DOCUMENTS, torch.arange(T)), [*keys[1:]], [*values[1:]]
+        keys[:1], values[:1], causal_rows(DOCUMENTS, torch.arange(T)), [*keys[1:]], [*values[1:]]
     )
     found = branch_attention(query, branches)
     grads = torch.autograd.grad((found * upstream).sum(), (query, keys, values))
@@ -65,7 +65,7 @@ def test_selected_branches_take_their_drafts_along() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
     allowed = causal_rows(torch.zeros(4), torch.arange(4))
-    branches = Branches(keys[0], values[0], allowed, [keys[1]], [values[1]])
+    branches = Branches(keys[:1], values[:1], allowed, [keys[1]], [values[1]])
     query, rows = torch.randn(4, 2, 8), torch.tensor([2, 0, 2])
     whole = branch_attention(query, branches)
     torch.testing.assert_close(branch_attention(query[rows], branches.select(rows)), whole[rows])
@@ -92,7 +92,7 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
     inputs = theirs.input_layernorm(residual)
     assert norm.equal(torch.ones(64))
     keys, values = ours.self_attn.keys_values(inputs, positions)
-    branches = Branches(keys, values, causal_rows(torch.zeros(9), positions))
+    branches = Branches(keys[None], values[None], causal_rows(torch.zeros(9), positions))
     torch.testing.assert_close(
         ours(inputs, residual, positions, branches), expected[0], rtol=1e-5, atol=1e-5
     )

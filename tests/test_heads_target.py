@@ -1,10 +1,11 @@
 import pytest
 import torch
 from toys import CHATML, FAMILIES, random_model, random_target, save_target
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import InputError, Quantization, TargetConfig
-from heads.target import Reads, Target, check_served, keep_cache, load_target
+from heads.load_target import check_served, load_target
+from heads.target import Reads, Target
 
 CPU = torch.device("cpu")
 
@@ -52,19 +53,6 @@ def test_a_layer_that_is_not_there_is_named() -> None:
     ids = torch.tensor([[5]])
     with pytest.raises(InputError, match=r"hidden state 3: llama has 0\.\.2"):
         target.forward(ids, ids * 0, ids[None] > 0, ids * 0, reads=Reads(layers=(3,)))
-
-
-def test_keeping_cache_slots_equals_never_having_read_the_rest() -> None:
-    target = random_target()
-    ids = torch.randint(3, 90, (1, 6))
-    positions = torch.arange(6)[None]
-    causal = torch.ones(1, 6, 6, dtype=torch.bool).tril()
-    whole, part = DynamicCache(), DynamicCache()
-    target.forward(ids, positions, causal, positions, whole)
-    target.forward(ids[:, :4], positions[:, :4], causal[:, :4, :4], positions[:, :4], part)
-    keep_cache(whole, [0, 1, 2, 3])
-    assert whole.get_seq_length() == 4
-    torch.testing.assert_close(whole.layers[1].keys, part.layers[1].keys)
 
 
 def test_recurrent_architectures_are_refused_with_the_reason(tmp_path) -> None:

@@ -9,7 +9,8 @@ from conf.schema import InputError, MedusaRun
 from conf.schema_eagle import EagleRun
 from data.embedded import ensure_embedded
 from data.pack import PackedDataset, prepare
-from heads.target import Target, load_target
+from heads.load_target import load_target
+from heads.target import Target
 from train import launch, loop, processes
 from train.replay import HeldoutReplay, heldout_prompts
 

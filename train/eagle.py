@@ -65,7 +65,7 @@ class EagleObjective(nn.Module):
         ids, documents = batch["input_ids"][0], batch["document_ids"][0]
         features = self._noisy(head.features(output))
         text = head.read(head.fuse(features), ids.roll(-1), batch["position_ids"][0])
-        branches = Branches(text.keys, text.values, causal_rows(documents, rows))
+        branches = Branches(text.keys[None], text.values[None], causal_rows(documents, rows))
         outputs = head.unroll(text, ids, rows, branches, config.detach_features)
         before_learnt = batch["loss_mask"][0, 1:].nonzero().squeeze(1)
         teacher = Teacher(self.target, head, output.hidden_states, before_learnt)

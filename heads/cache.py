@@ -1,0 +1,239 @@
+"""Keys and values of a batch whose texts have different lengths and end in draft trees.
+
+Each text owns a row of every buffer. Slot i of a row holds the token at position i; behind the
+committed tokens stand pending ones, the nodes of a tree, until `commit` moves the accepted
+nodes to where they belong. Nothing is copied but those, and a wrong token is undone by
+forgetting it.
+
+Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+ROUND_TO = 64  # slots; a buffer that is too small doubles
+
+
+def upload(values: list[Any], device: torch.device | str) -> Tensor:
+    """A tensor of numbers on a device; the host does not wait for it to arrive."""
+    if torch.device(device).type != "cuda":
+        return torch.tensor(values, device=device)
+    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+
+
+class SlotBuffer:
+    """Keys and values [B, K, S, d] of one layer, written by slot.
+
+    Args:
+        capacity: slots of a buffer that never grows and is always read whole, so that shapes
+            stay the same; None grows on demand and is read up to the last slot used.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def write(
+        self, keys: Tensor, values: Tensor, slots: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Stores [B, K, n, d] at slots [B, n]; gives everything up to slot `width`."""
+        self._reserve(keys, values, width)
+        assert self.keys is not None
+        assert self.values is not None
+        _scatter(self.keys, slots.to(keys.device), keys)
+        _scatter(self.values, slots.to(keys.device), values)
+        width = self.capacity or width
+        return self.keys[:, :, :width], self.values[:, :, :width]
+
+    def move(self, source: Tensor, to: Tensor) -> None:
+        """Copies slots [B, A] to slots [B, A]."""
+        for buffer in (self.keys, self.values):
+            assert buffer is not None
+            _scatter(buffer, to.to(buffer.device), _gather(buffer, source.to(buffer.device)))
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with some rows only, [b] int64."""
+        assert self.keys is not None
+        assert self.values is not None
+        rows = rows.to(self.keys.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def _reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
+        held = 0 if self.keys is None else self.keys.shape[2]
+        if width <= held:
+            return
+        size = self.capacity or -(-max(width, 2 * held) // ROUND_TO) * ROUND_TO
+        if width > size:
+            raise RuntimeError(f"{width} slots needed in a cache of {size}")
+        self.keys = _enlarged(self.keys, keys, size)
+        self.values = _enlarged(self.values, values, size)
+
+
+def _enlarged(old: Tensor | None, like: Tensor, size: int) -> Tensor:
+    # Zeros: a masked slot still enters a product with weight 0, which NaN would survive.
+    new = like.new_zeros(*like.shape[:2], size, like.shape[3])
+    if old is not None:
+        new[:, :, : old.shape[2]] = old
+    return new
+
+
+def _index(slots: Tensor, buffer: Tensor) -> Tensor:
+    return slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+
+
+def _scatter(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+    buffer.scatter_(2, _index(slots, buffer), new)
+
+
+def _gather(buffer: Tensor, slots: Tensor) -> Tensor:
+    return buffer.gather(2, _index(slots, buffer))
+
+
+class Slots:
+    """Where tokens stand in a batch, and who sees whom.
+
+    Attributes:
+        lengths: committed tokens per text.
+        committed: the same on the device, [B, 1] int64.
+    """
+
+    def __init__(self, num_texts: int, device: torch.device) -> None:
+        self.device = device
+        self._set([0] * num_texts)
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.committed = upload(lengths, self.device).unsqueeze(1)
+
+    def place(self, num_new: int, num_pending: int) -> Tensor:
+        """[B, n] int64, the slots of the last `num_new` of `num_pending` pending tokens."""
+        return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
+
+    def width(self, num_pending: int) -> int:
+        """Slots in use with so many pending tokens."""
+        return max(self.lengths) + num_pending
+
+    def visible(self, mask: Tensor, width: int) -> Tensor:
+        """[B, n, S] bool: every committed token of its own text, and what `mask` says.
+
+        Args:
+            mask: [B or 1, n, P] bool, the pending tokens that each new one sees.
+            width: S.
+        """
+        committed, (num_new, num_pending) = self.committed, mask.shape[1:]
+        slots = torch.arange(width, device=self.device)
+        seen = (slots < committed).unsqueeze(1).repeat(1, num_new, 1)
+        to = self.place(num_pending, num_pending).unsqueeze(1).expand(-1, num_new, -1)
+        return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
+
+    def positions(self, depths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Positions [B, P] of the pending tokens by depth [B or 1, P], and [B, S] of all slots."""
+        pending = self.committed + depths
+        everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
+        num_pending = pending.shape[1]
+        return pending, everything.scatter_(1, self.place(num_pending, num_pending), pending)
+
+    def commit(self, kept: list[list[int]], *buffers: SlotBuffer) -> None:
+        """Makes pending tokens part of the texts and forgets the others.
+
+        Args:
+            kept: per text the pending tokens that stay, in their order.
+            buffers: those whose entries move along.
+        """
+        if any(nodes != list(range(len(nodes))) for nodes in kept):
+            longest = max(map(len, kept))
+            # A shorter row goes on with slots that are forgotten anyway.
+            rows = [nodes + list(range(len(nodes), longest)) for nodes in kept]
+            source = self.committed + upload(rows, self.device)
+            for buffer in buffers:
+                buffer.move(source, self.place(longest, longest))
+        self._set([old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)])
+
+    def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
+        """Goes on with some texts only."""
+        for buffer in buffers:
+            buffer.keep(torch.tensor(rows))
+        self._set([self.lengths[row] for row in rows])
+
+
+class _Layer(CacheLayerMixin):
+    """One attention layer, as transformers asks for it."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "TreeCache") -> None:
+        super().__init__()
+        self.cache = cache
+        self.buffer = SlotBuffer(cache.capacity)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens' keys and values [B, K, n, d]; gives those of all slots."""
+        return self.buffer.write(key_states, value_states, self.cache.to, self.cache.width)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Buffers are made when they are first written."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Slots that a mask covers, from slot 0."""
+        return self.cache.width, 0
+
+    def get_seq_length(self) -> int:
+        """Slots in use."""
+        return max(self.cache.slots.lengths)
+
+    def get_max_length(self) -> int:
+        """-1 where there is no limit."""
+        return self.cache.capacity or -1
+
+    get_max_cache_shape = get_max_length  # the name until transformers 5.17
+
+
+class TreeCache(Cache):
+    """The keys and values of a whole model.
+
+    Args:
+        num_texts: B.
+        device: where positions and masks are made; keys stay where their layer is.
+        num_layers: of the model.
+        capacity: see `SlotBuffer`.
+
+    Attributes:
+        slots: what is committed.
+    """
+
+    def __init__(
+        self, num_texts: int, device: torch.device, num_layers: int, capacity: int | None = None
+    ) -> None:
+        self.capacity = capacity
+        self.slots = Slots(num_texts, device)
+        self.to = torch.empty(0)
+        self.width = 0
+        self._own = [_Layer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._own))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer keeps its state here."""
+        return len(self._buffers()) == len(self._own)
+
+    def begin(self, num_new: int, num_pending: int) -> None:
+        """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
+        self.to = self.slots.place(num_new, num_pending)
+        self.width = self.capacity or self.slots.width(num_pending)
+
+    def commit(self, kept: list[list[int]]) -> None:
+        """See `Slots.commit`."""
+        self.slots.commit(kept, *self._buffers())
+
+    def keep(self, rows: list[int]) -> None:
+        """See `Slots.keep`."""
+        self.slots.keep(rows, *self._buffers())
+
+    def _buffers(self) -> list[SlotBuffer]:
+        return [layer.buffer for layer in self._own if layer.buffer.keys is not None]

@@ -1,0 +1,156 @@
+"""Loading a target, and the check that it can be served."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from conf.schema import Dtype, InputError, Quantization, TargetConfig
+from heads.target import Target
+
+
+def load_target(config: TargetConfig, device: torch.device) -> Target:
+    """Loads, freezes and checks a target.
+
+    Args:
+        config: where it is and how to load it; `path` is set.
+        device: where it goes, unless `device_map` says otherwise.
+
+    Raises:
+        InputError: nothing there, an adapter or quantisation that does not load, or an
+            architecture that cannot be served, with the reason.
+    """
+    assert config.path is not None
+    dtype = resolve_dtype(config.dtype, device)
+    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        model_config = AutoConfig.from_pretrained(config.path, **common)
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **common)
+        model = _load_model(config, model_config, dtype, device, common)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
+    if config.adapter is not None:
+        model = _with_adapter(model, config.adapter)
+    target = Target(model, tokenizer, config.path)
+    check_served(target)
+    return target
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """The torch dtype; `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    if dtype is Dtype.auto:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, dtype.value)
+
+
+def attention_for(model_config: Any) -> str:
+    """The attention implementation that takes additive masks and computes what was trained."""
+    # SDPA leaves out attention soft-capping (Gemma 2) without a word.
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if capped else "sdpa"
+
+
+def _load_model(
+    config: TargetConfig,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    common: dict[str, Any],
+) -> Any:
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention_for(model_config),
+    }
+    if config.quantization is not Quantization.none:
+        options["quantization_config"] = _quantization(config.quantization, dtype)
+        options["device_map"] = config.device_map or {"": device}
+    elif config.device_map is not None:
+        options["device_map"] = config.device_map
+    assert config.path is not None
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        config.path, config=model_config, use_safetensors=True, **options, **common
+    )
+    return model if "device_map" in options else model.to(device)
+
+
+def _quantization(kind: Quantization, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"target.quantization={kind.value} needs bitsandbytes: pip install -e '.[quantize]'"
+        ) from error
+    if kind is Quantization.int8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _with_adapter(model: Any, adapter: str) -> Any:
+    from peft import PeftModel
+
+    if Path(adapter).is_dir() and not (Path(adapter) / "adapter_model.safetensors").is_file():
+        raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
+    try:
+        return PeftModel.from_pretrained(model, adapter).get_base_model()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
+
+
+def check_served(target: Target) -> None:
+    """Refuses a target whose tree pass or output head differs from its own forward pass.
+
+    A three-token text is run by the model itself, and by us as a cached prefix plus a tree
+    with a distracting sibling; states and logits must agree. This catches architectures that
+    ignore explicit masks or positions, and output heads with scalings we do not know.
+
+    Raises:
+        InputError: with what differed.
+    """
+    reason = _probe(target)
+    if reason is not None:
+        raise InputError(
+            f"target.path={target.name}: {target.config.model_type} "
+            f"({type(target.model).__name__}) cannot be served: {reason}"
+        )
+
+
+@torch.no_grad()
+def _probe(target: Target) -> str | None:
+    ids = torch.tensor([[5, 9, 7, 11]], device=target.device) % target.vocab_size
+    try:
+        expected = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        hidden = _probe_tree(target, ids)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    found = target.logits(hidden).float()
+    # int8 rounds activations by the batch that they come in.
+    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
+    tolerance = 1e-3 if exact else 0.3
+    difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
+    if not difference < tolerance:
+        return (
+            "a pass with explicit masks, positions and cache differs from its own pass by "
+            f"{difference:.2g} standard deviations of the logits (allowed {tolerance})"
+        )
+    return None
+
+
+def _probe_tree(target: Target, ids: Tensor) -> Tensor:
+    """[D] state of the last of 4 tokens; a wrong sibling of it stands in between."""
+    cache, device = target.new_cache(1), ids.device
+    causal = torch.ones(1, 2, 2, dtype=torch.bool, device=device).tril()
+    target.extend(cache, ids[:, :2], causal, torch.arange(2, device=device).unsqueeze(0))
+    cache.commit([[0, 1]])
+    tree = torch.stack([ids[0, 2], ids[0, 0], ids[0, 3]]).unsqueeze(0)
+    mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=device)
+    output = target.extend(cache, tree, mask, torch.tensor([[0, 1, 1]], device=device))
+    if not cache.complete:
+        raise RuntimeError("a layer keeps its state outside the cache")
+    return output.hidden_states[0, -1]
