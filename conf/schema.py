@@ -39,6 +39,7 @@ class Form(Enum):
     turns = "turns"
     prompt = "prompt"
     text = "text"
+    question = "question"
 
 
 class OnBadRow(Enum):
@@ -61,13 +62,6 @@ class Schedule(Enum):
     cosine = "cosine"
     wsd = "wsd"
     constant = "constant"
-
-
-class Mode(Enum):
-    """How acceptance is measured."""
-
-    replay = "replay"
-    decode = "decode"
 
 
 class Tracker(Enum):
@@ -114,8 +108,10 @@ class DataConfig:
     """Conversations to train or measure on."""
 
     path: str | None = None
-    """JSONL, JSON or Parquet file, a folder of them, or a Hub dataset id; unset means the
-    embedded default."""
+    """JSONL (also gzipped), JSON or Parquet file, a folder of them, or a Hub dataset id; unset
+    means the embedded default."""
+    subset: str | None = None
+    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k; unset means its default."""
     split: str = "train"
     """Split of a Hub dataset."""
     form: Form = Form.auto
@@ -242,80 +238,6 @@ class MedusaRun:
     log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/medusa"
     seed: int = 0
-
-
-@dataclass
-class DynamicTreeConfig:
-    """EAGLE-2's tree; unset values are 5, 4 and 8 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
-
-    depth: int | None = None
-    """Draft tokens of the longest path."""
-    top_k: int | None = None
-    """Nodes expanded per level, and children drawn from each."""
-    num_tokens: int | None = None
-    """Draft tokens that are kept and checked."""
-
-    def __post_init__(self) -> None:
-        positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
-
-
-@dataclass
-class MeasureRun:
-    """What `eval/acceptance.py` and `eval/speedup.py` share."""
-
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    head: HeadRef = field(default_factory=HeadRef)
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    """0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
-    top_k: int | None = None
-    """Likeliest tokens kept; unset keeps all."""
-    depth: int | None = None
-    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
-    tree: list[list[int]] | None = None
-    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes
-    the 8 likeliest nodes on CPU, 32 on CUDA."""
-    dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
-    out_dir: str = "outputs/measure"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        positive("", self, "max_new_tokens", "depth", "top_k")
-        if self.temperature < 0:
-            raise InputError(f"temperature={self.temperature}: must be at least 0")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
-
-
-@dataclass
-class AcceptanceRun(MeasureRun):
-    """`eval/acceptance.py`."""
-
-    mode: Mode = Mode.replay
-    out_dir: str = "outputs/acceptance"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode is Mode.replay and self.temperature:
-            raise InputError(
-                f"temperature={self.temperature}: only greedy text can be replayed; set "
-                "mode=decode or temperature=0"
-            )
-
-
-@dataclass
-class SpeedupRun(MeasureRun):
-    """`eval/speedup.py`."""
-
-    methods: list[str] = field(default_factory=lambda: ["all"])
-    """Any of vanilla, generate, and the head's own: medusa_chain, medusa_tree, eagle_chain,
-    eagle_tree; or `all` that the head has."""
-    num_repeats: int = 3
-    """Timed passes over the prompts; medians are reported."""
-    out_dir: str = "outputs/speedup"
 
 
 @dataclass

@@ -254,7 +254,13 @@ def split(
 
 
 def _load(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Records:
-    loaded = load_records(path, split=config.split, form=config.form, on_bad_row=config.on_bad_row)
+    loaded = load_records(
+        path,
+        subset=config.subset,
+        split=config.split,
+        form=config.form,
+        on_bad_row=config.on_bad_row,
+    )
     if loaded.form is not Form.text:
         check_tokenizer(tokenizer)
     return loaded

@@ -1,17 +1,20 @@
 """Reads conversations and texts from files, folders and Hub datasets, and checks every row."""
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.schema import Form, InputError, OnBadRow
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 # Order decides when a row has several of these keys: published datasets often carry a
-# rendered `text` or a bare `prompt` beside the structured conversation.
+# rendered `text` or a bare `prompt` beside the structured conversation, and each of these may
+# stand beside the `question` that it was made from.
 KEYS = {
     Form.messages: "messages",
     Form.conversations: "conversations",
@@ -19,6 +22,7 @@ KEYS = {
     Form.alpaca: "instruction",
     Form.prompt: "prompt",
     Form.text: "text",
+    Form.question: "question",
 }
 
 SHAREGPT_ROLES = {
@@ -63,7 +67,7 @@ class Records:
     bad: list[str]
     """One message per row that was skipped."""
     sha256: str
-    """Of the file contents (a folder: in name order), or of the rows of a Hub dataset."""
+    """Of the file contents, unpacked (a folder: in name order), or of the rows of a Hub dataset."""
 
 
 class MalformedRowError(Exception):
@@ -84,6 +88,7 @@ class _Row:
 def load_records(
     path: str,
     *,
+    subset: str | None = None,
     split: str = "train",
     form: Form = Form.auto,
     on_bad_row: OnBadRow = OnBadRow.error,
@@ -91,7 +96,8 @@ def load_records(
     """Loads and checks every row of a file, a folder or a Hub dataset.
 
     Args:
-        path: JSONL, JSON or Parquet file, a folder of them, or a Hub dataset id.
+        path: JSONL (also gzipped), JSON or Parquet file, a folder of them, or a Hub dataset id.
+        subset: configuration of a Hub dataset; None is its default.
         split: split of a Hub dataset.
         form: shape of the rows; `auto` takes it from the first rows.
         on_bad_row: whether a malformed row stops or is skipped and listed.
@@ -100,7 +106,7 @@ def load_records(
         InputError: nothing at `path`, no rows, mixed forms, or a malformed row.
     """
     digest = hashlib.sha256()
-    rows = list(_read(path, split, digest))
+    rows = list(_read(path, subset, split, digest))
     if not rows:
         raise InputError(f"{path}: holds no rows")
     forced = form is not Form.auto
@@ -177,7 +183,7 @@ def _record(row: _Row, form: Form) -> Record:
     if value.get(KEYS[form]) is None:
         raise MalformedRowError(KEYS[form], _keys(value), f"a row of data.form={form.value}")
     category = value.get("category")
-    category = "all" if category is None else str(category)
+    category = "all" if category in (None, "") else str(category)
     if form is Form.text:
         return Record(None, _text(value, "text"), row.where, category, value)
     return Record(PARSERS[form](value), None, row.where, category, value)
@@ -256,6 +262,10 @@ def _prompt(value: dict) -> Messages:
     return _exchange(_text(value, "prompt"), value, key)
 
 
+def _question(value: dict) -> Messages:
+    return _exchange(_text(value, "question"), value, "answer")
+
+
 def _exchange(prompt: str, value: dict, key: str) -> Messages:
     messages = [{"role": "user", "content": prompt}]
     if value.get(key) is not None:
@@ -276,40 +286,49 @@ PARSERS: dict[Form, Callable[[dict], Messages]] = {
     Form.turns: _turns,
     Form.alpaca: _alpaca,
     Form.prompt: _prompt,
+    Form.question: _question,
 }
 
 
-def _read(path: str, split: str, digest: "hashlib._Hash") -> Iterator[_Row]:
+def _read(path: str, subset: str | None, split: str, digest: "hashlib._Hash") -> Iterator[_Row]:
     local = Path(path).expanduser()
     if local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(file for file in local.iterdir() if file.name.endswith(SUFFIXES))
         if not files:
             raise InputError(f"{path}: a folder without {', '.join(SUFFIXES)} files")
         for file in files:
             yield from _read_file(file, digest)
     elif local.is_file():
         yield from _read_file(local, digest)
-    elif local.suffix in SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    elif local.name.endswith(SUFFIXES) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise InputError(f"data.path={path}: no such file or folder")
     else:
-        yield from _read_hub(path, split, digest)
+        yield from _read_hub(path, subset, split, digest)
 
 
 def _read_file(file: Path, digest: "hashlib._Hash") -> Iterator[_Row]:
-    if file.suffix not in SUFFIXES:
+    if not file.name.endswith(SUFFIXES):
         raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {', '.join(SUFFIXES)}")
+    if file.name.endswith((".jsonl", ".jsonl.gz")):
+        for number, line in enumerate(_lines(file), 1):
+            digest.update(line)
+            if line.strip():
+                yield _parse_line(f"{file}:{number}", line)
+        return
     with file.open("rb") as stream:
-        if file.suffix == ".jsonl":
-            for number, line in enumerate(stream, 1):
-                digest.update(line)
-                if line.strip():
-                    yield _parse_line(f"{file}:{number}", line)
-            return
         for chunk in iter(lambda: stream.read(1 << 20), b""):
             digest.update(chunk)
     values = _parquet(file) if file.suffix == ".parquet" else _json(file)
     for number, value in enumerate(values, 1):
         yield _Row(f"{file}[row {number}]", value)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            yield from stream
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file}: not a readable gzip file: {error}") from None
 
 
 def _parse_line(where: str, line: bytes) -> _Row:
@@ -347,15 +366,15 @@ def _parquet(file: Path) -> Iterator[dict]:
         raise InputError(f"{file}: not a readable Parquet file: {error}") from None
 
 
-def _read_hub(path: str, split: str, digest: "hashlib._Hash") -> Iterator[_Row]:
+def _read_hub(path: str, subset: str | None, split: str, digest: "hashlib._Hash") -> Iterator[_Row]:
     import datasets
 
     try:
-        dataset = datasets.load_dataset(path, split=split)
+        dataset = datasets.load_dataset(path, name=subset, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise InputError(
-            f"data.path={path}: no such file or folder, and as a Hub dataset (data.split={split}) "
-            f"it cannot be loaded: {error}"
+            f"data.path={path}: no such file or folder, and as a Hub dataset "
+            f"(data.subset={subset or 'null'}, data.split={split}) it cannot be loaded: {error}"
         ) from error
     for number, row in enumerate(dataset, 1):
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())

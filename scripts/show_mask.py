@@ -27,6 +27,7 @@ def main(config: ShowMaskRun) -> None:
     tokenizer = _tokenizer(config, target)
     rows = load_records(
         data,
+        subset=config.data.subset,
         split=config.data.split,
         form=config.data.form,
         on_bad_row=config.data.on_bad_row,

@@ -108,8 +108,8 @@ def test_sha256_is_of_the_file(write):
 def test_hub_dataset(monkeypatch):
     import datasets
 
-    def load(path, split):
-        assert (path, split) == ("me/chats", "test")
+    def load(path, name, split):
+        assert (path, name, split) == ("me/chats", None, "test")
         return datasets.Dataset.from_list([GOOD, GOOD])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -121,7 +121,7 @@ def test_hub_dataset(monkeypatch):
 def test_hub_dataset_that_cannot_be_loaded(monkeypatch):
     import datasets
 
-    def load(path, split):
+    def load(path, name, split):
         raise datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -206,8 +206,8 @@ def test_mixed_forms_are_refused_even_when_skipping(write):
 
 
 def test_wrong_column(write):
-    with pytest.raises(InputError, match=r"the fields question, answer; allowed: .*messages, con"):
-        load_records(write({"question": "x", "answer": "y"}))
+    with pytest.raises(InputError, match=r"the fields query, reply; allowed: .*messages, con"):
+        load_records(write({"query": "x", "reply": "y"}))
 
 
 def test_every_row_malformed(write):
@@ -225,7 +225,7 @@ def test_missing_and_empty(write, tmp_path):
     with pytest.raises(InputError, match=r"rows.jsonl: holds no rows"):
         load_records(write(""))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match=r"folder: a folder without .jsonl, .json, .parquet"):
+    with pytest.raises(InputError, match=r"folder: a folder without .jsonl, .jsonl.gz, .json, "):
         load_records(str(tmp_path / "folder"))
 
 
