@@ -119,7 +119,7 @@ def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
     sums = [[0.0] * 4 for _ in range(config.num_steps)]
     for t in range(len(ids)):
         row = torch.tensor([t])
-        branches = Branches(text.keys, text.values, causal_rows(documents, row))
+        branches = Branches(text.keys[None], text.values[None], causal_rows(documents, row))
         outputs = head.unroll(text, ids, row, branches)
         for d in range(1, config.num_steps + 1):
             out = next(outputs)

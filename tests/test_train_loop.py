@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from conf.launch import check_launch
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
 from heads.storage import save_head
 from train import checkpoint, launch, loop, processes, schedule, tracking
@@ -248,16 +249,14 @@ def test_batch_that_does_not_divide() -> None:
 
 
 def test_processes_that_do_not_see_each_other() -> None:
-    launch.check_launch({}, 1)
-    launch.check_launch(
-        {"WORLD_SIZE": "2", "MASTER_PORT": "1", "ACCELERATE_MIXED_PRECISION": "no"}, 2
-    )
+    check_launch({}, 1)
+    check_launch({"WORLD_SIZE": "2", "MASTER_PORT": "1", "ACCELERATE_MIXED_PRECISION": "no"}, 2)
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         with pytest.raises(InputError, match=f"{name}=2, but only 1 process"):
-            launch.check_launch({name: "2"}, 1)
+            check_launch({name: "2"}, 1)
     silent = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "MASTER_ADDR": "x"}
     with pytest.raises(InputError, match="asked for several processes and started one"):
-        launch.check_launch(silent, 1)
+        check_launch(silent, 1)
 
 
 def test_out_dir_that_holds_something(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
 from conf.schema import Dtype, InputError, TrainConfig
-from train.launch import check_batch, check_launch
+from conf.launch import check_launch
+from train.launch import check_batch
 
 
 def start(config: TrainConfig) -> Accelerator:
