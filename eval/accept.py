@@ -1,14 +1,36 @@
 """Which draft tokens the target keeps: greedily, or so that sampling keeps its distribution.
 
-Letters: N tree nodes (root included), V vocab; p the target's distribution, q the drafter's.
+A rule judges every node of every tree at once, as if the walk from the root had come to it: does
+it pass, given that its parent was kept and its earlier siblings were refused? The walk down is
+then the same for all rules, and so is the bonus token, which is drawn from what is left of the
+target's distribution where the walk ends.
+
+Letters: B texts, N tree nodes (root included), P nodes with children, D depth, V vocab; p the
+target's distribution, q the drafter's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from eval.draft import Draft, Layout, Siblings
 from heads.tree import Tree
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Medusa's typical acceptance, which changes the distribution of the text.
+
+    A draft token passes if p of it is above min(threshold, alpha * exp(-entropy of p)).
+
+    Source: Medusa, arXiv 2401.10774, section 2.3.1; FasterDecoding/Medusa
+    `medusa/model/utils.py`, `evaluate_posterior`, with the defaults of `medusa_generate`.
+    """
+
+    threshold: float = 0.09
+    alpha: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -19,19 +41,26 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: least probability that the likeliest tokens kept must cover; 1 keeps all.
         top_k: likeliest tokens kept, ties with the last of them included; None keeps all.
+        typical: accept drafts by Medusa's lossy rule; None keeps the target's distribution.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
+    typical: Typical | None = None
 
     @property
     def greedy(self) -> bool:
         """Nothing is drawn."""
         return self.temperature == 0
 
+    @property
+    def lossy(self) -> bool:
+        """The text may not be distributed as the target's own."""
+        return self.typical is not None
+
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[N, V] float32, what [N, V] logits are sampled by; not for temperature 0.
+        """[..., V] float32, what [..., V] logits are sampled by; not for temperature 0.
 
         Source: transformers `generation/logits_process.py`, its temperature, top-k and top-p
         warpers in the order in which `generate` applies them.
@@ -39,115 +68,252 @@ class Sampling:
         assert not self.greedy
         scores = logits.float() / self.temperature
         if self.top_k is not None:
-            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
+            least = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)
         if self.top_p < 1:
             ascending, order = scores.sort()
             tail = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            tail[:, -1] = False
-            scores = scores.masked_fill(tail.scatter(1, order, tail), -torch.inf)
+            tail[..., -1] = False
+            scores = scores.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
         return scores.softmax(-1)
-
-    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """One token by [1, V] logits."""
-        if self.greedy:
-            return int(logits.argmax())
-        return int(torch.multinomial(self.probabilities(logits), 1, generator=generator))
 
 
 GREEDY = Sampling()
 
 
-def walk_greedy(tree: Tree, tokens: list[int], choices: list[int]) -> list[int]:
-    """Nodes from the root down while a child holds what the target chose at its parent.
+@dataclass(frozen=True)
+class Noise:
+    """The randomness of one step, a generator per text, so that no text depends on another."""
 
-    Args:
-        tree: the drafted tree.
-        tokens: [N] token per node.
-        choices: [N] the target's likeliest token after each node.
-    """
-    path = [0]
-    while True:
-        follower = next(
-            (c for c in tree.children[path[-1]] if tokens[c] == choices[path[-1]]), None
+    generators: list[torch.Generator]
+
+    @classmethod
+    def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Noise":
+        """One seed per text."""
+        return cls([torch.Generator(device).manual_seed(seed) for seed in seeds])
+
+    def rows(self, rows: list[int]) -> "Noise":
+        """That of some texts."""
+        return Noise([self.generators[row] for row in rows])
+
+    def uniform(self, *shape: int) -> Tensor:
+        """[B, *shape] float32 in [0, 1)."""
+        return torch.stack(
+            [torch.rand(shape, generator=g, device=g.device) for g in self.generators]
         )
-        if follower is None:
-            return path
-        path.append(follower)
+
+    def race(self, probs: Tensor) -> Tensor:
+        """[B] int64 drawn from [B, V], which need not add up to 1.
+
+        The first of V exponential clocks to ring; unlike `torch.multinomial` it never waits for
+        the device.
+        """
+        clocks = torch.empty_like(probs)
+        for row, generator in zip(clocks, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        return (probs / clocks).argmax(-1)
 
 
-def walk_sampled(
-    tree: Tree,
-    tokens: list[int],
-    target_probs: Tensor,
-    draft_probs: Tensor | None,
-    generator: torch.Generator,
-) -> tuple[list[int], int]:
-    """Accepted nodes from the root down and the bonus token; together distributed as p.
+@dataclass(frozen=True)
+class Verdict:
+    """What a step keeps.
 
-    A drafted token x is accepted with probability min(1, p(x) / q(x)); when it is refused, p
-    becomes norm(max(0, p - q)) for the next sibling and for the bonus. A token that was not
-    drawn has q(x) = 1: accepted with p(x), and refusing it sets p(x) to 0. Putting the
-    drafter's own probability there would not keep the distribution; taking drawn tokens for
-    undrawn ones does, and accepts fewer.
+    Attributes:
+        nodes: [B, D + 1] int64, the accepted node of each depth, the root first; filled up
+            with the root.
+        num_accepted: [B] int64, draft tokens kept.
+        bonus: [B] int64, the token after them.
+    """
+
+    nodes: Tensor
+    num_accepted: Tensor
+    bonus: Tensor
+
+
+def choose(logits: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
+    """[B] int64, one token each by [B, V] logits."""
+    if sampling.greedy:
+        return logits.argmax(-1)
+    return noise.race(sampling.probabilities(logits))
+
+
+def judge(
+    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, noise: Noise
+) -> Verdict:
+    """The accepted path of each tree and the bonus token, without waiting for the device.
 
     Args:
-        tree: the drafted tree; a chain if `draft_probs` is given.
-        tokens: [N] token per node.
-        target_probs: [N, V] float32, p after each node, warped.
-        draft_probs: [N - 1, V] float32, row i is the q that node i + 1 was drawn from; None
-            if no token was drawn.
-        generator: on the device of `target_probs`.
-
-    Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; trees, SafeAILab/EAGLE
-    `eagle/model/utils.py`, `evaluate_posterior`.
+        draft: the trees.
+        tokens: [B, N] int64, those of `draft` behind the root.
+        logits: [B, N, V], the target's after each node.
+        sampling: how the target chooses.
+        noise: used if anything is drawn.
     """
-    # Siblings drawn from q would need q to change along with p.
-    assert draft_probs is None or tree.depth == tree.num_nodes - 1
-    offered, hurdles = _tests(tree, tokens, target_probs, draft_probs, generator)
-    path = [0]
-    while (child := _first_kept(tree.children[path[-1]], tokens, offered, hurdles)) is not None:
-        path.append(child)
-    probs, refused = target_probs[path[-1]], tree.children[path[-1]]
-    if draft_probs is None or not refused:
-        gone = torch.tensor([tokens[child] for child in refused], device=probs.device)
-        rest = probs.index_fill(0, gone.long(), 0)
+    if tokens.shape[1] == 1:
+        nothing = torch.zeros_like(tokens)
+        return Verdict(nothing, nothing[:, 0], choose(logits[:, 0], sampling, noise))
+    layout = draft.layout()
+    if sampling.greedy:
+        choices = logits.argmax(-1)
+        passes = choices.gather(1, _rows(layout.parents, tokens)) == tokens
+        nodes, end = _descend(layout, _first(layout, passes))
+        return Verdict(nodes, _at(layout.depths, end), _at(choices, end))
+    probs = sampling.probabilities(logits)
+    if sampling.typical is not None:
+        passes, liking = _typical(layout, tokens, probs, sampling.typical)
+        nodes, end = _descend(layout, passes, liking)
+        return Verdict(nodes, _at(layout.depths, end), noise.race(_at(probs, end)))
+    hurdles = noise.uniform(tokens.shape[1])
+    if draft.siblings is Siblings.ranked:
+        passes = ranked_pass(layout, tokens, probs, hurdles)
+        nodes, end = _descend(layout, _first(layout, passes))
+        rest = _without_children(layout, tokens, _at(probs, end), end)
     else:
-        rest = (probs - draft_probs[path[-1]]).clamp(min=0)
-    # Rounding can leave nothing of p although a token of it was refused.
-    rest = torch.where(rest.sum() > 0, rest, probs)
-    return path, int(torch.multinomial(rest, 1, generator=generator))
+        passes, probs = drawn_pass(draft, layout, tokens, probs, hurdles)
+        nodes, end = _descend(layout, _first(layout, passes))
+        rest = _at(probs, end)
+    return Verdict(nodes, _at(layout.depths, end), noise.race(rest))
 
 
-def _tests(
-    tree: Tree,
-    tokens: list[int],
-    target_probs: Tensor,
-    draft_probs: Tensor | None,
-    generator: torch.Generator,
-) -> tuple[list[float], list[float]]:
-    """[N] p(x) and [N] u * q(x) of each node's token x, u uniform; the root's are not read."""
-    device = target_probs.device
-    parents = torch.tensor((0, *tree.parents[1:]), device=device)
-    drafted = torch.tensor(tokens, device=device)
-    scaled = torch.rand(tree.num_nodes, generator=generator, device=device)
-    if draft_probs is not None:
-        scaled[1:] *= draft_probs[parents[1:], drafted[1:]]
-    # One wait for the device, however many nodes are then tested.
-    offered, hurdles = torch.stack([target_probs[parents, drafted], scaled]).tolist()
-    return offered, hurdles
+def ranked_pass(layout: Layout, tokens: Tensor, probs: Tensor, hurdles: Tensor) -> Tensor:
+    """[B, N] bool for tokens that were not drawn: q is 1 for each.
+
+    Accepted with p(x); refusing it sets p(x) to 0. Putting the drafter's own probability in
+    place of the 1 would not keep the distribution.
+
+    Args:
+        layout: of the trees.
+        tokens: [B, N] int64.
+        probs: [B, N, V] float32, p after each node.
+        hurdles: [B, N] uniform.
+
+    Source: SafeAILab/EAGLE `eagle/model/utils.py`, `evaluate_posterior`.
+    """
+    before = _earlier_siblings(layout)
+    same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
+    repeated = (before & same).any(-1)
+    offered = _offered(layout, tokens, probs).masked_fill(repeated, 0)
+    left = 1 - (before.float() @ offered.unsqueeze(2)).squeeze(2)
+    return hurdles * left < offered
 
 
-def _first_kept(
-    children: tuple[int, ...], tokens: list[int], offered: list[float], hurdles: list[float]
-) -> int | None:
-    """The first child accepted, p renormalised to what is `left` after each refusal."""
-    left, refused = 1.0, set()
-    for child in children:
-        if tokens[child] in refused:
-            continue
-        if hurdles[child] * left < offered[child]:
-            return child
-        refused.add(tokens[child])
-        left -= offered[child]  # at least 0: refused means u * left >= p(x), and u < 1
-    return None
+def drawn_pass(
+    draft: Draft, layout: Layout, tokens: Tensor, probs: Tensor, hurdles: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[B, N] bool for tokens drawn from q, and [B, N, V] what is left of p after the children.
+
+    Accepted with min(1, p(x) / q(x)); refusing it makes p norm(max(0, p - q)), and, if siblings
+    are drawn without replacement, q(x) 0 for the next.
+
+    Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; distinct siblings,
+    Sequoia, arXiv 2402.12374, algorithm 2; independent ones, SpecInfer, arXiv 2305.09781,
+    algorithm 2.
+    """
+    assert draft.probs is not None
+    assert isinstance(draft.tree, Tree)
+    q = draft.probs
+    num_inner = q.shape[1]
+    p, leaves = probs[:, :num_inner], probs[:, num_inner:]
+    passes = torch.zeros_like(tokens, dtype=torch.bool)
+    ranks = _earlier_siblings(layout).sum(-1).expand_as(tokens)
+    parents = _rows(layout.parents, tokens)
+    inner = torch.arange(num_inner, device=tokens.device)
+    there = tokens >= 0
+    there[:, 0] = False
+    for rank in range(max(map(len, draft.tree.children))):
+        # [B, P, N]: which node is the child of that rank; a node has one or none.
+        child = (parents.unsqueeze(1) == inner[:, None]) & (there & (ranks == rank)).unsqueeze(1)
+        has, node = child.max(-1)
+        token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
+        hurdle = hurdles.gather(1, node).unsqueeze(2) * q.gather(2, token)
+        passes = passes | (child & (hurdle < p.gather(2, token))).any(1)
+        p = torch.where(has.unsqueeze(2), _normed((p - q).clamp_min(0), p), p)
+        if draft.siblings is Siblings.distinct:
+            left = q.scatter(2, token, 0.0)
+            q = torch.where(has.unsqueeze(2), _normed(left, q), q)
+    return passes, torch.cat([p, leaves], dim=1)
+
+
+def _normed(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Divided by their sum; rounding can leave nothing although something was refused."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, otherwise)
+
+
+def _typical(layout: Layout, tokens: Tensor, probs: Tensor, rule: Typical) -> tuple[Tensor, Tensor]:
+    """[B, N] which nodes are typical, and log p of the path to each."""
+    entropy = -(probs * (probs + 1e-5).log()).sum(-1)
+    bar = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
+    offered = _offered(layout, tokens, probs)
+    passes = offered > bar.gather(1, _rows(layout.parents, tokens))
+    logs = offered.clamp_min(1e-30).log()
+    logs[:, 0] = 0
+    return passes, (layout.mask.float() @ logs.unsqueeze(2)).squeeze(2)
+
+
+def _offered(layout: Layout, tokens: Tensor, probs: Tensor) -> Tensor:
+    """[B, N] p(x) at each node's parent; 0 where there is no node."""
+    places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+    offered = probs[places, _rows(layout.parents, tokens), tokens.clamp_min(0)]
+    return offered.masked_fill(tokens < 0, 0)
+
+
+def _earlier_siblings(layout: Layout) -> Tensor:
+    """[B, N, N] bool: row n has the nodes before n under the same parent; the root has none."""
+    same = layout.parents.unsqueeze(2) == layout.parents.unsqueeze(1)
+    earlier = same & torch.ones_like(same).tril(-1)
+    earlier[:, :, 0] = False
+    return earlier
+
+
+def _first(layout: Layout, passes: Tensor) -> Tensor:
+    """Of the siblings that pass, the first."""
+    beaten = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
+    return passes & ~beaten
+
+
+def _descend(layout: Layout, passes: Tensor, liking: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The deepest node whose path passes: the nodes of the path [B, D + 1], and the node [B].
+
+    Args:
+        layout: of the trees.
+        passes: [B, N] bool; the root always does.
+        liking: [B, N], decides between nodes equally deep.
+    """
+    refused = ~passes
+    refused[:, 0] = False
+    alive = ~(layout.mask & refused.unsqueeze(1)).any(-1)
+    depths = layout.depths.expand_as(alive)
+    reached = depths.masked_fill(~alive, -1)
+    if liking is not None:
+        deepest = reached == reached.max(1, keepdim=True).values
+        end = liking.masked_fill(~deepest, -torch.inf).argmax(1)
+    else:
+        end = reached.argmax(1)
+    mask = layout.mask.expand(len(alive), -1, -1)
+    on_path = mask.gather(1, end[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)
+    nodes = torch.arange(mask.shape[2], device=mask.device).expand_as(depths)
+    path = torch.zeros_like(depths).scatter_add(1, depths, nodes * on_path)
+    return path, end
+
+
+def _without_children(layout: Layout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
+    """[B, V] p at node `end` without the tokens of its children, which were refused."""
+    refused = (_rows(layout.parents, tokens) == end.unsqueeze(1)) & (tokens >= 0)
+    refused[:, 0] = False
+    kept = torch.ones_like(probs).scatter_reduce(
+        1, tokens.clamp_min(0), (~refused).to(probs.dtype), "amin"
+    )
+    rest = probs * kept
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
+
+
+def _rows(shared: Tensor, like: Tensor) -> Tensor:
+    return shared.expand_as(like)
+
+
+def _at(values: Tensor, node: Tensor) -> Tensor:
+    """[B, ...] the values of [B or 1, N, ...] at node [B]."""
+    return values.expand(len(node), *values.shape[1:])[
+        torch.arange(len(node), device=node.device), node
+    ]

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from eval.engine import Draft
+from eval.draft import Draft
+from eval.engine import Seen
 from heads.medusa import MedusaHead
-from heads.target import TargetOutput
 from heads.tree import Tree
 
 
@@ -27,12 +27,16 @@ class MedusaDrafter:
         )
         self.hidden: Tensor | None = None
 
-    def observe(self, token_ids: list[int], output: TargetOutput) -> None:  # noqa: ARG002
-        """Keeps the state of the last committed token."""
-        self.hidden = output.hidden_states[0, -1]
+    def observe(self, seen: Seen) -> None:
+        """Keeps the states [B, D] of the last committed tokens."""
+        self.hidden = seen.last.hidden_states[:, 0]
 
-    def propose(self, root: int) -> Draft:  # noqa: ARG002
+    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
         """The tree's candidates: head k fills the nodes of depth k."""
         assert self.hidden is not None
+        self.slots = self.slots.to(self.hidden.device)
         candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
-        return Draft(self.tree, candidates.flatten()[self.slots.to(candidates.device)])
+        return Draft.of(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
+
+    def keep(self, rows: list[int]) -> None:
+        """The next states come before the next draft."""

@@ -5,7 +5,7 @@ from toys import FAMILIES, eagle_head, random_target, texts
 from conf.schema_eagle import EagleConfig, EagleForm
 from eval.accept import Sampling
 from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import NoDraft, decode
+from eval.engine import NoDraft, Seen, decode, decode_batch
 from eval.replay import replay
 from heads.eagle import EagleHead
 from heads.eagle_layer import Branches
@@ -61,6 +61,25 @@ def test_dynamic_trees_are_lossless(target, prompts, heads, name: str, shape: Dy
         assert any(step.accepted for step in decoded.steps) or prompt == prompts[-1]
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["chain", "tree", "sampled chain"])
+def test_a_batch_gives_every_text_that_it_gives_alone(
+    target, prompts, heads, name: str, kind: str
+) -> None:
+    warm = Sampling(temperature=0.7) if kind == "sampled chain" else Sampling()
+
+    def drafter(*seeds: int):
+        if kind == "tree":
+            return EagleTree(heads[name], DynamicShape(3, 3, 8))
+        return EagleChain(heads[name], 3, warm, seeds)
+
+    batch = [*prompts, prompts[0][:2] * 5]
+    together = decode_batch(target, drafter(10, 11, 12, 13), batch, 30, warm, range(4))
+    for row, (prompt, found) in enumerate(zip(batch, together, strict=True)):
+        alone = decode(target, drafter(10 + row), prompt, 30, warm, row)
+        assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma3_text"}))
 def test_output_equals_the_targets_greedy_text(family: str) -> None:
     prompt = [5, 17, 40, 8, 77, 23, 61]
@@ -80,7 +99,7 @@ def log_probs(head: EagleHead, committed: list[int], path: list[int]) -> list[fl
     features = head.fuse(head.features(target.read_text(committed[:-1], head.reads))[0])
     length = len(committed) - 1
     text = head.read(features, torch.tensor(committed[1:]), torch.arange(length))
-    branches = Branches(text.keys, text.values, torch.ones(1, length, dtype=torch.bool))
+    branches = Branches(text.keys[None], text.values[None], torch.ones(1, length, dtype=torch.bool))
     outputs = head.draft(text, torch.tensor([length - 1]), branches)
     for depth, token in enumerate(path):
         place = torch.tensor([length + depth])
@@ -107,23 +126,23 @@ def literal_tree(head: EagleHead, committed: list[int], shape: DynamicShape) -> 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3 reduced", "eagle3.1"])
 @pytest.mark.parametrize("shape", [DynamicShape(3, 3, 8), DynamicShape(4, 2, 40)])
+@torch.no_grad()
 def test_the_tree_is_eagle2s(target, heads, name: str, shape: DynamicShape) -> None:
     head = heads[name]
     committed = texts(target, 1, 9)[0]
     drafter = EagleTree(head, shape)
+    cache = target.new_cache(1)
     # In two pieces, as a prompt and an accepted run come.
     for part in (slice(0, 6), slice(6, len(committed) - 1)):
         output = target.read_text(committed[:-1], head.reads)
         output.hidden_states = output.hidden_states[:, part]
         output.layers = {i: states[:, part] for i, states in output.layers.items()}
-        drafter.observe(committed[:-1][part], output)
+        drafter.observe(Seen([committed[:-1][part]], output, cache))
         if part.start == 0:
-            with torch.no_grad():
-                drafter.propose(committed[6])
-    with torch.no_grad():
-        draft = drafter.propose(committed[-1])
+            drafter.propose([committed[6]])
+    draft = drafter.propose([committed[-1]])
     paths: list[tuple[int, ...]] = [()]
-    for parent, token in zip(draft.tree.parents[1:], draft.tokens.tolist(), strict=True):
+    for parent, token in zip(draft.tree[0].tolist(), draft.tokens[0].tolist(), strict=True):
         paths.append((*paths[parent], token))
     assert set(paths[1:]) == literal_tree(head, committed, shape)
 
@@ -156,7 +175,7 @@ def test_sampled_drafts_keep_the_targets_distribution(target, prompts, heads, ki
     num_accepted = 0
     for seed in range(draws):
         drafter = (
-            EagleChain(head, 2, warm, seed + (1 << 32))
+            EagleChain(head, 2, warm, [seed + (1 << 32)])
             if kind == "chain"
             else EagleTree(head, DynamicShape(2, 2, 4))
         )

@@ -3,7 +3,8 @@ import torch
 from toys import FAMILIES, noisy_head, random_target
 from transformers import GenerationConfig
 
-from eval.engine import Draft, NoDraft, Step, decode
+from eval.draft import Draft
+from eval.engine import NoDraft, Seen, Step, decode, decode_batch, stream
 from eval.medusa import MedusaDrafter
 from eval.replay import accepted_lengths, agreements, replay, walk
 from heads.target import Reads
@@ -13,25 +14,32 @@ PROMPT = [5, 17, 40, 8, 77, 23, 61]
 
 
 class Oracle:
-    """Drafts the target's own text, with a wrong token at every `wrong_every`-th depth."""
+    """Drafts the target's own texts on the nodes of rank 1, a wrong token on the others."""
 
     reads = Reads()
 
-    def __init__(self, text: list[int], prompt_length: int, tree: Tree) -> None:
-        self.text, self.tree = text, tree
-        self.seen = -prompt_length
+    def __init__(self, texts: list[list[int]], prompts: list[list[int]], tree: Tree) -> None:
+        self.texts, self.tree = texts, tree
+        self.seen = [-len(prompt) for prompt in prompts]
 
-    def observe(self, token_ids, output) -> None:
-        assert output.hidden_states.shape[1] == len(token_ids)
-        self.seen += len(token_ids)
+    def observe(self, seen: Seen) -> None:
+        assert seen.output.hidden_states.shape[1] >= max(map(len, seen.token_ids))
+        self.seen = [n + len(ids) for n, ids in zip(self.seen, seen.token_ids, strict=True)]
 
-    def propose(self, root: int) -> Draft:
-        assert root == self.text[self.seen]
-        tokens = [
-            self.text[min(self.seen + depth, len(self.text) - 1)] if rank == 1 else 3
-            for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True)
-        ]
-        return Draft(self.tree, torch.tensor(tokens))
+    def propose(self, roots: list[int]) -> Draft:
+        rows = []
+        for root, text, seen in zip(roots, self.texts, self.seen, strict=True):
+            assert root == text[seen]
+            rows.append(
+                [
+                    text[min(seen + depth, len(text) - 1)] if rank == 1 else 3
+                    for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True)
+                ]
+            )
+        return Draft.of(self.tree, torch.tensor(rows))
+
+    def keep(self, rows: list[int]) -> None:
+        self.texts, self.seen = [self.texts[r] for r in rows], [self.seen[r] for r in rows]
 
 
 def greedy_by_generate(target, num_tokens: int) -> list[int]:
@@ -65,9 +73,42 @@ def test_accepted_branches_of_a_tree_keep_the_text(family: str) -> None:
     target.model.generation_config.eos_token_id = None
     text = decode(target, NoDraft(), PROMPT, 40).token_ids
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
-    drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, 40)
+    drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 40)
     assert drafted.token_ids == text
     assert max(step.accepted for step in drafted.steps) == 3
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_batch_gives_every_text_that_it_gives_alone(family: str) -> None:
+    """Other prompts, other accepted lengths, other ends."""
+    target = random_target(family)
+    prompts = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
+    target.model.generation_config.eos_token_id = None
+    texts = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in prompts]
+    target.model.generation_config.eos_token_id = [texts[1][8]]
+    texts = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in prompts]
+    assert len({len(text) for text in texts}) > 1
+    tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
+    head = noisy_head(target)
+    alone = [decode(target, MedusaDrafter(head, tree), prompt, 40) for prompt in prompts]
+    for found, one in zip(
+        decode_batch(target, MedusaDrafter(head, tree), prompts, 40), alone, strict=True
+    ):
+        assert (found.token_ids, found.steps) == (one.token_ids, one.steps)
+    for drafter in (NoDraft(), Oracle(texts, prompts, tree)):
+        assert [g.token_ids for g in decode_batch(target, drafter, prompts, 40)] == texts
+
+
+def test_tokens_are_streamed_as_they_are_accepted() -> None:
+    target = random_target()
+    target.model.generation_config.eos_token_id = None
+    prompts = [PROMPT, PROMPT[::-1]]
+    texts = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in prompts]
+    tree = Tree.from_paths([[0], [1], [1, 1]])
+    pieces = list(stream(target, Oracle(texts, prompts, tree), prompts, 12))
+    assert [len(piece[0]) for piece in pieces] == [1, 3, 3, 3, 2]
+    for row in (0, 1):
+        assert [token for piece in pieces for token in piece[row]] == texts[row]
 
 
 def test_the_text_ends_with_its_stop_token_inside_an_accepted_run() -> None:
@@ -78,7 +119,7 @@ def test_the_text_ends_with_its_stop_token_inside_an_accepted_run() -> None:
     end = text.index(stop) + 1
     target.model.generation_config.eos_token_id = [stop]
     tree = Tree.from_paths([[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [0]])
-    drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, 30)
+    drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 30)
     assert drafted.token_ids == text[:end]
     assert sum(step.emitted for step in drafted.steps) == end - 1
 
@@ -88,7 +129,7 @@ def test_max_new_tokens_cuts_an_accepted_run(num_tokens: int) -> None:
     target = random_target()
     text = decode(target, NoDraft(), PROMPT, 30).token_ids
     tree = Tree.from_paths([[1], [1, 1], [1, 1, 1]])
-    drafted = decode(target, Oracle(text, len(PROMPT), tree), PROMPT, num_tokens)
+    drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, num_tokens)
     assert drafted.token_ids == text[:num_tokens]
 
 

@@ -10,7 +10,8 @@ from eval.engine import NoDraft, decode
 from eval.medusa import MedusaDrafter
 from eval.replay import replay
 from heads.eagle import EagleHead
-from heads.target import Target, check_served
+from heads.load_target import check_served
+from heads.target import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
 

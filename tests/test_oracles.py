@@ -21,7 +21,8 @@ from eval.replay import accepted_lengths, ranked_drafts
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
 from heads.eagle_layer import Branches, causal_rows
-from heads.target import Target, load_target
+from heads.load_target import load_target
+from heads.target import Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab
 
@@ -145,7 +146,7 @@ def unrolled(head: EagleHead, ids: Tensor, features: Tensor) -> list[Tensor]:
     rows = torch.arange(len(ids) - 1)
     text = head.read(head.fuse(features[:-1]), ids[1:], rows)
     allowed = causal_rows(torch.zeros_like(rows), rows)
-    steps = head.unroll(text, ids, rows, Branches(text.keys, text.values, allowed))
+    steps = head.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], allowed))
     return [head.logits(next(steps)) for _ in range(3)]
 
 

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from eval.engine import NoDraft, decode
 from heads.eagle import EagleHead
+from heads.load_target import attention_for
 from heads.medusa import MedusaHead
-from heads.target import Target, attention_for
+from heads.target import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 
