@@ -15,8 +15,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.entry import run
-from conf.schema import AcceptanceRun, Mode
-from eval.bench import Bench, greedy_responses, open_bench, write_result
+from conf.schema_measure import AcceptanceRun, Mode
+from eval import processes
+from eval.bench import Bench, greedy_responses, open_bench, seed_of, write_result
 from eval.engine import Step, decode
 from eval.figures import plot_acceptance
 from eval.replay import accepted_lengths, agreements, ranked_drafts, walk
@@ -38,47 +39,47 @@ def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
     if "tree" not in steps:
         steps["tree"] = _decoded(bench, config, "tree")
     prompts = {
-        name: [PromptSteps(p.category, s) for p, s in zip(bench.prompts, lists, strict=True)]
+        name: processes.gathered(
+            [PromptSteps(p.category, s) for p, s in zip(bench.prompts, lists, strict=True)]
+        )
         for name, lists in steps.items()
     }
-    result = summary(prompts["chain"], bench.chain.depth, config.seed)
-    tree = summary(prompts["tree"], bench.tree.depth, config.seed)
-    return {"mode": config.mode.value, **result, **more, bench.tree_name: tree}
+    result = summary(prompts["chain"], bench.head.chain.depth, config.seed)
+    tree = summary(prompts["tree"], bench.head.tree.depth, config.seed)
+    return {"mode": config.mode.value, **result, **more, bench.head.tree_name: tree}
 
 
 def _replayed(
     bench: Bench, config: AcceptanceRun
 ) -> tuple[dict[str, list[list[Step]]], list[float]]:
     """Steps per kind of draft and prompt, and the chain's agreement per depth."""
-    static = {"chain": bench.chain}
-    if isinstance(bench.tree, Tree):
-        static["tree"] = bench.tree
+    head, target = bench.head, bench.target
+    static = {"chain": head.chain}
+    if isinstance(head.tree, Tree):
+        static["tree"] = head.tree
     steps: dict[str, list[list[Step]]] = {name: [] for name in static}
-    agreeing: list[list[bool]] = [[] for _ in range(bench.chain.depth)]
-    responses = greedy_responses(bench, config.max_new_tokens)
+    agreeing: list[list[list[bool]]] = []
+    responses = greedy_responses(target, bench.prompts, config.max_new_tokens)
     for prompt, response in zip(bench.prompts, responses, strict=True):
-        output = bench.target.read_text(prompt.token_ids + response[:-1], bench.head.reads)
+        output = target.read_text(prompt.token_ids + response[:-1], head.head.reads)
         for name, tree in static.items():
-            ranked = ranked_drafts(bench.head, tree, output, prompt.token_ids, response)
+            ranked = ranked_drafts(head.head, tree, output, prompt.token_ids, response)
             steps[name].append(walk(accepted_lengths(tree, ranked, response), len(response)))
             if name == "chain":
-                for found, more in zip(agreeing, agreements(ranked, response), strict=True):
-                    found.extend(more)
-    return steps, [sum(found) / max(1, len(found)) for found in agreeing]
+                agreeing.append(agreements(ranked, response))
+    found = processes.gathered(agreeing)
+    per_depth = [[each for text in found for each in text[d]] for d in range(head.chain.depth)]
+    return steps, [sum(depth) / max(1, len(depth)) for depth in per_depth]
 
 
 def _decoded(bench: Bench, config: AcceptanceRun, kind: str) -> list[list[Step]]:
-    return [
-        decode(
-            bench.target,
-            bench.drafter(kind, config.seed),
-            prompt.token_ids,
-            config.max_new_tokens,
-            bench.sampling,
-            config.seed,
-        ).steps
-        for prompt in tqdm(bench.prompts, desc=f"decoding, {kind}", unit="prompt")
-    ]
+    found = []
+    for prompt in tqdm(bench.prompts, desc=f"decoding, {kind}", unit="prompt"):
+        seed = seed_of(prompt, config.seed)
+        drafter = bench.head.drafter(kind, bench.sampling, [seed])
+        ids, length = prompt.token_ids, config.max_new_tokens
+        found.append(decode(bench.target, drafter, ids, length, bench.sampling, seed).steps)
+    return found
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -102,6 +103,8 @@ def main(config: AcceptanceRun) -> None:
     """Measures, prints, writes `acceptance.json` and `acceptance.png`."""
     bench = open_bench(config, "acceptance.json")
     result = measure(bench, config)
+    if not bench.main:
+        return
     console = Console()
     show(result, console)
     path = write_result(config, "acceptance.json", result, bench)

@@ -1,8 +1,8 @@
-"""What both measurements start from: target, head, tree, prompts and their results file."""
+"""What all measurements start from: target, head, prompts and their results file."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,145 +11,156 @@ from rich.console import Console
 from tqdm import tqdm
 
 from conf.provenance import provenance
-from conf.schema import InputError, MeasureRun
-from data.chat import encode_prompt
+from conf.schema import HeadRef, InputError
+from conf.schema_measure import MeasureRun
 from data.embedded import ensure_embedded
-from data.records import Record, load_records
+from data.records import Record, Records, load_records
+from eval import processes
 from eval.accept import Sampling
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import Drafter, NoDraft, decode
-from eval.medusa import MedusaDrafter
-from heads.eagle import EagleHead
-from heads.load import Head, load_head
-from heads.target import Target, load_target
-from heads.tree import Tree, default_tree
-
-EAGLE_DEPTH = 5
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A rendered prompt: `token_ids` end where the response begins."""
-
-    category: str
-    token_ids: list[int]
+from eval.engine import NoDraft, decode
+from eval.heads import BenchHead, attach, open_head
+from eval.prompts import Prompt, first_turns, next_turns, share
+from heads.load_target import load_target
+from heads.target import Target
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A target and a head with the prompts to measure them on.
+    """A target with the heads and the prompts to measure, in one of several processes.
 
     Attributes:
-        tree: Medusa's static tree, or the shape of EAGLE's dynamic ones.
-        chain: one candidate per depth.
+        heads: the head of `head.path` first, if there is one.
+        prompts: this process's share, dialogue by dialogue in each turn.
         sampling: how tokens are chosen.
         data: where the prompts came from, for the results file.
+        main: whether this process prints and writes.
     """
 
     target: Target
-    head: Head
-    tree: Tree | DynamicShape
-    chain: Tree
+    heads: list[BenchHead]
     prompts: list[Prompt]
     sampling: Sampling
     data: dict[str, Any]
+    main: bool
 
     @property
-    def tree_name(self) -> str:
-        """The key of the tree's figures."""
-        return "static_tree" if isinstance(self.tree, Tree) else "dynamic_tree"
-
-    @property
-    def family(self) -> str:
-        """What the head's methods are named after."""
-        return "eagle" if isinstance(self.head, EagleHead) else "medusa"
-
-    def drafter(self, kind: str, seed: int) -> Drafter:
-        """A fresh drafter, `chain` or `tree`; `seed` is that of the text."""
-        if isinstance(self.head, EagleHead):
-            if isinstance(self.tree, DynamicShape) and kind == "tree":
-                return EagleTree(self.head, self.tree)
-            # What a sampled chain draws must not follow what the target draws.
-            return EagleChain(self.head, self.chain.depth, self.sampling, seed + (1 << 32))
-        assert isinstance(self.tree, Tree)
-        return MedusaDrafter(self.head, self.tree if kind == "tree" else self.chain)
+    def head(self) -> BenchHead:
+        """The one head of a measurement that needs one."""
+        return self.heads[0]
 
 
-def open_bench(run: MeasureRun, result_name: str) -> Bench:
+def open_bench(
+    run: MeasureRun, result_name: str, more_heads: Sequence[str] = (), need_head: bool = True
+) -> Bench:
     """Checks what is cheap to check, then loads everything.
+
+    Args:
+        run: the settings.
+        result_name: the file that will be written.
+        more_heads: paths besides `head.path`.
+        need_head: refuse to go without one.
 
     Raises:
         InputError: see each part; nothing has been written when it is raised.
     """
-    if run.head.path is None:
+    if run.head.path is None and need_head:
         raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
-    result = Path(run.out_dir) / result_name
-    if result.exists():
-        raise InputError(f"out_dir={run.out_dir} already holds {result_name}: choose another")
-    if run.target.path is None or run.data.path is None:
-        embedded = ensure_embedded()
-        run.target.path = run.target.path or embedded.target_path
-        run.data.path = run.data.path or embedded.prompts_path
-    records = load_records(
-        run.data.path, split=run.data.split, form=run.data.form, on_bad_row=run.data.on_bad_row
-    )
-    head = load_head(run.head.path, run.head.revision, run.head.layers)
-    tree, chain = _trees(run, head)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = load_target(run.target, device)
-    head.attach(target, target.dtype).eval()
+    check_out_dir(run, result_name)
+    state = processes.start()
+    with state.main_process_first():
+        _fill_defaults(run)
+    records = _records(run)
+    refs = [HeadRef(path) for path in more_heads]
+    refs = refs if run.head.path is None else [run.head, *refs]
+    heads = [open_head(run, ref) for ref in refs]
+    target = load_target(run.target, state.device)
+    for head in heads:
+        attach(head, target)
     chosen = records.records[: run.data.num_prompts]
-    prompts = [_prompt(record, target) for record in chosen]
-    _check_window(run, prompts, target, max(tree.depth, chain.depth))
+    depth = max((head.depth for head in heads), default=0)
+    prompts = _prompts(run, chosen, target, depth)
+    mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
+    if not mine:
+        raise InputError(
+            f"data.num_prompts={len(chosen)}: fewer dialogues than the {state.num_processes} "
+            "processes of this launch"
+        )
+    prompts = _later_turns(run, chosen, mine, target, depth)
     data = {
         "path": run.data.path,
         "form": records.form.value,
         "sha256": records.sha256,
-        "num_prompts": len(prompts),
+        "num_prompts": len(processes.gathered(prompts)),
         "num_bad": len(records.bad),
     }
+    sampling = Sampling(run.temperature, run.top_p, run.top_k)
+    return Bench(target, heads, prompts, sampling, data, state.is_main_process)
+
+
+def check_out_dir(run: MeasureRun, result_name: str) -> None:
+    """Refuses to write over an earlier result.
+
+    Raises:
+        InputError: with what is there.
+    """
+    if (Path(run.out_dir) / result_name).exists():
+        raise InputError(f"out_dir={run.out_dir} already holds {result_name}: choose another")
+
+
+def _fill_defaults(run: MeasureRun) -> None:
+    if run.target.path is None or run.data.path is None:
+        embedded = ensure_embedded()
+        run.target.path = run.target.path or embedded.target_path
+        run.data.path = run.data.path or embedded.prompts_path
+
+
+def _records(run: MeasureRun) -> Records:
+    assert run.data.path is not None
+    records = load_records(
+        run.data.path,
+        split=run.data.split,
+        subset=run.data.subset,
+        form=run.data.form,
+        on_bad_row=run.data.on_bad_row,
+    )
     for message in records.bad:
         Console(stderr=True).print(f"skipped: {message}", highlight=False)
-    sampling = Sampling(run.temperature, run.top_p, run.top_k)
-    return Bench(target, head, tree, chain, prompts, sampling, data)
+    return records
 
 
-def _trees(run: MeasureRun, head: Head) -> tuple[Tree | DynamicShape, Tree]:
-    if isinstance(head, EagleHead):
-        if run.tree is not None:
-            raise InputError("tree: an EAGLE head drafts dynamic trees; set dynamic_tree.*")
-        return _dynamic_shape(run), Tree.chain(run.depth or EAGLE_DEPTH)
-    depth = run.depth or head.num_heads
-    if depth > head.num_heads:
-        raise InputError(f"depth={depth}: this head drafts at most {head.num_heads} tokens")
-    # Nodes are nearly free on CUDA and cost time on CPU.
-    num_nodes = 32 if torch.cuda.is_available() else 8
-    tree = (
-        default_tree(head.num_heads, num_nodes) if run.tree is None else Tree.from_paths(run.tree)
-    )
-    if not 0 < tree.depth <= head.num_heads:
-        raise InputError(f"tree: depth {tree.depth}, this head has depths 1..{head.num_heads}")
-    return tree, Tree.chain(depth)
+def _prompts(
+    run: MeasureRun, records: Sequence[Record], target: Target, depth: int
+) -> list[Prompt]:
+    prompts = first_turns(records, target.tokenizer)
+    check_window(run, prompts, target, depth)
+    return prompts
 
 
-def _dynamic_shape(run: MeasureRun) -> DynamicShape:
-    depth, top_k, num_tokens = (8, 10, 59) if torch.cuda.is_available() else (5, 4, 8)
-    config = run.dynamic_tree
-    return DynamicShape(
-        config.depth or depth, config.top_k or top_k, config.num_tokens or num_tokens
-    )
+def _later_turns(
+    run: MeasureRun, records: Sequence[Record], prompts: list[Prompt], target: Target, depth: int
+) -> list[Prompt]:
+    """The prompts of all turns; every method later gets the same answers in them."""
+    found, latest = list(prompts), prompts
+    for _ in range(1, run.num_turns):
+        users = [
+            sum(m["role"] == "user" for m in records[p.dialogue].messages or []) for p in latest
+        ]
+        latest = [p for p, num_turns in zip(latest, users, strict=True) if num_turns > p.turn]
+        if not latest:
+            break
+        answers = greedy_responses(target, latest, run.max_new_tokens)
+        latest = next_turns(records, latest, answers, target.tokenizer)
+        check_window(run, latest, target, depth)
+        found += latest
+    return found
 
 
-def _prompt(record: Record, target: Target) -> Prompt:
-    """The dialogue up to its first question; later turns would need the first answer."""
-    messages = record.messages or []
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if not users:
-        raise InputError(f"{record.where}: no user message to answer; measuring needs prompts")
-    return Prompt(record.category, encode_prompt(messages[: users[0] + 1], target.tokenizer))
+def check_window(run: MeasureRun, prompts: Sequence[Prompt], target: Target, depth: int) -> None:
+    """Refuses prompts that leave no room for the text.
 
-
-def _check_window(run: MeasureRun, prompts: Sequence[Prompt], target: Target, depth: int) -> None:
+    Raises:
+        InputError: with the lengths.
+    """
     window = getattr(target.config, "max_position_embeddings", None)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     needed = longest + run.max_new_tokens + depth
@@ -157,15 +168,32 @@ def _check_window(run: MeasureRun, prompts: Sequence[Prompt], target: Target, de
         raise InputError(
             f"max_new_tokens={run.max_new_tokens}: with the longest prompt of {longest} tokens "
             f"and drafts of depth {depth} that is {needed}, above the target's window of "
-            f"{window}; lower max_new_tokens or drop long prompts"
+            f"{window}; lower max_new_tokens or num_turns, or drop long prompts"
         )
 
 
-def greedy_responses(bench: Bench, max_new_tokens: int) -> list[list[int]]:
+def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:
+    """Indices of prompts to decode together: of one turn and category, in order."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault((prompt.turn, prompt.category), []).append(index)
+    for members in groups.values():
+        for start in range(0, len(members), batch_size):
+            yield members[start : start + batch_size]
+
+
+def seed_of(prompt: Prompt, seed: int) -> int:
+    """The seed of a prompt's text, whatever process decodes it and whatever else it decodes."""
+    return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
+
+
+def greedy_responses(
+    target: Target, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[list[int]]:
     """The target's own greedy tokens per prompt, from the engine without drafting."""
     return [
-        decode(bench.target, NoDraft(), prompt.token_ids, max_new_tokens).token_ids
-        for prompt in tqdm(bench.prompts, desc="target's own text", unit="prompt")
+        decode(target, NoDraft(), prompt.token_ids, max_new_tokens).token_ids
+        for prompt in tqdm(prompts, desc="target's own text", unit="prompt")
     ]
 
 
@@ -175,13 +203,14 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         **result,
         "head": run.head.path,
         "target_dtype": str(bench.target.dtype).removeprefix("torch."),
-        "device": _device_name(bench.target.device),
+        "device": device_name(bench.target.device),
         "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,
         "temperature": run.temperature,
         "top_p": run.top_p,
         "top_k": run.top_k,
-        "tree": _described(bench.tree),
+        "num_turns": run.num_turns,
+        "tree": bench.heads[0].described() if bench.heads else None,
         **provenance(run, bench.target.name, bench.data),
     }
     path = Path(run.out_dir) / name
@@ -195,9 +224,6 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     return path
 
 
-def _described(tree: Tree | DynamicShape) -> list[int] | dict[str, int]:
-    return list(tree.parents) if isinstance(tree, Tree) else asdict(tree)
-
-
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What the figures were measured on."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

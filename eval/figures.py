@@ -10,8 +10,8 @@ from matplotlib import pyplot as plt
 
 from eval.stats import tree_figures
 
-PARTS = ("prefill", "draft", "verify", "accept", "host")
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+STEP_PARTS = ("draft", "verify", "accept", "host")
+COLORS = ("tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
@@ -43,25 +43,84 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
-    """Tokens per second per method, and where the seconds went.
+    """Speed, tau and alpha of every method, and where the time of a verify pass went.
 
     Args:
         result: the contents of `speedup.json`.
         path: the PNG file to write.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    for place, row in enumerate(result["methods"].values()):
-        left.barh(place, row["tokens_per_s"], color="tab:blue")
-        left.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
-        _stack(right, place, row["breakdown"])
-    left.margins(x=0.12)
-    for axis in (left, right):
-        axis.set_yticks(range(len(result["methods"])), list(result["methods"]))
-        axis.invert_yaxis()
-    left.set_xlabel("tokens per second, prompt included")
-    right.set_xlabel("seconds for all prompts")
-    bars = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
-    right.legend(bars.values(), bars.keys(), fontsize="small")
+    methods = result["methods"]
+    size = (12, 3.6 + 0.5 * len(methods))
+    figure, ((speed, times), (taus, alphas)) = plt.subplots(
+        2, 2, figsize=size, layout="constrained"
+    )
+    labels = [f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()]
+    for place, (label, row) in enumerate(zip(labels, methods.values(), strict=True)):
+        speed.barh(place, row["tokens_per_s"], color="tab:blue")
+        speed.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
+        _stack(times, place, row)
+        taus.plot(row["tau"], place, "o", color="tab:blue")
+        taus.plot(row.get("tau_ci95", [row["tau"]] * 2), [place, place], color="tab:blue")
+        rates = row.get("alpha") or []
+        if rates:
+            alphas.plot(range(1, len(rates) + 1), rates, "o-", label=label)
+    for axis in (speed, times, taus):
+        axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
+    speed.margins(x=0.15)
+    speed.set_xlabel("tokens per second, prompt included, and speed-up")
+    times.set_xlabel("ms per verify pass")
+    taus.set_xlabel("tau, tokens per verify pass (95% interval)")
+    alphas.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
+    alphas.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (times, alphas):
+        lines = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        if lines:
+            axis.legend(lines.values(), lines.keys(), fontsize="small")
+    _save(figure, path)
+
+
+def step_ms(row: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of each part of a mean verify pass.
+
+    Args:
+        row: a method of `speedup.json`.
+
+    Returns:
+        Nothing for somebody else's loop, timed from outside.
+    """
+    # A pass over a batch is a step of each of its texts.
+    num_passes = row.get("num_passes", row.get("num_steps"))
+    if not num_passes or not row["breakdown"]["verify"]:
+        return {}
+    return {part: 1000 * row["breakdown"][part] / num_passes for part in STEP_PARTS}
+
+
+def plot_tree_search(result: dict[str, Any], path: Path) -> None:
+    """Expected tokens per second and tau by draft tokens, and what a pass costs.
+
+    Args:
+        result: the contents of `tree_search.json`.
+        path: the PNG file to write.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    best: dict[int, float] = {}
+    for row in result["candidates"]:
+        size = row["num_tokens"]
+        best[size] = max(best.get(size, 0.0), row["tokens_per_s"])
+    sizes = sorted(best)
+    left.plot(sizes, [best[size] for size in sizes], "o-", label="best of each size")
+    for name, marker in (("default", "D"), ("found", "*")):
+        row = result[name]
+        left.plot(row["num_tokens"], row["tokens_per_s"], marker, markersize=11, label=name)
+    left.set(xlabel="draft tokens of a pass", ylabel="expected tokens per second", ylim=(0, None))
+    left.legend(fontsize="small")
+    curve = result["curve"]
+    costs = [seconds / curve["seconds"][0] for seconds in curve["seconds"]]
+    right.plot(curve["sizes"], costs, "o-")
+    right.set(
+        xlabel="tokens of a pass", ylabel="cost in passes over one token", ylim=(0, None),
+        title=curve["device"],
+    )  # fmt: skip
     _save(figure, path)
 
 
@@ -95,14 +154,14 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def _stack(axis: Any, place: int, breakdown: dict[str, float]) -> None:
-    if breakdown["verify"] == 0:  # somebody else's loop, timed from outside
-        axis.barh(place, breakdown["host"], color="lightgray", label="undivided")
-        return
+def _stack(axis: Any, place: int, row: dict[str, Any]) -> None:
     start = 0.0
-    for part, color in zip(PARTS, COLORS, strict=True):
-        axis.barh(place, breakdown[part], left=start, color=color, label=part)
-        start += breakdown[part]
+    for (part, time), color in zip(step_ms(row).items(), COLORS, strict=False):
+        axis.barh(place, time, left=start, color=color, label=part)
+        start += time
+    if not start:
+        total = sum(row["breakdown"].values())
+        axis.text(0, place, f" undivided, {total:.1f} s in all", va="center")
 
 
 def _save(figure: Any, path: Path) -> None:

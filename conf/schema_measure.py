@@ -1,0 +1,222 @@
+"""Settings of what measures: acceptance, speed-up, and the drafters compared."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from conf.schema import DataConfig, HeadRef, InputError, TargetConfig, positive
+
+
+class Mode(Enum):
+    """How acceptance is measured."""
+
+    replay = "replay"
+    decode = "decode"
+
+
+@dataclass
+class DynamicTreeConfig:
+    """EAGLE-2's tree; unset values are 5, 4 and 8 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
+
+    depth: int | None = None
+    """Draft tokens of the longest path."""
+    top_k: int | None = None
+    """Nodes expanded per level, and children drawn from each."""
+    num_tokens: int | None = None
+    """Draft tokens that are kept and checked."""
+
+    def __post_init__(self) -> None:
+        positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
+
+
+@dataclass
+class MeasureRun:
+    """What `eval/acceptance.py` and `eval/speedup.py` share."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    head: HeadRef = field(default_factory=HeadRef)
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
+    top_k: int | None = None
+    """Likeliest tokens kept; unset keeps all."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+    tree: list[list[int]] | None = None
+    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
+    `eval/tree_search.py` wrote beside the head, else the 8 likeliest nodes on CPU, 32 on CUDA."""
+    dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
+    num_turns: int = 2
+    """Questions of a dialogue that are asked; each follows the target's own greedy answers to
+    those before it."""
+    out_dir: str = "outputs/measure"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive("", self, "max_new_tokens", "depth", "top_k", "num_turns")
+        if self.temperature < 0:
+            raise InputError(f"temperature={self.temperature}: must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
+
+
+@dataclass
+class AcceptanceRun(MeasureRun):
+    """`eval/acceptance.py`."""
+
+    mode: Mode = Mode.replay
+    out_dir: str = "outputs/acceptance"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode is Mode.replay and self.temperature:
+            raise InputError(
+                f"temperature={self.temperature}: only greedy text can be replayed; set "
+                "mode=decode or temperature=0"
+            )
+
+
+@dataclass
+class DraftModelConfig:
+    """A separate, smaller language model that drafts."""
+
+    path: str | None = None
+    """Hub id or folder; one with another tokenizer drafts text that is encoded again."""
+    revision: str | None = None
+    num_tokens: int = 5
+    """Draft tokens of a chain."""
+    heuristic: bool = False
+    """Start from `num_tokens` and draft 2 more after a fully accepted chain, else 1 less."""
+    max_tokens: int = 16
+    """Bound of `heuristic`."""
+    confidence: float = 0.0
+    """Stop a chain once the draft model gives its best token less; waits for the device per
+    draft token. 0 never stops."""
+    tree: list[list[int]] | None = None
+    """Paths of child ranks; unset takes 8 nodes on CPU, 32 on CUDA."""
+
+    def __post_init__(self) -> None:
+        positive("draft", self, "num_tokens", "max_tokens")
+        if not 0 <= self.confidence < 1:
+            raise InputError(f"draft.confidence={self.confidence}: must be from 0 to below 1")
+
+
+@dataclass
+class LookupConfig:
+    """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
+
+    num_tokens: int = 10
+    max_ngram: int = 3
+    """Longest run of last tokens that is looked for."""
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        positive("lookup", self, "num_tokens", "max_ngram", "min_ngram")
+        if self.min_ngram > self.max_ngram:
+            raise InputError(
+                f"lookup.min_ngram={self.min_ngram}: must be at most "
+                f"lookup.max_ngram={self.max_ngram}"
+            )
+
+
+@dataclass
+class LookaheadConfig:
+    """Lookahead decoding (arXiv 2402.02057)."""
+
+    window: int = 7
+    """Columns of the Jacobi window."""
+    level: int = 5
+    """Tokens of an n-gram; the window has one row less."""
+    num_guesses: int = 7
+    """N-grams of the pool that are checked in a step."""
+
+    def __post_init__(self) -> None:
+        positive("lookahead", self, "window", "num_guesses")
+        if self.level < 2:
+            raise InputError(f"lookahead.level={self.level}: must be at least 2")
+
+
+@dataclass
+class SelfDraftConfig:
+    """The target drafting with some of its own layers."""
+
+    num_layers: int | None = None
+    """Layers of `early_exit`; unset takes half of them."""
+    skip: list[int] | None = None
+    """Layers that `skip_layers` leaves out, from 0; unset searches on the first prompts."""
+    num_tokens: int | None = None
+    """Draft tokens of a chain; unset takes 4, or what the search found."""
+
+    def __post_init__(self) -> None:
+        positive("self_draft", self, "num_layers", "num_tokens")
+
+
+@dataclass
+class TypicalConfig:
+    """Medusa's typical acceptance, which is lossy; see `eval.accept.Typical`."""
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        positive("typical", self, "threshold", "alpha")
+
+
+@dataclass
+class SpeedupRun(MeasureRun):
+    """`eval/speedup.py`."""
+
+    methods: list[str] = field(default_factory=lambda: ["all"])
+    """Any that `eval/methods.py` lists, or `all` that what is given allows."""
+    heads: list[str] = field(default_factory=list)
+    """Further heads to compare: folders or Hub ids."""
+    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
+    lookup: LookupConfig = field(default_factory=LookupConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    self_draft: SelfDraftConfig = field(default_factory=SelfDraftConfig)
+    typical: TypicalConfig = field(default_factory=TypicalConfig)
+    batch_size: int = 1
+    """Prompts of one category decoded together."""
+    num_warmups: int = 3
+    """Untimed passes of every method over the first batch."""
+    num_repeats: int = 3
+    """Timed passes over the prompts, methods interleaved; medians are reported."""
+    num_texts: int = 6
+    """Prompts whose texts the report shows, spread over the categories."""
+    out_dir: str = "outputs/speedup"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("", self, "batch_size", "num_repeats")
+
+
+@dataclass
+class TreeSearchRun(MeasureRun):
+    """`eval/tree_search.py`."""
+
+    max_nodes: int = 64
+    """Draft tokens of the largest shape tried."""
+    top_ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Values of `dynamic_tree.top_k` tried for an EAGLE head."""
+    curve: str | None = None
+    """JSON file with the cost of passes on another machine: predicts for that, measures and
+    writes nothing for this one. Unset measures this machine."""
+    write: bool = True
+    """Write the shape found into the head's folder."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Batch sizes to give advice for."""
+    num_advice_prompts: int = 8
+    num_repeats: int = 3
+    """Timed passes over the checking half of the prompts."""
+    num_turns: int = 1
+    out_dir: str = "outputs/tree_search"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("", self, "max_nodes", "num_advice_prompts", "num_repeats")
+        for name in ("top_ks", "batch_sizes"):
+            values = getattr(self, name)
+            if not values or min(values) <= 0 or sorted(set(values)) != list(values):
+                raise InputError(f"{name}={values}: must be numbers above 0, rising")

@@ -1,0 +1,28 @@
+"""The processes of a launch, each of which measures its share of the prompts."""
+
+import os
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from conf.launch import check_launch
+
+Item = TypeVar("Item")
+
+
+def start() -> PartialState:
+    """Joins the processes of this launch, one if there was none.
+
+    Raises:
+        InputError: they do not see each other.
+    """
+    state = PartialState(cpu=not torch.cuda.is_available())
+    check_launch(os.environ, state.num_processes)
+    return state
+
+
+def gathered(items: list[Item]) -> list[Item]:
+    """The items of all processes, in process order, on every one of them."""
+    return gather_object(items) if PartialState().num_processes > 1 else items

@@ -1,0 +1,126 @@
+"""Prompts to measure on: the questions of dialogues, turn by turn, and who answers which."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from conf.schema import InputError
+from data.chat import encode_prompt
+from data.records import Messages, Record
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered prompt: `token_ids` end where the response begins."""
+
+    category: str
+    token_ids: list[int]
+    dialogue: int = 0
+    """Index of the record it belongs to."""
+    turn: int = 1
+    """Counted from 1."""
+    messages: Messages = field(default_factory=list)
+    """What was rendered; the last message is the user's."""
+
+    @property
+    def question(self) -> str:
+        """The user's words, for reports."""
+        return self.messages[-1]["content"] if self.messages else ""
+
+
+def first_turns(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Renders every dialogue up to its first question.
+
+    Raises:
+        InputError: a record without a user message, or one that the template refuses.
+    """
+    prompts = []
+    for index, record in enumerate(records):
+        messages, users = record.messages or [], _users(record)
+        if not users:
+            raise InputError(f"{record.where}: no user message to answer; measuring needs prompts")
+        start = messages[: messages.index(users[0]) + 1]
+        prompts.append(_prompt(record, index, 1, start, tokenizer))
+    return prompts
+
+
+def next_turns(
+    records: Sequence[Record],
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Prompt]:
+    """Renders the question after each prompt, for those dialogues that have one.
+
+    The dialogue goes on from what the target answered: its text without special tokens, as the
+    template renders an earlier turn. Answers and tool messages of the data set are left out, a
+    system message stays in front, and an answer without any text stays as an empty turn, so
+    that the dialogues asked never depend on what was answered. Whoever compares methods gives
+    them all the same answers.
+
+    Args:
+        records: those given to `first_turns`.
+        prompts: all of one turn, in any order.
+        answers: the target's tokens after each of them.
+        tokenizer: the target's.
+
+    Raises:
+        InputError: the template refuses the dialogue.
+    """
+    following = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        index, turn = prompt.dialogue, prompt.turn
+        users = _users(records[index])
+        if turn < len(users):
+            reply = {"role": "assistant", "content": _text(answer, tokenizer)}
+            messages = [*prompt.messages, reply, users[turn]]
+            following.append(_prompt(records[index], index, turn + 1, messages, tokenizer))
+    return following
+
+
+def _users(record: Record) -> Messages:
+    return [message for message in record.messages or [] if message["role"] == "user"]
+
+
+def _text(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)
+
+
+def _prompt(
+    record: Record, dialogue: int, turn: int, messages: Messages, tokenizer: PreTrainedTokenizerBase
+) -> Prompt:
+    try:
+        token_ids = encode_prompt(messages, tokenizer)
+    except InputError as error:
+        raise InputError(f"{record.where}, turn {turn}: {error}") from None
+    return Prompt(record.category, token_ids, dialogue, turn, messages)
+
+
+def share(prompts: Sequence[Prompt], process_index: int, num_processes: int) -> list[int]:
+    """Returns the indices of the prompts that a process answers.
+
+    Dialogues are dealt round, so that each category is spread and every turn of a dialogue
+    stays with one process:
+
+        dialogues 0 1 2 3 4 0 1 2, 2 processes -> indices 0 2 4 5 7 and 1 3 6
+    """
+    return [
+        index
+        for index, prompt in enumerate(prompts)
+        if prompt.dialogue % num_processes == process_index
+    ]
+
+
+def join(prompts: Sequence[Prompt], shares: Sequence[Sequence[Result]]) -> list[Result]:
+    """Puts the results of every process, each in the order of its share, back in order."""
+    found = {
+        index: result
+        for process_index, results in enumerate(shares)
+        for index, result in zip(share(prompts, process_index, len(shares)), results, strict=True)
+    }
+    return [found[index] for index in range(len(prompts))]
