@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from conf import schema, schema_eagle
+from conf import schema, schema_eagle, schema_measure
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
 ENTRIES = {
     "train/medusa.py": schema.MedusaRun,
     "train/eagle.py": schema_eagle.EagleRun,
-    "eval/acceptance.py": schema.AcceptanceRun,
-    "eval/speedup.py": schema.SpeedupRun,
+    "eval/acceptance.py": schema_measure.AcceptanceRun,
+    "eval/speedup.py": schema_measure.SpeedupRun,
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema.PushRun,
@@ -85,8 +85,8 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
         (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
         (lambda: schema.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
         (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
-        (lambda: schema.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
-        (lambda: schema.SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
+        (lambda: schema_measure.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
+        (lambda: schema_measure.SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
     ],
 )
 def test_checks_name_the_key_and_what_is_allowed(make, message: str) -> None:

@@ -4,17 +4,10 @@ from pathlib import Path
 import pytest
 from toys import noisy_head, save_target
 
-from conf.schema import (
-    AcceptanceRun,
-    DataConfig,
-    HeadRef,
-    InputError,
-    Mode,
-    SpeedupRun,
-    TargetConfig,
-)
+from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
+from conf.schema_measure import AcceptanceRun, Mode, SpeedupRun
 from eval import acceptance, speedup
-from heads.target import load_target
+from heads.load_target import load_target
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +51,7 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
     figures = ("tau", "alpha", "per_position", "by_category", "num_tokens", "static_tree")
     assert {k: replayed[k] for k in figures} == {k: decoded[k] for k in figures}
     assert len(replayed["alpha"]) == 3
-    assert replayed["num_prompts"] == 6
+    assert replayed["num_prompts"] == 12  # two turns of 6 dialogues
     assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
     assert replayed["versions"]["torch"]
     assert replayed["data"]["form"] == "turns"
@@ -67,14 +60,26 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
 def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> None:
     speedup.main(SpeedupRun(**settings(setting, tmp_path), num_repeats=1))
     result = json.loads((tmp_path / "speedup.json").read_text())
-    assert list(result["methods"]) == ["vanilla", "generate", "medusa_chain", "medusa_tree"]
+    assert list(result["methods"]) == [
+        "vanilla", "generate", "generate_lookup", "medusa_chain", "medusa_tree", "prompt_lookup",
+        "ngram", "lookahead", "early_exit", "skip_layers",
+    ]  # fmt: skip
     assert result["baseline"] == "vanilla"
     assert result["methods"]["vanilla"]["speedup"] == 1.0
     for row in result["methods"].values():
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["tau"])
         assert row["breakdown"].keys() == {"prefill", "draft", "verify", "accept", "host"}
-    assert result["lossless"] == {"num_prompts": 6, "num_equal": 6, "first_divergences": []}
+    assert result["lossless"] == {"num_prompts": 12, "num_equal": 12, "first_divergences": []}
     assert (tmp_path / "speedup.png").stat().st_size > 10_000
+    assert "medusa_tree" in (tmp_path / "speedup.html").read_text()
+    tree = result["methods"]["medusa_tree"]["tree"]
+    assert len(tree["parents"]) == len(tree["acceptance"]) == 9
+    own = result["methods"]["medusa_tree"]
+    assert sum(tree["acceptance"][1:]) == pytest.approx(sum(own["per_position"]))
+    shown = result["texts"][0]["methods"]
+    assert ["".join(piece for piece, _ in text) for text in shown.values()] == [
+        "".join(piece for piece, _ in shown["vanilla"])
+    ] * len(shown)
 
 
 def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
@@ -86,7 +91,9 @@ def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
     with pytest.raises(InputError, match="already holds"):
         speedup.main(run)
     run.out_dir = str(tmp_path / "other")
-    with pytest.raises(InputError, match=r"methods=\['eagle_tree'\]: this head has vanilla"):
+    with pytest.raises(
+        InputError, match=r"methods=\['eagle_tree'\]: needs eagle_tree \(an EAGLE head\)"
+    ):
         speedup.main(run)
     run.methods = ["medussa"]
     with pytest.raises(InputError, match=r"methods=\['medussa'\]: allowed: all, vanilla"):

@@ -9,11 +9,12 @@ import torch
 from test_eval_commands import settings
 from toys import eagle_head, save_target
 
-from conf.schema import AcceptanceRun, DynamicTreeConfig, HeadRef, InputError, Mode, SpeedupRun
+from conf.schema import HeadRef, InputError
 from conf.schema import TargetConfig as Target
 from conf.schema_eagle import EagleForm
+from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, Mode, SpeedupRun
 from eval import acceptance, speedup
-from heads.target import load_target
+from heads.load_target import load_target
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,11 @@ def test_speedup_runs_eagles_methods_and_is_lossless(setting, tmp_path) -> None:
     own = settings(setting, tmp_path)
     own["head"] = HeadRef(path=str(setting["folder"] / "eagle3"))
     tree = DynamicTreeConfig(depth=3, top_k=2, num_tokens=5)
-    run = SpeedupRun(**own, num_repeats=1, dynamic_tree=tree)
+    methods = ["eagle_chain", "eagle_tree"]
+    run = SpeedupRun(**own, num_repeats=1, dynamic_tree=tree, methods=methods)
     speedup.main(run)
     result = json.loads((tmp_path / "speedup.json").read_text())
-    assert list(result["methods"]) == ["vanilla", "generate", "eagle_chain", "eagle_tree"]
+    assert list(result["methods"]) == ["vanilla", "eagle_chain", "eagle_tree"]
     assert result["lossless"] == {"num_prompts": 2, "num_equal": 2, "first_divergences": []}
     assert result["tree"] == {"depth": 3, "top_k": 2, "num_tokens": 5}
     run = replace(run, temperature=1.0, out_dir=str(tmp_path / "sampled"))

@@ -7,15 +7,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import schema, schema_eagle
+from conf import schema, schema_eagle, schema_measure
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 SCHEMAS = {
     "medusa": schema.MedusaRun,
     "eagle": schema_eagle.EagleRun,
-    "acceptance": schema.AcceptanceRun,
-    "speedup": schema.SpeedupRun,
+    "acceptance": schema_measure.AcceptanceRun,
+    "speedup": schema_measure.SpeedupRun,
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,

@@ -1,0 +1,271 @@
+"""Which path a rule accepts: by hand, and text by text as papers write the rules.
+
+Papers walk down from the root in a loop over one text; `judge` does all texts and nodes at once.
+With the same uniforms both must keep the same nodes, and with the same clocks give the same bonus.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eval.accept import GREEDY, Noise, Sampling, Typical, Verdict, judge
+from eval.draft import NOTHING, Draft, Layout, Siblings, tree_layout
+from heads.tree import Tree
+
+V = 6
+NUM_TEXTS = 1000
+TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+DEEP = Tree.from_parents((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
+PLAIN = Sampling(temperature=1.0)
+WARPED = Sampling(temperature=0.8, top_p=0.9, top_k=4)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def seeded(num_texts: int, first: int = 0) -> Noise:
+    return Noise.seeded(range(first, first + num_texts), torch.device("cpu"))
+
+
+def told(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Verdict:
+    """Of the same draft and logits [N, V] in every text."""
+    root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
+    every = logits.expand(len(root), -1, -1)
+    return judge(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))
+
+
+def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int = 1) -> Draft:
+    """The same tokens in every text, and the probabilities they were drawn from, if they were."""
+    rows = torch.tensor(probs).expand(num_texts, -1, -1) if probs else None
+    return Draft.of(tree, torch.tensor(tokens).repeat(num_texts, 1), rows)
+
+
+def outcomes(verdict: Verdict) -> set[tuple[tuple[int, ...], int]]:
+    """All pairs of accepted nodes, without the root, and bonus."""
+    columns = (verdict.nodes.tolist(), verdict.num_accepted.tolist(), verdict.bonus.tolist())
+    return {(tuple(nodes[1 : n + 1]), bonus) for nodes, n, bonus in zip(*columns, strict=True)}
+
+
+def test_the_greedy_walk_follows_the_targets_choices() -> None:
+    draft = drafted(TREE, [4, 5, 3, 2, 4, 1])  # 4 5 3 below the root, 2 4 below 4, 1 below 5
+    for choices, expected in [
+        ([4, 4, 0, 0, 0, 3, 0], ((1, 5), 3)),
+        ([5, 0, 2, 0, 0, 0, 0], ((2,), 2)),
+        ([1, 0, 0, 0, 0, 0, 0], ((), 1)),
+    ]:
+        assert outcomes(told(draft, torch.eye(V)[choices], GREEDY)) == {expected}
+
+
+def test_a_certain_target_is_followed_to_the_leaf() -> None:
+    logits = 200 * torch.eye(V)[[5, 0, 0, 0, 0, 0, 2]]  # 5 after the root, 0 after that, then 2
+    draft = drafted(TREE, [4, 5, 3, 2, 1, 0], num_texts=20)
+    for sampling in (PLAIN, replace(PLAIN, typical=Typical())):
+        assert outcomes(told(draft, logits, sampling)) == {((2, 6), 2)}
+
+
+def test_a_refused_token_is_not_the_bonus() -> None:
+    draft = drafted(Tree.from_parents((0, 0)), [1, 2], num_texts=300)
+    found = outcomes(told(draft, torch.zeros(3, 4)))
+    assert found == {((1,), x) for x in range(4)} | {((2,), x) for x in range(4)} | {
+        ((), 0), ((), 3)
+    }  # fmt: skip
+
+
+def test_a_sibling_that_says_the_same_again_has_no_second_chance() -> None:
+    draft = drafted(Tree.from_parents((0, 0, 0)), [1, 1, 1], num_texts=200)
+    assert outcomes(told(draft, torch.zeros(4, 2))) == {((1,), 0), ((1,), 1), ((), 0)}
+
+
+def test_what_is_not_there_is_not_accepted_and_takes_nothing_away() -> None:
+    draft = drafted(Tree.from_parents((0, 0, 1)), [NOTHING, 1, NOTHING], num_texts=200)
+    certain = 200 * torch.eye(3)[[0, 1, 1, 1]]  # token 0 is what NOTHING might be taken for
+    for sampling in (GREEDY, PLAIN, replace(PLAIN, typical=Typical())):
+        assert outcomes(told(draft, certain, sampling)) == {((), 0)}
+    assert outcomes(told(draft, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1), ((), 0)}
+    q = torch.full((200, 1, 2), 0.5)
+    for siblings in (Siblings.distinct, Siblings.independent):
+        # p = q: the first that is there is always kept.
+        of_drawn = replace(draft, siblings=siblings, probs=torch.cat([q, q], 1))
+        assert outcomes(told(of_drawn, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1)}
+
+
+def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> None:
+    logits = torch.randn(4, V, generator=generator())
+    probs = PLAIN.probabilities(logits[:3])
+    tokens = torch.stack([torch.multinomial(p, 300, True, generator=generator()) for p in probs], 1)
+    draft = Draft.of(Tree.chain(3), tokens, probs.expand(300, -1, -1))
+    assert told(draft, logits).num_accepted.tolist() == [3] * 300
+
+
+def test_a_refused_draw_gives_way_to_what_the_drafter_underrates() -> None:
+    draft = drafted(Tree.chain(1), [1], [0.0, 0.9, 0.1])
+    assert outcomes(told(draft, 200 * torch.eye(3)[[2, 0]])) == {((), 2)}
+
+
+@pytest.mark.parametrize("q", [(), ([0.0, 1.0],)], ids=["ranked", "drawn"])
+def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> None:
+    # Half of p's mass is lost, to see it often.
+    lost = torch.tensor([[0.0, 0.5], [1.0, 0.0]]).expand(100, -1, -1)
+    monkeypatch.setattr(Sampling, "probabilities", lambda self, logits: lost)
+    draft = drafted(Tree.chain(1), [1], *q, num_texts=100)
+    assert outcomes(told(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
+
+
+def test_each_text_draws_from_its_own_generator() -> None:
+    probs = torch.rand(3, V, generator=generator())
+    together, alone = seeded(3, first=7), [seeded(1, first=7 + text) for text in range(3)]
+    for _ in range(2):
+        assert torch.equal(together.uniform(5), torch.cat([one.uniform(5) for one in alone]))
+        raced = [one.race(row) for one, row in zip(alone, probs.split(1), strict=True)]
+        assert torch.equal(together.race(probs), torch.cat(raced))
+    rest, probs = together.rows([2, 0]), probs[[2, 0]]
+    raced = [alone[text].race(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
+    assert torch.equal(rest.race(probs), torch.cat(raced))
+
+
+def random_parents(num_nodes: int) -> Tensor:
+    """[NUM_TEXTS, N - 1], another tree in every text."""
+    luck = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
+    return (luck * torch.arange(1, num_nodes)).long()
+
+
+def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
+    parents = random_parents(9)
+    found = Layout.of(parents, depth=8)
+    layouts = [tree_layout(Tree.from_parents(tuple(p)), parents.device) for p in parents.tolist()]
+    for name in ("parents", "mask", "depths"):
+        expected = torch.cat([getattr(layout, name) for layout in layouts])
+        assert torch.equal(getattr(found, name), expected), name
+
+
+def random_draft(siblings: Siblings, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
+    """Tokens by chance, a fifth of them missing: the draft, its tokens [B, N], logits [B, N, V]."""
+    num_nodes = tree.num_nodes if isinstance(tree, Tree) else tree.shape[1] + 1
+    luck, shape = generator(1), (NUM_TEXTS, num_nodes)
+    tokens = torch.randint(V, shape, generator=luck)
+    if siblings is Siblings.distinct:  # all nodes of a text hold other tokens than the siblings
+        order = torch.rand(NUM_TEXTS, V, generator=luck).argsort(1)
+        tokens = order[:, torch.arange(num_nodes) % V]
+    tokens[torch.rand(shape, generator=luck) < 0.2] = NOTHING
+    tokens[:, 0] = 0
+    logits = torch.randn(*shape, V, generator=luck)
+    depth = tree.depth if isinstance(tree, Tree) else num_nodes - 1
+    draft = Draft(tree, tokens[:, 1:], depth, siblings)
+    if siblings is not Siblings.ranked:
+        near = logits + torch.randn(*shape, V, generator=luck)
+        draft = replace(draft, probs=near.softmax(-1)[:, : max(tree.parents) + 1])
+    return draft, tokens, logits
+
+
+def children_of(draft: Draft, text: int) -> list[list[int]]:
+    """Per node those that are there."""
+    shape = draft.tree.parents[1:] if isinstance(draft.tree, Tree) else draft.tree[text].tolist()
+    children: list[list[int]] = [[] for _ in range(len(shape) + 1)]
+    for node, parent in enumerate(shape, start=1):
+        if draft.tokens[text, node - 1] != NOTHING:
+            children[parent].append(node)
+    return children
+
+
+def walked(draft: Draft, text: int, p_rows: np.ndarray, hurdles: np.ndarray):
+    """The accepted path of one text, and what its bonus is drawn from, as papers write it."""
+    tokens, children, path = [0, *draft.tokens[text].tolist()], children_of(draft, text), [0]
+    while True:
+        p = p_rows[path[-1]]
+        q = None if draft.probs is None or not children[path[-1]] else (
+            draft.probs[text, path[-1]].double().numpy()
+        )  # fmt: skip
+        for child in children[path[-1]]:
+            x = tokens[child]
+            if draft.siblings is Siblings.ranked:
+                q = np.eye(V)[x]
+            if hurdles[child] * q[x] < p[x]:
+                path.append(child)
+                break
+            p = np.maximum(p - q, 0)
+            p = p / p.sum()
+            if draft.siblings is Siblings.distinct:
+                q = np.where(np.arange(V) == x, 0, q)
+                q = q / q.sum()
+        else:
+            return path, p
+
+
+def same(verdict: Verdict, paths: list[list[int]], rests: list[np.ndarray], noise: Noise) -> None:
+    for nodes, n, path in zip(
+        verdict.nodes.tolist(), verdict.num_accepted.tolist(), paths, strict=True
+    ):
+        assert nodes[: n + 1] == path
+        assert not any(nodes[n + 1 :])
+    assert {len(path) for path in paths} > {1, 2, 3}
+    assert torch.equal(verdict.bonus, noise.race(torch.from_numpy(np.stack(rests)).float()))
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
+@pytest.mark.parametrize(
+    ("siblings", "tree"),
+    [
+        (Siblings.ranked, TREE),
+        (Siblings.ranked, random_parents(9)),
+        (Siblings.distinct, Tree.chain(4)),
+        (Siblings.distinct, DEEP),
+        (Siblings.independent, DEEP),
+    ],
+    ids=["ranked", "ranked, trees differ", "chain", "distinct", "independent"],
+)
+def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(siblings, tree, sampling) -> None:
+    draft, tokens, logits = random_draft(siblings, tree)
+    verdict = judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
+    noise, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
+    hurdles = noise.uniform(tokens.shape[1]).double().numpy()
+    found = [walked(draft, text, p[text], hurdles[text]) for text in range(NUM_TEXTS)]
+    same(verdict, [path for path, _ in found], [rest for _, rest in found], noise)
+
+
+def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> list[int]:
+    """The longest typical prefix among the paths to all leaves, the likelier of equal ones."""
+    tokens, children = [0, *draft.tokens[text].tolist()], children_of(draft, text)
+    best, paths = (0, 0.0, [0]), [[0]]
+    while paths:
+        path = paths.pop(0)
+        paths += [[*path, child] for child in children[path[-1]]]
+        length, liking = 0, 0.0
+        for parent, node in zip(path, path[1:], strict=False):
+            entropy = -(p[parent] * np.log(p[parent] + 1e-5)).sum()
+            if p[parent][tokens[node]] <= min(rule.threshold, rule.alpha * np.exp(-entropy)):
+                break
+            length, liking = length + 1, liking + np.log(p[parent][tokens[node]])
+        if (length, liking) > best[:2] or length > best[0]:
+            best = (length, liking, path[: length + 1])
+    return best[2]
+
+
+@pytest.mark.parametrize("rule", [Typical(), Typical(threshold=0.3, alpha=0.7)])
+@pytest.mark.parametrize("tree", [DEEP, random_parents(9)], ids=["tree", "trees differ"])
+def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) -> None:
+    draft, tokens, logits = random_draft(Siblings.ranked, tree)
+    sampling = replace(WARPED, typical=rule)
+    verdict, noise = judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS)), seeded(NUM_TEXTS)
+    p = sampling.probabilities(logits).double().numpy()
+    paths = [likeliest_typical(draft, text, p[text], rule) for text in range(NUM_TEXTS)]
+    same(verdict, paths, [p[text, path[-1]] for text, path in enumerate(paths)], noise)
+
+
+def test_a_token_is_typical_above_the_bar_that_the_entropy_sets() -> None:
+    even = torch.zeros(2, 4)  # entropy log 4: alpha / 4 = 0.075 is below the threshold of 0.09
+    sure = torch.tensor([0.915, 0.085]).log().expand(2, -1)  # alpha * exp(-0.29) is above it
+    chain = Tree.chain(1)
+    for logits, token, rule, kept in [
+        (even, 1, Typical(), 1),
+        (even, 1, Typical(threshold=0.2, alpha=1.1), 1),
+        (even, 1, Typical(threshold=0.3, alpha=1.1), 0),
+        (sure, 1, Typical(), 0),
+        (sure, 1, Typical(threshold=0.08), 1),
+        (sure, 0, Typical(), 1),
+    ]:
+        found = told(drafted(chain, [token]), logits, replace(PLAIN, typical=rule))
+        assert found.num_accepted.tolist() == [kept]
