@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig, positive
 
@@ -168,8 +169,8 @@ class TypicalConfig:
 class SpeedupRun(MeasureRun):
     """`eval/speedup.py`."""
 
-    methods: list[str] = field(default_factory=lambda: ["all"])
-    """Any that `eval/methods.py` lists, or `all` that what is given allows."""
+    methods: Any = "all"
+    """A name or a list of names that `eval/methods.py` has, or `all` that what is given allows."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -190,6 +191,11 @@ class SpeedupRun(MeasureRun):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("", self, "batch_size", "num_repeats")
+        if isinstance(self.methods, str):
+            self.methods = [self.methods]
+        if not isinstance(self.methods, list) or not self.methods:
+            raise InputError(f"methods={self.methods}: allowed: a name or a list of names")
+        self.methods = [str(name) for name in self.methods]
 
 
 @dataclass

@@ -81,11 +81,17 @@ class Sampling:
 GREEDY = Sampling()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Noise:
-    """The randomness of one step, a generator per text, so that no text depends on another."""
+    """The randomness of texts, a generator for each, so that no text depends on another.
+
+    Attributes:
+        generators: one per text.
+        num_steps: calls of `uniform` so far.
+    """
 
     generators: list[torch.Generator]
+    num_steps: int = 0
 
     @classmethod
     def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Noise":
@@ -94,13 +100,21 @@ class Noise:
 
     def rows(self, rows: list[int]) -> "Noise":
         """That of some texts."""
-        return Noise([self.generators[row] for row in rows])
+        return Noise([self.generators[row] for row in rows], self.num_steps)
 
-    def uniform(self, *shape: int) -> Tensor:
-        """[B, *shape] float32 in [0, 1)."""
-        return torch.stack(
-            [torch.rand(shape, generator=g, device=g.device) for g in self.generators]
-        )
+    def uniform(self, num_nodes: int) -> Tensor:
+        """[B, N] float32 in [0, 1), once per step.
+
+        Each step has generators of its own: how many nodes there are depends on the other texts
+        of a batch, and what is drawn later must not.
+        """
+        self.num_steps += 1
+        rows = []
+        for generator in self.generators:
+            seed = (generator.initial_seed() * 1_000_003 + self.num_steps) % (1 << 63)
+            own = torch.Generator(generator.device).manual_seed(seed)
+            rows.append(torch.rand(num_nodes, generator=own, device=generator.device))
+        return torch.stack(rows)
 
     def race(self, probs: Tensor) -> Tensor:
         """[B] int64 drawn from [B, V], which need not add up to 1.
@@ -149,7 +163,7 @@ def judge(
         sampling: how the target chooses.
         noise: used if anything is drawn.
     """
-    if tokens.shape[1] == 1:
+    if tokens.shape[1] == 1 and sampling.greedy:
         nothing = torch.zeros_like(tokens)
         return Verdict(nothing, nothing[:, 0], choose(logits[:, 0], sampling, noise))
     layout = draft.layout()

@@ -26,16 +26,15 @@ from eval.timing import summarise, time_methods
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints the figures as a table."""
     table = Table(title="Speed-up over the same engine without drafting (medians)")
-    columns = ("method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency", "draft s",
-               "verify s")  # fmt: skip
+    columns = ("method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency")
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in result["methods"].items():
-        parts, (low, high) = row["breakdown"], row["speedup_ci95"]
+        low, high = row["speedup_ci95"]
         table.add_row(
             f"{name} (lossy)" if row["lossy"] else name, f"{row['tau']:.3f}",
             f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}", f"{low:.2f}-{high:.2f}",
-            f"{row['efficiency']:.2f}", f"{parts['draft']:.2f}", f"{parts['verify']:.2f}",
+            f"{row['efficiency']:.2f}",
         )  # fmt: skip
     console.print(table)
     lossless = result["lossless"]

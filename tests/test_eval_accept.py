@@ -2,184 +2,162 @@
 
 Most statistical tests walk texts over a vocabulary of V = 6 in which the next token depends on
 the last one alone, so the distribution of the first two tokens is known exactly; the last ones
-run the engine on a toy target.
+run the engine on a toy target. Which path is accepted is for test_eval_accept_rules.py.
 """
 
 import math
-import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from toys import VOCAB_SIZE, noisy_head, random_target
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eval.accept import Sampling, walk_greedy, walk_sampled
-from eval.engine import Draft, NoDraft, decode
+from eval import accept
+from eval.accept import Noise, Sampling, Typical, Verdict, judge
+from eval.draft import NOTHING, Draft, Siblings
+from eval.engine import NoDraft, Seen, decode, decode_batch
 from eval.medusa import MedusaDrafter
 from heads.medusa import MedusaHead
 from heads.target import Target
 from heads.tree import Tree
 
 V, ROOT = 6, 0
-NUM_TEXTS = 10_000
+NUM_TEXTS = 100_000
+CHAIN = Tree.chain(2)
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
 PLAIN = Sampling(temperature=1.0)
-
-Offer = tuple[Tree, list[int], Tensor]
-"""Tree, tokens [N] with the root's, and the drafter's distribution at each node's parent."""
-Walk = Callable[[Tree, list[int], Tensor, Tensor, torch.Generator], tuple[list[int], int]]
+WARM = Sampling(0.7)
+SAMPLINGS = {
+    "plain": PLAIN,
+    "temperature, top_p": Sampling(0.7, top_p=0.9),
+    "all": Sampling(1.4, top_p=0.95, top_k=4),
+}
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_probabilities_by_hand() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
-    for sampling, expected in [
-        (Sampling(1.0), [0.5, 0.25, 0.15, 0.1]),
-        (Sampling(0.5), [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
-        (Sampling(1.0, top_k=2), [2 / 3, 1 / 3, 0, 0]),
-        (Sampling(1.0, top_p=0.7), [2 / 3, 1 / 3, 0, 0]),
-        # Top-k comes first: two thirds of what it leaves is more than top-p asks for.
-        (Sampling(1.0, top_p=0.6, top_k=2), [1.0, 0, 0, 0]),
-    ]:
-        torch.testing.assert_close(sampling.probabilities(logits), torch.tensor([expected]))
+class OneSource(Noise):
+    """One generator for all texts: a generator each would take a minute for so many."""
+
+    def __init__(self, generator: torch.Generator, num_texts: int) -> None:
+        super().__init__([generator])
+        self.num_texts = num_texts
+
+    def uniform(self, num_nodes: int) -> Tensor:
+        return torch.rand(self.num_texts, num_nodes, generator=self.generators[0])
+
+    def race(self, probs: Tensor) -> Tensor:
+        clocks = torch.empty_like(probs).exponential_(generator=self.generators[0])
+        return (probs / clocks).argmax(-1)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [None, 1, 5, 50, 1000])
-@pytest.mark.parametrize("top_p", [0.0, 0.4, 0.95, 1.0])
-def test_probabilities_are_those_of_transformers(temperature, top_k, top_p) -> None:
-    logits = 3 * torch.randn(32, 50, generator=generator())
-    logits[8:16] = logits[8:16].round()  # ties, inside and at the edge of what is kept
-    logits[16] = 0.0
-    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
-    if top_k is not None:
-        warpers.insert(1, TopKLogitsWarper(top_k))
-    expected = logits
-    for warper in warpers:
-        expected = warper(None, expected)
-    found = Sampling(temperature, top_p, top_k).probabilities(logits)
-    assert torch.equal(found, expected.softmax(-1))
-
-
-def test_half_precision_logits_are_warped_in_single() -> None:
-    logits = torch.randn(2, V, generator=generator()).bfloat16()
-    found = Sampling(0.7).probabilities(logits)
-    assert torch.equal(found, (logits.float() / 0.7).softmax(-1))
-
-
-def test_the_greedy_walk_follows_the_targets_choices() -> None:
-    tokens = [9, 4, 5, 6, 7, 4, 8]  # the root, its children 4 5 6, then 7 4 below 4, 8 below 5
-    assert walk_greedy(TREE, tokens, [4, 4, 0, 0, 0, 3, 0]) == [0, 1, 5]
-    assert walk_greedy(TREE, tokens, [5, 0, 7, 0, 0, 0, 0]) == [0, 2]
-    assert walk_greedy(TREE, tokens, [8, 0, 0, 0, 0, 0, 0]) == [0]
-
-
-def test_a_certain_target_is_followed_to_the_leaf() -> None:
-    tokens = [1, 4, 5, 3, 2, 1, 0]
-    probs = torch.eye(V)[[5, 0, 0, 0, 0, 0, 2]]  # 5 after the root, 0 after that, then 2
-    assert walk_sampled(TREE, tokens, probs, None, generator()) == ([0, 2, 6], 2)
-
-
-def test_a_refused_token_is_not_the_bonus() -> None:
-    tree, probs = Tree.from_paths([[0], [1]]), torch.full((3, 4), 0.25)
-    for seed in range(200):
-        path, bonus = walk_sampled(tree, [0, 1, 2], probs, None, generator(seed))
-        assert path in ([0, 1], [0, 2]) or bonus in (0, 3)
-
-
-def test_a_sibling_that_says_the_same_again_has_no_second_chance() -> None:
-    tree, probs = Tree.from_paths([[0], [1], [2]]), torch.tensor([[0.5, 0.5]] * 4)
-    for seed in range(200):
-        path, bonus = walk_sampled(tree, [0, 1, 1, 1], probs, None, generator(seed))
-        assert path == [0, 1] or (path, bonus) == ([0], 0)
-
-
-def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> None:
-    probs = torch.randn(4, V, generator=generator()).softmax(-1)
-    for seed in range(50):
-        tokens = [ROOT, *torch.multinomial(probs[:3], 1, generator=generator(seed)).flatten()]
-        path, _ = walk_sampled(Tree.chain(3), tokens, probs, probs[:3], generator(seed + 50))
-        assert path == [0, 1, 2, 3]
-
-
-def test_a_refused_draw_gives_way_to_what_the_drafter_underrates() -> None:
-    probs = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
-    draft_probs = torch.tensor([[0.0, 0.9, 0.1]])
-    assert walk_sampled(Tree.chain(1), [0, 1], probs, draft_probs, generator()) == ([0], 2)
-
-
-@pytest.mark.parametrize("draft_probs", [None, torch.tensor([[0.0, 1.0]])])
-def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(draft_probs) -> None:
-    probs = torch.tensor([[0.0, 0.5], [1.0, 0.0]])  # half of p's mass is lost, to see it often
-    for seed in range(20):
-        found = walk_sampled(Tree.chain(1), [0, 1], probs, draft_probs, generator(seed))
-        assert found in (([0, 1], 0), ([0], 1))
-
-
-def test_drawn_tokens_come_as_a_chain() -> None:
-    probs = torch.full((7, V), 1 / V)
-    with pytest.raises(AssertionError):
-        walk_sampled(TREE, [0] * 7, probs, probs[1:], generator())
+def test_one_source_draws_as_a_generator_per_text_does() -> None:
+    ours, theirs = OneSource(generator(1), 1), Noise([generator(1)])
+    for probs in torch.rand(20, 1, V, generator=generator()):
+        assert torch.equal(ours.race(probs), theirs.race(probs))
 
 
 LOGITS = torch.randn(V, V, generator=generator(1))
 """The target's, row per last token."""
 DRAFT_LOGITS = LOGITS + torch.randn(V, V, generator=generator(2))
 
+Proposal = Callable[[Tensor, Tensor, torch.Generator], Draft]
+"""Drafts below roots [B], from the drafter's distribution [V, V] by last token."""
+Rule = Callable[[Draft, Tensor, Tensor, Sampling, Noise], Verdict]
 
-def best(root: int, draft_probs: Tensor, luck: random.Random) -> Offer:
+
+def ranked(tree: Tree, roots: Tensor, q: Tensor) -> Tensor:
+    """[B, N - 1] tokens: those of each rank after their parents."""
+    order, tokens = q.argsort(descending=True), [roots]
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
+        tokens.append(order[tokens[parent], rank])
+    return torch.stack(tokens[1:], 1)
+
+
+def best(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
     """The likeliest tokens below each node."""
-    tokens, ranked = [root], draft_probs.argsort(descending=True).tolist()
-    for parent, rank in zip(TREE.parents[1:], TREE.ranks[1:], strict=True):
-        tokens.append(ranked[tokens[parent]][rank])
-    return TREE, tokens, draft_probs[[tokens[parent] for parent in TREE.parents[1:]]]
+    return Draft.of(TREE, ranked(TREE, roots, q))
 
 
-def repeating(root: int, draft_probs: Tensor, luck: random.Random) -> Offer:
+def best_chain(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+    """The likeliest token, and the likeliest after that: q is one-hot."""
+    return Draft.of(CHAIN, ranked(CHAIN, roots, q))
+
+
+def repeating(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
     """`best`, but the root's third child says what its first says."""
-    tree, tokens, rows = best(root, draft_probs, luck)
-    return tree, [*tokens[:3], tokens[1], *tokens[4:]], rows
+    draft = best(roots, q, luck)
+    return replace(draft, tokens=draft.tokens[:, [0, 1, 0, 3, 4, 5]])
 
 
-def drawn(root: int, draft_probs: Tensor, luck: random.Random) -> Offer:
-    """A chain of two tokens drawn from the drafter's distribution."""
-    tokens, rows = [root], draft_probs.tolist()
-    for _ in range(2):
-        tokens += luck.choices(range(V), rows[tokens[-1]])
-    return Tree.chain(2), tokens, draft_probs[tokens[:2]]
+def padded(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+    """`best`, but nodes are missing, others in every text."""
+    draft = best(roots, q, luck)
+    missing = torch.rand(draft.tokens.shape, generator=luck) < 0.3
+    return replace(draft, tokens=draft.tokens.masked_fill(missing, NOTHING))
 
 
-def greedy_chain(root: int, draft_probs: Tensor, luck: random.Random) -> Offer:
-    """A chain of the drafter's likeliest tokens."""
-    tokens = [root]
-    for _ in range(2):
-        tokens.append(int(draft_probs[tokens[-1]].argmax()))
-    return Tree.chain(2), tokens, draft_probs[tokens[:2]]
+def shapes(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+    """The likeliest tokens in trees of three shapes, the text's chosen by its root and by luck."""
+    parents = [(0, 0, 0, 1, 1, 2), (0, 1, 2, 0, 2, 1), (0, 0, 2, 2, 2, 0)]
+    which = (roots + torch.randint(2, roots.shape, generator=luck)) % 3
+    texts = torch.arange(len(roots))
+    tokens = torch.stack([ranked(Tree.from_parents(each), roots, q) for each in parents])
+    return Draft(torch.tensor(parents)[which], tokens[which, texts], depth=3)
 
 
-def for_best(tree, tokens, probs, draft_probs, generator) -> tuple[list[int], int]:
-    return walk_sampled(tree, tokens, probs, None, generator)
+def drawn(tree: Tree, siblings: Siblings, roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+    """Siblings drawn from q; without replacement only as many as q has tokens."""
+    tokens = torch.zeros(len(roots), tree.num_nodes, dtype=torch.int64)
+    tokens[:, 0] = roots
+    replacement = siblings is Siblings.independent
+    num_inner = max(tree.parents) + 1
+    for parent, children in enumerate(tree.children[:num_inner]):
+        if children:
+            rows, gone = q[tokens[:, parent].clamp_min(0)], tokens[:, parent] < 0
+            found = torch.multinomial(rows, len(children), replacement, generator=luck)
+            gone = gone.unsqueeze(1) | (rows.gather(1, found) == 0)
+            tokens[:, children] = found.masked_fill(gone, NOTHING)
+    probs = q[tokens[:, :num_inner].clamp_min(0)]
+    return Draft(tree, tokens[:, 1:], tree.depth, siblings, probs)
 
 
-def first_two(draft: Callable[..., Offer], walk: Walk, sampling: Sampling) -> Tensor:
+PROPOSALS: dict[str, Proposal] = {
+    "ranked": best,
+    "one-hot": best_chain,
+    "repeating": repeating,
+    "padded": padded,
+    "shapes": shapes,
+    "chain": partial(drawn, CHAIN, Siblings.distinct),
+    "chain of one": partial(drawn, Tree.chain(1), Siblings.distinct),
+    "distinct": partial(drawn, TREE, Siblings.distinct),
+    "independent": partial(drawn, TREE, Siblings.independent),
+}
+
+
+def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
     """[V, V] counts of the first two tokens after ROOT, over NUM_TEXTS texts."""
-    probs, draft_probs = sampling.probabilities(LOGITS), sampling.probabilities(DRAFT_LOGITS)
-    luck, draws, counts = random.Random(3), generator(4), torch.zeros(V, V)
-    fixed = None if draft is drawn else [draft(root, draft_probs, luck) for root in range(V)]
-    for _ in range(NUM_TEXTS):
-        text = [ROOT]
-        while len(text) < 3:
-            tree, tokens, rows = fixed[text[-1]] if fixed else draft(text[-1], draft_probs, luck)
-            path, bonus = walk(tree, tokens, probs[tokens], rows, draws)
-            text += [tokens[node] for node in path[1:]] + [bonus]
-        counts[text[1], text[2]] += 1
-    return counts
+    luck, draws, q = generator(3), generator(4), sampling.probabilities(DRAFT_LOGITS)
+
+    def step(roots: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens given [B, 2] and how many [B]; a third is forgotten."""
+        draft = PROPOSALS[proposal](roots, q, luck)
+        tokens = torch.cat([roots.unsqueeze(1), draft.tokens], 1)
+        noise = OneSource(draws, len(roots))
+        verdict = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, noise)
+        kept = tokens.gather(1, verdict.nodes[:, 1:3])
+        bonus_at = torch.arange(2) == verdict.num_accepted.unsqueeze(1)
+        return kept.where(~bonus_at, verdict.bonus.unsqueeze(1)), verdict.num_accepted + 1
+
+    text, length = step(torch.full((NUM_TEXTS,), ROOT))
+    short = length == 1
+    text[short, 1] = step(text[short, 0])[0][:, 0]
+    return (text[:, 0] * V + text[:, 1]).bincount(minlength=V * V).view(V, V).float()
 
 
 def fits(counts: Tensor, expected: Tensor) -> bool:
@@ -201,114 +179,132 @@ def fits(counts: Tensor, expected: Tensor) -> bool:
     return distance < bound and float(rarity) > 1e-4 and not counts[~possible].any()
 
 
-def keeps_distribution(draft: Callable[..., Offer], walk: Walk, sampling: Sampling) -> bool:
-    counts, probs = first_two(draft, walk, sampling), sampling.probabilities(LOGITS)
+def keeps_distribution(proposal: str, rule: Rule, sampling: Sampling) -> bool:
+    counts, probs = first_two(proposal, rule, sampling), sampling.probabilities(LOGITS)
     joint = probs[ROOT].unsqueeze(1) * probs
     return fits(counts.sum(1), probs[ROOT]) and fits(counts, joint)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [PLAIN, Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(1.4, top_p=0.95, top_k=4)],
-    ids=["plain", "temperature", "top_p", "all"],
-)
-@pytest.mark.parametrize(("draft", "walk"), [(best, for_best), (drawn, walk_sampled)])
-def test_sampling_keeps_the_distribution(draft, walk, sampling: Sampling) -> None:
-    assert keeps_distribution(draft, walk, sampling)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("proposal", PROPOSALS)
+def test_sampling_keeps_the_distribution(proposal: str, sampling: Sampling) -> None:
+    assert keeps_distribution(proposal, judge, sampling)
 
 
-def test_repeated_siblings_keep_the_distribution() -> None:
-    assert keeps_distribution(repeating, for_best, PLAIN)
+def test_typical_acceptance_does_not_keep_the_distribution() -> None:
+    lossy = replace(PLAIN, typical=Typical())
+    assert not keeps_distribution("ranked", judge, lossy)
+    assert lossy.lossy
+    assert not any(sampling.lossy for sampling in SAMPLINGS.values())
 
 
-def draws_q(q: np.ndarray, x: int) -> np.ndarray:
-    return q
+def taken_for(siblings: Siblings) -> Rule:
+    """`judge`, but told that the siblings were found in another way."""
+
+    def rule(draft, tokens, logits, sampling, noise) -> Verdict:
+        last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
+        q = sampling.probabilities(DRAFT_LOGITS)[last]
+        return judge(replace(draft, siblings=siblings, probs=q), tokens, logits, sampling, noise)
+
+    return rule
 
 
-def one_hot(q: np.ndarray, x: int) -> np.ndarray:
-    return np.eye(V)[x]
+def raw_bonus(at_leaves: bool) -> Rule:
+    """`judge`, but the bonus is drawn from softmax of the logits: at leaves, or elsewhere."""
+
+    def rule(draft, tokens, logits, sampling, noise) -> Verdict:
+        verdict = judge(draft, tokens, logits, sampling, noise)
+        end = verdict.nodes.gather(1, verdict.num_accepted.unsqueeze(1))
+        raw = logits.take_along_dim(end.unsqueeze(2), 1)[:, 0].softmax(-1)
+        inner = torch.isin(end[:, 0], torch.tensor(draft.tree.parents))
+        return replace(verdict, bonus=noise.race(raw).where(inner != at_leaves, verdict.bonus))
+
+    return rule
 
 
-def walk_by(
-    proposal: Callable[[np.ndarray, int], np.ndarray],
-    subtract: bool = True,
-    bonus_probs: Tensor | None = None,
-) -> Walk:
-    """The rule as papers write it, to be broken in one place at a time.
+def with_part(name: str, broken: Callable[..., Tensor]) -> Rule:
+    """`judge`, but with one of its parts replaced."""
 
-    Args:
-        proposal: q [V] by which x was proposed, from the drafter's distribution and x.
-        subtract: whether a refusal takes q away from p.
-        bonus_probs: [V, V] what the bonus after an accepted leaf is drawn from, instead of p.
-    """
-    luck = random.Random(5)
+    def rule(*arguments) -> Verdict:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(accept, name, broken)
+            return judge(*arguments)
 
-    def walk(tree, tokens, probs, draft_probs, generator) -> tuple[list[int], int]:
-        rows, draft_rows = probs.numpy(), draft_probs.numpy()
-        path, p, children = [0], rows[0], list(tree.children[0])
-        while children:
-            child = children.pop(0)
-            x = tokens[child]
-            q = proposal(draft_rows[child - 1], x)
-            if luck.random() * q[x] < p[x]:
-                path, p, children = [*path, child], rows[child], list(tree.children[child])
-            elif subtract:
-                p = np.maximum(p - q, 0)
-                p = p / p.sum()
-        if bonus_probs is not None and not tree.children[path[-1]]:
-            p = bonus_probs[tokens[path[-1]]].numpy()
-        return path, luck.choices(range(V), p)[0]
-
-    return walk
+    return rule
 
 
-def test_the_check_accepts_the_rules_as_papers_write_them() -> None:
-    assert keeps_distribution(best, walk_by(one_hot), PLAIN)
-    assert keeps_distribution(drawn, walk_by(draws_q), PLAIN)
+def offered_in_full(layout, tokens, probs, hurdles) -> Tensor:
+    """`ranked_pass`, but what was refused stays in p."""
+    return hurdles < accept._offered(layout, tokens, probs)
 
 
-@pytest.mark.parametrize(
-    ("draft", "walk", "sampling"),
-    [
-        pytest.param(best, walk_by(draws_q), PLAIN, id="p/q for children that were not drawn"),
-        pytest.param(greedy_chain, walk_sampled, PLAIN, id="p/q for a greedy chain"),
-        pytest.param(best, walk_by(one_hot, subtract=False), PLAIN, id="children not taken away"),
-        pytest.param(drawn, walk_by(draws_q, subtract=False), PLAIN, id="q not taken away"),
-        pytest.param(
-            best,
-            walk_by(one_hot, bonus_probs=PLAIN.probabilities(LOGITS)),
-            Sampling(0.7),
-            id="bonus without the temperature",
-        ),
-    ],
-)
-def test_the_check_finds_a_wrong_rule(draft, walk, sampling: Sampling) -> None:
-    assert not keeps_distribution(draft, walk, sampling)
+AT_LEAVES = raw_bonus(at_leaves=True)
+WHEN_REFUSED = raw_bonus(at_leaves=False)
+NOTHING_TAKEN = with_part("_normed", lambda weights, otherwise: otherwise)
+NOT_DIVIDED = with_part("_normed", lambda weights, otherwise: weights)
+BROKEN: dict[str, tuple[str, Rule, Sampling]] = {
+    "p/q for children not drawn": ("ranked", taken_for(Siblings.distinct), PLAIN),
+    "p/q for a greedy chain": ("one-hot", taken_for(Siblings.distinct), PLAIN),
+    "distinct as independent": ("distinct", taken_for(Siblings.independent), PLAIN),
+    "independent as distinct": ("independent", taken_for(Siblings.distinct), PLAIN),
+    "refused child stays in p": ("ranked", with_part("ranked_pass", offered_in_full), PLAIN),
+    "q stays in p: chain": ("chain", NOTHING_TAKEN, PLAIN),
+    "q stays in p: independent": ("independent", NOTHING_TAKEN, PLAIN),
+    "p - q not divided": ("independent", NOT_DIVIDED, PLAIN),
+    "bonus from p, not the rest: ranked": ("ranked", WHEN_REFUSED, PLAIN),
+    "bonus from p, not the rest: chain": ("chain", WHEN_REFUSED, PLAIN),
+    "bonus from p, not the rest: distinct": ("distinct", WHEN_REFUSED, PLAIN),
+    "bonus from p, not the rest: independent": ("independent", WHEN_REFUSED, PLAIN),
+    "bonus without the temperature: ranked": ("ranked", AT_LEAVES, WARM),
+    "bonus without the temperature: chain": ("chain of one", AT_LEAVES, WARM),
+    "bonus without the temperature: distinct": ("distinct", AT_LEAVES, WARM),
+}
+
+
+@pytest.mark.parametrize(("proposal", "rule", "sampling"), BROKEN.values(), ids=BROKEN)
+def test_the_check_finds_a_wrong_rule(proposal: str, rule: Rule, sampling: Sampling) -> None:
+    assert not keeps_distribution(proposal, rule, sampling)
+
+
+def test_the_check_accepts_what_is_replaced_by_the_same() -> None:
+    assert keeps_distribution("distinct", taken_for(Siblings.distinct), PLAIN)
+    assert keeps_distribution("ranked", with_part("ranked_pass", accept.ranked_pass), PLAIN)
+    assert keeps_distribution("ranked", AT_LEAVES, PLAIN)
 
 
 PROMPT = [5, 17, 40, 8, 77]
-NUM_DECODES = 600
+NUM_DECODES = 3000
+KINDS = ["ranked", "chain", "independent"]
 
 
-class DrawnChain:
-    """Draws the token at depth k from head k, by randomness of its own."""
+class Drawn:
+    """Draws the tokens at depth k from head k, each by itself, by randomness of its own."""
 
-    def __init__(self, head: MedusaHead, sampling: Sampling, seed: int = 0) -> None:
-        self.head, self.sampling, self.reads = head, sampling, head.reads
-        self.luck = generator(10**6 + seed)
+    def __init__(self, head: MedusaHead, tree: Tree, sampling: Sampling, seeds: list[int]) -> None:
+        self.head, self.tree, self.sampling, self.reads = head, tree, sampling, head.reads
+        self.noise = Noise.seeded([10**6 + seed for seed in seeds], torch.device("cpu"))
 
-    def observe(self, token_ids, output) -> None:
-        self.hidden = output.hidden_states[0, -1]
+    def observe(self, seen: Seen) -> None:
+        self.hidden = seen.last.hidden_states[:, 0]
 
-    def propose(self, root: int) -> Draft:
-        logits = [self.head.head_logits(k, self.hidden) for k in range(2)]
-        probs = self.sampling.probabilities(torch.stack(logits))
-        tokens = torch.multinomial(probs, 1, generator=self.luck).flatten()
-        return Draft(Tree.chain(2), tokens, probs)
+    def propose(self, roots: list[int]) -> Draft:
+        heads = [self.head.head_logits(k, self.hidden) for k in range(self.tree.depth)]
+        q = self.sampling.probabilities(torch.stack(heads, 1))
+        depths = self.tree.depths
+        tokens = [self.noise.race(q[:, depth - 1]) for depth in depths[1:]]
+        probs = q[:, depths[: max(self.tree.parents) + 1]]
+        return Draft(
+            self.tree, torch.stack(tokens, 1), self.tree.depth, Siblings.independent, probs
+        )
+
+    def keep(self, rows: list[int]) -> None:
+        self.noise = self.noise.rows(rows)
 
 
-def drafters(head: MedusaHead, sampling: Sampling, seed: int = 0) -> dict:
-    return {"tree": MedusaDrafter(head, TREE), "chain": DrawnChain(head, sampling, seed)}
+def drafter(kind: str, head: MedusaHead, sampling: Sampling, seeds: list[int]):
+    if kind == "ranked":
+        return MedusaDrafter(head, TREE)
+    return Drawn(head, CHAIN if kind == "chain" else TREE, sampling, seeds)
 
 
 def endless_target() -> Target:
@@ -334,37 +330,40 @@ def three_token_probs(target: Target, sampling: Sampling) -> Tensor:
     return joint
 
 
-@pytest.mark.parametrize("kind", ["tree", "chain"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_decoding_keeps_the_targets_distribution(kind: str) -> None:
-    target, sampling = endless_target(), Sampling(3.0, top_k=3)
-    head, counts = noisy_head(target), torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
-    accepted = 0
-    for seed in range(NUM_DECODES):
-        drafter = drafters(head, sampling, seed)[kind]
-        generation = decode(target, drafter, PROMPT, 3, sampling, seed)
+    target, sampling, seeds = endless_target(), Sampling(3.0, top_k=3), list(range(NUM_DECODES))
+    made = drafter(kind, noisy_head(target), sampling, seeds)
+    found = decode_batch(target, made, [PROMPT] * NUM_DECODES, 3, sampling, seeds)
+    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
+    for generation in found:
         counts[tuple(generation.token_ids)] += 1
-        accepted += sum(step.accepted for step in generation.steps)
-    assert accepted > NUM_DECODES / 2  # so that drafts, and not the bonus alone, make the text
+    # So that drafts, and not the bonus alone, make the text.
+    assert sum(step.accepted for g in found for step in g.steps) > NUM_DECODES / 2
     assert fits(counts, three_token_probs(target, sampling))
 
 
-@pytest.mark.parametrize("kind", ["tree", "chain"])
-def test_a_seed_gives_one_text(kind: str) -> None:
-    target, sampling = endless_target(), Sampling(1.0, top_p=0.9)
-    head = noisy_head(target)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_gives_one_text_alone_or_in_a_batch(kind: str) -> None:
+    target, sampling, seeds = endless_target(), Sampling(1.0, top_p=0.9), [0, 1, 0, 7]
+    prompts, head = [PROMPT, PROMPT, PROMPT, PROMPT[:2]], noisy_head(target)
 
-    def text(seed: int) -> list[int]:
-        return decode(target, drafters(head, sampling)[kind], PROMPT, 20, sampling, seed).token_ids
+    def texts(rows: list[int]) -> list[list[int]]:
+        mine = [seeds[row] for row in rows]
+        made = drafter(kind, head, sampling, mine)
+        found = decode_batch(target, made, [prompts[row] for row in rows], 20, sampling, mine)
+        return [generation.token_ids for generation in found]
 
-    assert text(0) == text(0) != text(1)
+    together = texts([0, 1, 2, 3])
+    assert together == [texts([row])[0] for row in range(4)]
+    assert together[0] == together[2] != together[1]
 
 
-@pytest.mark.parametrize("kind", ["tree", "chain"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sampling_from_one_token_is_greedy(kind: str) -> None:
     target, sampling = endless_target(), Sampling(1.0, top_k=1)
     expected = decode(target, NoDraft(), PROMPT, 40)
     assert decode(target, NoDraft(), PROMPT, 40, sampling).token_ids == expected.token_ids
-    drafter = drafters(noisy_head(target), sampling)[kind]
-    drafted = decode(target, drafter, PROMPT, 40, sampling)
+    drafted = decode(target, drafter(kind, noisy_head(target), sampling, [0]), PROMPT, 40, sampling)
     assert drafted.token_ids == expected.token_ids
     assert len(drafted.steps) < len(expected.steps)

@@ -1,15 +1,17 @@
-"""Which path a rule accepts: by hand, and text by text as papers write the rules.
+"""What the target samples from, and which path a rule accepts: by hand, and as papers write it.
 
 Papers walk down from the root in a loop over one text; `judge` does all texts and nodes at once.
 With the same uniforms both must keep the same nodes, and with the same clocks give the same bonus.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eval.accept import GREEDY, Noise, Sampling, Typical, Verdict, judge
 from eval.draft import NOTHING, Draft, Layout, Siblings, tree_layout
@@ -48,6 +50,42 @@ def outcomes(verdict: Verdict) -> set[tuple[tuple[int, ...], int]]:
     """All pairs of accepted nodes, without the root, and bonus."""
     columns = (verdict.nodes.tolist(), verdict.num_accepted.tolist(), verdict.bonus.tolist())
     return {(tuple(nodes[1 : n + 1]), bonus) for nodes, n, bonus in zip(*columns, strict=True)}
+
+
+def test_probabilities_by_hand() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    for sampling, expected in [
+        (Sampling(1.0), [0.5, 0.25, 0.15, 0.1]),
+        (Sampling(0.5), [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+        (Sampling(1.0, top_k=2), [2 / 3, 1 / 3, 0, 0]),
+        (Sampling(1.0, top_p=0.7), [2 / 3, 1 / 3, 0, 0]),
+        # Top-k comes first: two thirds of what it leaves is more than top-p asks for.
+        (Sampling(1.0, top_p=0.6, top_k=2), [1.0, 0, 0, 0]),
+    ]:
+        torch.testing.assert_close(sampling.probabilities(logits), torch.tensor([expected]))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 50, 1000])
+@pytest.mark.parametrize("top_p", [0.0, 0.4, 0.95, 1.0])
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p) -> None:
+    logits = 3 * torch.randn(32, 50, generator=generator())
+    logits[8:16] = logits[8:16].round()  # ties, inside and at the edge of what is kept
+    logits[16] = 0.0
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
+    if top_k is not None:
+        warpers.insert(1, TopKLogitsWarper(top_k))
+    expected = logits
+    for warper in warpers:
+        expected = warper(None, expected)
+    found = Sampling(temperature, top_p, top_k).probabilities(logits.view(4, 8, 50))
+    assert torch.equal(found.flatten(0, 1), expected.softmax(-1))
+
+
+def test_half_precision_logits_are_warped_in_single() -> None:
+    logits = torch.randn(2, V, generator=generator()).bfloat16()
+    found = Sampling(0.7).probabilities(logits)
+    assert torch.equal(found, (logits.float() / 0.7).softmax(-1))
 
 
 def test_the_greedy_walk_follows_the_targets_choices() -> None:
@@ -201,7 +239,7 @@ def same(verdict: Verdict, paths: list[list[int]], rests: list[np.ndarray], nois
     ):
         assert nodes[: n + 1] == path
         assert not any(nodes[n + 1 :])
-    assert {len(path) for path in paths} > {1, 2, 3}
+    assert {len(path) for path in paths} >= {1, 2, 3}  # so that paths say something
     assert torch.equal(verdict.bonus, noise.race(torch.from_numpy(np.stack(rests)).float()))
 
 
@@ -234,7 +272,7 @@ def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> 
         path = paths.pop(0)
         paths += [[*path, child] for child in children[path[-1]]]
         length, liking = 0, 0.0
-        for parent, node in zip(path, path[1:], strict=False):
+        for parent, node in pairwise(path):
             entropy = -(p[parent] * np.log(p[parent] + 1e-5)).sum()
             if p[parent][tokens[node]] <= min(rule.threshold, rule.alpha * np.exp(-entropy)):
                 break

@@ -153,7 +153,7 @@ def passes_of_generate(target: Target, draft: Target, text: list[int], **setting
     draft.model.generation_config.update(pad_token_id=None, **settings)
     ids = torch.tensor([text])
     # With a padding token its assistant would not look at that token in the text.
-    own = GenerationConfig(do_sample=False, max_new_tokens=59, pad_token_id=None)
+    own = GenerationConfig(do_sample=False, max_new_tokens=39, pad_token_id=None)
     with passes(target) as found:
         output = target.model.generate(
             ids,
@@ -161,7 +161,7 @@ def passes_of_generate(target: Target, draft: Target, text: list[int], **setting
             generation_config=own,
             assistant_model=draft.model,
         )
-    assert output.shape[1] == len(text) + 59
+    assert output.shape[1] == len(text) + 39
     return len(found)
 
 
@@ -178,10 +178,10 @@ def passes_of_generate(target: Target, draft: Target, text: list[int], **setting
 def test_the_target_runs_as_often_as_in_transformers(family, schedule, threshold, length) -> None:
     target = endless(family)
     draft = noisy_copy(target)
-    num_tokens = 60 if schedule == "heuristic" else 4
+    num_tokens = 40 if schedule == "heuristic" else 4
     counts = []
     for prompt in PROMPTS:
-        found = decode(target, DraftModel(draft, Tree.chain(num_tokens), length=length), prompt, 60)
+        found = decode(target, DraftModel(draft, Tree.chain(num_tokens), length=length), prompt, 40)
         counts.append(len(found.steps))
         assert counts[-1] == passes_of_generate(
             target,
@@ -227,7 +227,7 @@ def test_decoding_keeps_the_targets_distribution(shape: str) -> None:
         torch.tensor([float(counts[text]) for text in exact]), torch.tensor(list(exact.values()))
     )
     accepted = sum(step.accepted for text in drawn for step in text.steps)
-    assert accepted > draws / 2
+    assert accepted > draws / 3
 
 
 def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int) -> Iterator[tuple]:

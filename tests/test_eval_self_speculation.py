@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toys import FAMILIES, random_model, random_target
+from toys import FAMILIES, random_model
 
 from eval.accept import GREEDY, Sampling
 from eval.draft import NOTHING
@@ -26,6 +26,7 @@ def agreeing_target(family: str = "llama") -> Target:
             parameter.data.mul_(0.6)
         elif "post_" in name and "feedforward" in name:
             parameter.data.sub_(0.7)
+    model.get_output_embeddings().weight.data.mul_(6)  # sometimes sure
     model.generation_config.eos_token_id = None
     return Target(model, None, family)
 
@@ -66,8 +67,8 @@ def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
 
 def test_a_batch_gives_every_text_that_it_gives_alone(each) -> None:
     prompts = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
-    text = decode(each, NoDraft(), prompts[1], 30).token_ids
-    each.model.generation_config.eos_token_id = [text[8]]
+    text = decode(each, NoDraft(), prompts[1], 16).token_ids
+    each.model.generation_config.eos_token_id = [text[6]]
     try:
         check_batch(each, prompts)
     finally:
@@ -75,16 +76,16 @@ def test_a_batch_gives_every_text_that_it_gives_alone(each) -> None:
 
 
 def check_batch(target: Target, prompts: list[list[int]]) -> None:
-    for sampling, confidence in [(GREEDY, 0.0), (GREEDY, 0.5), (SAMPLED, 0.5)]:
+    for sampling, confidence in [(GREEDY, 0.4), (SAMPLED, 0.0)]:
 
         def drafter(
             *seeds: int, confidence: float = confidence, sampling: Sampling = sampling
         ) -> SelfDraft:
             return SelfDraft(target, early_exit(target, 4), 3, confidence, sampling, seeds)
 
-        together = decode_batch(target, drafter(10, 11, 12, 13), prompts, 30, sampling, range(4))
+        together = decode_batch(target, drafter(10, 11, 12, 13), prompts, 16, sampling, range(4))
         for row, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
-            alone = decode(target, drafter(10 + row), prompt, 30, sampling, row)
+            alone = decode(target, drafter(10 + row), prompt, 16, sampling, row)
             assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
 
 
@@ -218,4 +219,3 @@ def test_what_is_skipped_is_back_afterwards(target) -> None:
     before = target.read_text(PROMPT).hidden_states
     decode(target, SelfDraft(target, early_exit(target, 1), 2), PROMPT, 8)
     assert torch.equal(target.read_text(PROMPT).hidden_states, before)
-    assert random_target().num_layers == 2

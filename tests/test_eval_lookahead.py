@@ -1,0 +1,148 @@
+import pytest
+import torch
+from toys import random_target
+
+from eval.accept import Sampling
+from eval.draft import NOTHING
+from eval.engine import NoDraft, Seen, decode, decode_batch
+from eval.lookahead import Lookahead
+from heads.cache import TreeCache
+from heads.target import Target, TargetOutput
+
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
+SIZES = [(1, 2, 1), (1, 4, 2), (4, 2, 3), (5, 3, 4), (7, 5, 7)]
+
+
+def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Seen:
+    """What the engine would show, with the target's answers at some nodes."""
+    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
+    cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
+    logits = None
+    if answers is not None:
+        logits = torch.zeros(len(token_ids), 20, 50)
+        for row, at in zip(logits, answers, strict=True):
+            for node, token in at.items():
+                row[node, token] = 1
+    return Seen(token_ids, output, cache, logits)
+
+
+def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]]:
+    """Per text its draft as the path to each node, in the order of the nodes."""
+    draft = drafter.propose(roots)
+    assert isinstance(draft.tree, torch.Tensor)
+    assert max(draft.layout().depths.flatten()) <= draft.depth
+    found = []
+    for tokens, parents in zip(draft.tokens.tolist(), draft.tree.tolist(), strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, parents, strict=True):
+            assert parent < len(paths)
+            paths.append((*paths[parent], token))
+        found.append([path for path in paths[1:] if NOTHING not in path])
+    return found
+
+
+def guesses(drafter: Lookahead, root: int, window: int) -> list[tuple[int, ...]]:
+    """The paths behind those of a window whose paths all differ."""
+    return branches(drafter, [root])[0][window:]
+
+
+def test_nodes_that_would_be_the_same_are_one() -> None:
+    drafter = Lookahead(window=2, level=3, num_guesses=2)
+    drafter.observe(seen([[7, 7]]))
+    # The window is 7 everywhere: below row 0, a chain of two, row 1 adds one node.
+    assert branches(drafter, [5]) == [[(7,), (7, 7), (7, 7, 7)]]
+
+
+def test_guesses_come_from_the_prompt_and_share_their_beginning() -> None:
+    drafter = Lookahead(window=1, level=4, num_guesses=3)
+    drafter.observe(seen([[9, 1, 2, 3, 9, 1, 2, 4, 9, 5, 6, 7]]))
+    paths = branches(drafter, [9])[0]
+    assert {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (5, 6), (5, 6, 7)} <= set(paths)
+    assert len(paths) == len(set(paths))
+    assert not {(1, 2, 3), (5, 6, 7)} & set(branches(drafter, [8])[0])
+
+
+def test_only_the_latest_guesses_of_a_token_are_kept() -> None:
+    drafter = Lookahead(window=1, level=3, num_guesses=2)
+    # 1 2 is met again after 3 4, so that 3 4 goes when 5 6 comes.
+    drafter.observe(seen([[9, 1, 2, 9, 3, 4, 9, 1, 2, 9, 5, 6]]))
+    paths = set(branches(drafter, [9])[0])
+    assert {(1, 2), (5, 6)} <= paths
+    assert (3, 4) not in paths
+
+
+def test_rows_differ_and_are_filled_up() -> None:
+    drafter = Lookahead(window=1, level=3, num_guesses=2)
+    drafter.observe(seen([[8, 8], [9, 9, 3, 4], [8, 8]]))
+    draft = drafter.propose([5, 9, 6])
+    sizes = [sum(token != NOTHING for token in row) for row in draft.tokens.tolist()]
+    assert sizes[0] == sizes[2] < sizes[1] == draft.tokens.shape[1]
+    drafter.keep([1])
+    assert branches(drafter, [9])[0] == branches(drafter, [9])[0]
+    assert len(drafter.propose([9]).tokens) == 1
+
+
+def test_texts_may_end_before_any_was_seen() -> None:
+    drafter = Lookahead(2, 3, 2)
+    drafter.keep([1])
+    drafter.observe(seen([[7, 7]]))
+    assert len(branches(drafter, [5])) == 1
+
+
+def test_the_window_is_nothing_but_jacobi_iteration() -> None:
+    """Of a target whose next token is the last one plus 1 the window soon knows the text."""
+    drafter = Lookahead(window=4, level=3, num_guesses=2)
+    drafter.observe(seen([[40, 40]]))
+    root = 1
+    for _ in range(12):
+        paths = branches(drafter, [root])[0]
+        drafter.observe(
+            seen([[root]], [{node: path[-1] + 1 for node, path in enumerate(paths, start=1)}])
+        )
+        root += 1
+    # n-grams of what was never in the text, harvested from the window alone
+    found = {path for root in range(50) for path in guesses(drafter, root, 0) if len(path) == 2}
+    assert (42, 43) in found or (root + 1, root + 2) in found
+
+
+def with_a_stop(target: Target) -> list[list[int]]:
+    """Sets a stop token that ends one of the texts early; gives the texts."""
+    target.model.generation_config.eos_token_id = None
+    first = decode(target, NoDraft(), PROMPTS[1], 50).token_ids
+    target.model.generation_config.eos_token_id = [first[9]]
+    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+def test_a_batch_gives_the_targets_texts(family: str, size: tuple[int, int, int]) -> None:
+    target = random_target(family)
+    texts = with_a_stop(target)
+    assert len({len(text) for text in texts}) > 1
+    found = decode_batch(target, Lookahead(*size), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        alone = decode(target, Lookahead(*size), prompt, 50)
+        assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_are_accepted(seed: int) -> None:
+    target = random_target(seed=seed)
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 60).token_ids
+    found = decode(target, Lookahead(), PROMPT + text[:-2], 40)
+    assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 40).token_ids
+    assert max(step.accepted for step in found.steps) >= 4
+    assert len(found.steps) < 25
+
+
+def test_sampling_the_likeliest_is_greedy() -> None:
+    target = random_target()
+    sampling = Sampling(temperature=0.7, top_k=1)
+    texts = with_a_stop(target)
+    found = decode_batch(target, Lookahead(), PROMPTS, 50, sampling, [3, 4, 5, 6])
+    greedy = decode_batch(target, Lookahead(), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    assert [one.steps for one in found] == [one.steps for one in greedy]

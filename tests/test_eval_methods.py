@@ -1,0 +1,113 @@
+"""Every method on every kind of target, alone and in batches: the text is the target's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
+
+from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
+from conf.schema_eagle import EagleForm
+from conf.schema_measure import DraftModelConfig, SpeedupRun
+from eval import speedup
+from heads.load_target import load_target
+
+FAMILIES = [
+    "llama",
+    "gpt_neox",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2", "qwen3_moe")),
+]
+SHARED = [
+    "vanilla", "generate", "medusa_chain", "medusa_tree", "eagle_chain", "eagle_tree",
+    "draft_chain", "draft_tree", "prompt_lookup", "ngram", "lookahead", "early_exit",
+    "skip_layers",
+]  # fmt: skip
+
+
+def given(folder: Path, family: str) -> dict:
+    """A target with a head of each kind, and a draft model: the target with other weights."""
+    save_target(folder / "target", family, num_hidden_layers=4)
+    target = load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
+    noisy_head(target).save(folder / "medusa")
+    eagle_head(target, EagleForm.eagle3, 150, num_updates=15).save(folder / "eagle")
+    model = random_model(family, vocab_size=300, num_hidden_layers=4)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.05)
+    model.save_pretrained(folder / "draft")
+    tokenizer().save_pretrained(folder / "draft")
+    words = ("there", "you", "today", "fine")
+    rows = [{"category": "chat", "turns": [f"hello {w}, how are {w}?"]} for w in words]
+    rows[0]["turns"].append("and now?")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "target": TargetConfig(path=str(folder / "target")),
+        "data": DataConfig(path=str(folder / "prompts.jsonl")),
+        "head": HeadRef(path=str(folder / "medusa")),
+        "heads": [str(folder / "eagle")],
+        "draft": DraftModelConfig(path=str(folder / "draft")),
+        "max_new_tokens": 16,
+        "num_repeats": 1,
+        "num_warmups": 0,
+    }
+
+
+def measured(settings: dict, out_dir: Path, **changes) -> dict:
+    speedup.main(SpeedupRun(**{**settings, **changes}, out_dir=str(out_dir)))
+    return json.loads((out_dir / "speedup.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_gives_the_targets_own_text(family: str, tmp_path: Path) -> None:
+    settings = given(tmp_path, family)
+    alone = measured(settings, tmp_path / "1")
+    assert set(alone["methods"]) == {*SHARED, "generate_lookup", "generate_assisted"}
+    together = measured(settings, tmp_path / "4", batch_size=4)
+    assert set(together["methods"]) == set(SHARED)
+    for result in (alone, together):
+        assert result["lossless"] == {"num_prompts": 5, "num_equal": 5, "first_divergences": []}
+    for name, row in together["methods"].items():
+        # What a text accepts does not depend on its neighbours.
+        assert row["tau"] == pytest.approx(alone["methods"][name]["tau"]) or name == "skip_layers"
+    assert alone["methods"]["draft_chain"]["tau"] > 1.2
+
+
+def test_sampled_methods_and_the_lossy_one(tmp_path: Path) -> None:
+    settings = given(tmp_path, "llama")
+    result = measured(settings, tmp_path / "o", temperature=0.8, batch_size=2)
+    assert result["lossless"] is None
+    lossy = {name for name, row in result["methods"].items() if row["lossy"]}
+    assert lossy == {"medusa_typical"}
+    assert "lossy" in (tmp_path / "o/speedup.html").read_text()
+    again = measured(settings, tmp_path / "p", temperature=0.8, batch_size=1)
+    for name in ("vanilla", "eagle_chain", "draft_tree", "lookahead"):
+        assert result["methods"][name]["tau"] == pytest.approx(again["methods"][name]["tau"])
+
+
+def test_a_draft_model_with_another_tokenizer(tmp_path: Path) -> None:
+    settings = given(tmp_path, "llama")
+    content = json.loads((tmp_path / "draft/tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    swapped = {"a": words["b"], "b": words["a"]}
+    content["model"]["vocab"] = {token: swapped.get(token, i) for token, i in words.items()}
+    (tmp_path / "draft/tokenizer.json").write_text(json.dumps(content))
+    result = measured(settings, tmp_path / "o", methods=["draft_chain"])
+    assert result["lossless"]["num_equal"] == 5
+    with pytest.raises(InputError, match="needs draft_tree .draft.path with the target's tokeniz"):
+        measured(settings, tmp_path / "p", methods="draft_tree")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": "eagle_tre"}, r"methods=\['eagle_tre'\]: allowed: all, vanilla"),
+        ({"methods": ["medusa_typical"]}, r"temperature above 0"),
+        ({"methods": "generate_lookup", "batch_size": 2}, r"batch_size=1"),
+        ({"heads": ["nowhere/at/all"]}, r"nowhere/at/all"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, changes: dict, message: str) -> None:
+    settings = given(tmp_path, "llama")
+    with pytest.raises(InputError, match=message):
+        measured(settings, tmp_path / "o", **changes)
+    assert not (tmp_path / "o").exists()
