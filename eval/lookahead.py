@@ -1,12 +1,15 @@
 """Lookahead decoding: n-grams that the target guesses for itself, in the same pass.
 
-A window of W columns and N - 1 rows holds guesses about the tokens ahead. Row 0 is a chain
-below the root; what stands in row l hangs below row l - 1 of its column. All of it is run with
-the target, whose answers below the last row complete W n-grams and become the next last row
-(Jacobi iteration), while the other rows move up as the text moves on. N-grams go to a pool by
-their first token; those that start with the root are checked as further branches.
+A window of W columns and N - 1 rows holds guesses about the tokens ahead. Row 0 is a chain that
+begins with the root; what stands in row l hangs below row l - 1 of its column. All of it is run
+with the target, whose answers below the last row complete W n-grams and become the next last
+row (Jacobi iteration), while the other rows move up by one, however many tokens were accepted.
+N-grams of the window and of the text go to a pool by their first token; those that start with
+the root are checked as further branches.
 
-Source: Fu et al., arXiv 2402.02057, section 3; hao-ai-lab/LookaheadDecoding `lade/decoding.py`.
+Source: Fu et al., arXiv 2402.02057, section 3; hao-ai-lab/LookaheadDecoding `lade/decoding.py`
+with ALWAYS_FWD_ONE and POOL_FROM_PROMPT; differs: the window starts with all rows, guesses may
+be accepted whole, and so may the window's own branches.
 Letters: B texts, W columns, N tokens of an n-gram.
 """
 
@@ -14,6 +17,7 @@ import random
 from collections import OrderedDict
 
 import torch
+from torch import Tensor
 
 from eval.draft import NOTHING, Draft
 from eval.engine import Seen
@@ -70,16 +74,25 @@ class _Window:
             [luck.choice(prompt) for _ in range(self.width)] for _ in range(self.level - 1)
         ]
         self.pool = _Pool(num_guesses)
-        for start in range(len(prompt) - self.level + 1):
-            self.pool.add(tuple(prompt[start : start + self.level]))
+        self.tail: list[int] = []
         self.last: list[int] = []
+        self.read(prompt)
+
+    def read(self, tokens: list[int]) -> None:
+        """The text goes on; its own n-grams go to the pool."""
+        for token in tokens:
+            self.tail = [*self.tail, token][-self.level :]
+            if len(self.tail) == self.level:
+                self.pool.add(tuple(self.tail))
 
     def draft(self, root: int) -> _Trie:
         """Window and guesses; `last` are the nodes of the last row."""
+        self.read([root])
+        self.rows[0] = [root, *self.rows[0][1:]]
         trie = _Trie()
-        above: list[int] = []
-        for token in self.rows[0]:
-            above.append(trie.add(above[-1] if above else 0, token))
+        above = [0]
+        for token in self.rows[0][1:]:
+            above.append(trie.add(above[-1], token))
         for row in self.rows[1:]:
             above = [trie.add(parent, token) for parent, token in zip(above, row, strict=True)]
         self.last = above
@@ -121,7 +134,8 @@ class Lookahead:
         last = upload([window.last for window in self.windows], self.device)
         places = torch.arange(len(last), device=self.device).unsqueeze(1)
         answers = seen.logits[places, last].argmax(-1).tolist()
-        for window, row in zip(self.windows, answers, strict=True):
+        for window, tokens, row in zip(self.windows, seen.token_ids, answers, strict=True):
+            window.read(tokens[1:])
             window.update(row)
 
     def propose(self, roots: list[int]) -> Draft:
@@ -132,7 +146,11 @@ class Lookahead:
         tokens = [t.tokens + [NOTHING] * gap for t, gap in zip(tries, gaps, strict=True)]
         parents = [t.parents + [0] * gap for t, gap in zip(tries, gaps, strict=True)]
         width, level = self.size
-        return Draft(upload(parents, self.device), upload(tokens, self.device), width + level - 2)
+        return Draft(self._upload(parents), self._upload(tokens), level - 1 + max(width - 2, 0))
+
+    def _upload(self, rows: list[list[int]]) -> Tensor:
+        """[B, n] int64, also where n is 0."""
+        return upload(rows, self.device).reshape(len(rows), -1 if rows[0] else 0).long()
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""

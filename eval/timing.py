@@ -106,7 +106,7 @@ def _figures(
     measured = summary(steps, depth, config.seed)
     watched = any(p.steps for p in steps)
     figures = {
-        "tau": measured["tau"] if watched else _tau_unseen(texts),
+        "tau": measured["tau"] if watched else _tau_unseen(name, found),
         **_speed(name, found, config.seed),
         "num_tokens": num_tokens,
         "num_passes": num_passes,
@@ -131,10 +131,12 @@ def _num_passes(batch: list[Generation]) -> int:
     return max(max(len(g.steps), g.num_passes) for g in batch)
 
 
-def _tau_unseen(texts: list[tuple[BatchRun, Generation]]) -> float:
-    """Tokens per pass, that over the prompt included."""
-    num_passes = sum(g.num_passes for _, g in texts)
-    return sum(len(g.token_ids) for _, g in texts) / num_passes if num_passes else 1.0
+def _tau_unseen(name: str, found: list[BatchRun]) -> float:
+    """Tokens per pass, that over the prompt included, of the longest text of each batch."""
+    batches_seen = [batch.runs[name][0] for batch in found]
+    num_passes = sum(_num_passes(texts) for texts in batches_seen)
+    num_tokens = sum(max(len(g.token_ids) for g in texts) for texts in batches_seen)
+    return num_tokens / num_passes if num_passes else 1.0
 
 
 def _median_total(seconds: Iterable[list[float]]) -> float:

@@ -12,7 +12,7 @@ from heads.eagle import EagleHead
 from heads.eagle_config import EagleHeadConfig
 from heads.load import Head
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 TRAIN_KEYS = (
     "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",
     "adam_beta2", "max_grad_norm", "dtype",
@@ -245,8 +245,8 @@ def _speedup_table(speedup: dict[str, Any]) -> str:
         for name, row in speedup["methods"].items()
     ]
     intro = (
-        f"Decoding at batch 1{_setting(speedup)}; speed-up over `{speedup['baseline']}`, the same "
-        "engine without drafting; efficiency is speed-up / tau."
+        f"Decoding at batch {speedup.get('batch_size', 1)}{_setting(speedup)}; speed-up over "
+        f"`{speedup['baseline']}`, the same engine without drafting; efficiency is speed-up / tau."
     )
     header = ["method", "tau", "tokens/s", "speed-up", "efficiency"]
     return f"{intro}\n\n{_table(header, rows)}"

@@ -22,6 +22,10 @@ TRAIN = [
     "train.learning_rate=2e-3", "train.warmup_steps=20", "train.save_steps=50",
 ]  # fmt: skip
 
+SPEEDUP = [
+    "data.num_prompts=32", "methods=[generate,medusa_chain,medusa_tree,prompt_lookup]",
+]  # fmt: skip
+
 
 def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
     """Name, result and arguments of each stage; a stage whose result exists is done."""
@@ -32,7 +36,7 @@ def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
     return [
         ("train", out_dir / "head/config.json", ["-m", *LAUNCH, *train]),
         ("acceptance", out_dir / "acceptance.json", ["eval/acceptance.py", *measure]),
-        ("speedup", out_dir / "speedup.json", ["eval/speedup.py", *measure, "data.num_prompts=32"]),
+        ("speedup", out_dir / "speedup.json", ["eval/speedup.py", *measure, *SPEEDUP]),
     ]
 
 
@@ -76,7 +80,9 @@ def main(out_dir: Path) -> None:
         if not result.exists():
             sys.exit(f"{name} was stopped: `make quickstart` again continues")
     Console().print(summary(out_dir, seconds))
-    print(f"in {out_dir}: head/, acceptance.json, speedup.json, a picture of each. Next:")
+    print(
+        f"in {out_dir}: head/, acceptance.json, speedup.json, a picture of each, speedup.html. Next:"
+    )
     print("  accelerate launch train/medusa.py target.path=MODEL data.path=CHATS.jsonl")
     print(f"  python scripts/push.py head.path={out_dir / 'head'} repo_id=YOU/NAME dry_run=true")
 

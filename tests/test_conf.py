@@ -15,11 +15,15 @@ ENTRIES = {
     "train/eagle.py": schema_eagle.EagleRun,
     "eval/acceptance.py": schema_measure.AcceptanceRun,
     "eval/speedup.py": schema_measure.SpeedupRun,
+    "eval/tree_search.py": schema_measure.TreeSearchRun,
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema.PushRun,
     "scripts/compare.py": schema.CompareRun,
 }
+
+
+BENCHES = ("scripts/bench_engine.py", "scripts/bench_unroll.py")
 
 
 def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -33,7 +37,7 @@ def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProce
 def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
     found = [p for d in ("train", "eval", "scripts") for p in (ROOT / d).glob("*.py")]
     entries = {str(p.relative_to(ROOT)) for p in found if "__main__" in p.read_text()}
-    assert entries == {*ENTRIES, "scripts/quickstart.py", "scripts/bench_unroll.py"}
+    assert entries == {*ENTRIES, "scripts/quickstart.py", *BENCHES}
     for entry in entries:
         assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
 

@@ -7,7 +7,7 @@ run the engine on a toy target. Which path is accepted is for test_eval_accept_r
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest

@@ -1,14 +1,21 @@
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from toys import FAMILIES, noisy_head, random_target
 from transformers import GenerationConfig
 
+from conf.schema_eagle import EagleConfig
+from eval.accept import Sampling
 from eval.draft import Draft
+from eval.eagle import DynamicShape, EagleChain, EagleTree
 from eval.engine import NoDraft, Seen, Step, decode, decode_batch, stream
+from eval.lookup import PromptLookup
 from eval.medusa import MedusaDrafter
 from eval.replay import accepted_lengths, agreements, replay, walk
+from heads.eagle import EagleHead
 from heads.target import Reads
 from heads.tree import Tree, default_tree
+from heads.vocab import DraftVocab
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 
@@ -158,3 +165,39 @@ def test_replay_equals_decoding_step_for_step(family: str, tree: Tree) -> None:
         decoded = decode(target, MedusaDrafter(head, tree), prompt, 60)
         assert replay(target, head, tree, prompt, text) == decoded.steps
     assert any(step.accepted for step in decoded.steps)
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the host wait for a device."""
+
+    NAMES = ("tolist", "item", "cpu", "nonzero", "numpy", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.9)])
+@pytest.mark.parametrize("kind", ["none", "medusa", "eagle chain", "eagle tree", "lookup"])
+def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None:
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    vocab = DraftVocab.everything(target.vocab_size)
+    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    drafter = {
+        "none": NoDraft(),
+        "medusa": MedusaDrafter(noisy_head(target), default_tree(3, 16)),
+        "eagle chain": EagleChain(eagle, 3, sampling, [5, 6]),
+        "eagle tree": EagleTree(eagle, DynamicShape(3, 3, 8)),
+        "lookup": PromptLookup(3),
+    }[kind]
+    steps = iter(stream(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))
+    next(steps)
+    with Waits() as waits:
+        for number in range(1, 5):
+            next(steps)
+            assert waits.count == number

@@ -110,9 +110,9 @@ def large() -> dict[str, Any]:
             ],
         },
         "texts": [
-            {"prompt": 0, "category": "writing", "turn": 0, "methods": texts,
+            {"prompt": 0, "category": "writing", "turn": 1, "methods": texts,
              "question": "Write <b>three</b> lines.\nNo more."},
-            {"prompt": 3, "category": "qa", "turn": 1, "methods": texts, "question": "Why?" * 90},
+            {"prompt": 3, "category": "qa", "turn": 2, "methods": texts, "question": "Why?" * 90},
         ],
         "target": "organisation/Some-Target-8B-Instruct", "head": "outputs/head", "device": "cpu",
         "torch_threads": 1, "batch_size": 1, "max_new_tokens": 64, "temperature": 0.0,

@@ -55,10 +55,10 @@ def test_early_exit_leaves_out_the_last_layers(target) -> None:
 
 
 def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
-    text = decode(each, NoDraft(), PROMPT, 40).token_ids
+    text = decode(each, NoDraft(), PROMPT, 32).token_ids
     num_accepted = 0
     for skip in kinds(each):
-        drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 40)
+        drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 32)
         assert drafted.token_ids == text
         assert replay(each, SelfReplay(each, skip), Tree.chain(3), PROMPT, text) == drafted.steps
         num_accepted += sum(step.accepted for step in drafted.steps)

@@ -36,7 +36,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def own(target: Target) -> list[list[int]]:
-    return texts(target, 3, 30)
+    return texts(target, 2, 37)
 
 
 def search(target: Target, own: list[list[int]], limits: SearchLimits | None = None):
@@ -53,19 +53,20 @@ def test_layers_that_do_nothing_are_found(target, own) -> None:
     found = search(target, own)
     best = found.choices[0]
     assert (best.skip, best.num_tokens) == (IDLE, 8)
-    assert (best.agreement, best.tau > 6) == (1.0, True)
-    assert best.speedup == pytest.approx(best.tau * 10 / (8 * 5.5 + 10.8))
+    assert (best.agreement, best.tau) == (1.0, 9.0)
+    assert best.speedup == pytest.approx(9 * 10 / (8 * 5.5 + 10.8))
     exits = {early_exit(target, n) for n in range(1, 6)}
     assert all(best.speedup > choice.speedup for choice in found.choices if choice.skip in exits)
     assert found.choices == sorted(found.choices, key=lambda choice: choice.order)
-    # 6 + 5 + 4 + 3 + 2 given up one by one, the exit before the last layer among them, 4 more.
-    assert found.num_tried == 6 + 5 + 4 + 3 + 2 + len(exits - {(5,)})
+    # Given up one by one, and the exits that are not among these; after three rounds that gained
+    # there are two more at most.
+    assert 6 + 5 + 4 + 3 + 2 < found.num_tried <= 6 + 5 + 4 + 3 + 2 + len(exits)
 
 
 def test_the_best_sets_have_the_tau_of_decoding(target, own) -> None:
     """In a target all of whose layers matter, but not much."""
     target = agreeing_target()
-    own = texts(target, 3, 40)
+    own = texts(target, 2, 40)
     found = search(target, own)
     assert 0 < found.choices[0].agreement < 1
     for choice in found.choices[:3]:
@@ -141,6 +142,6 @@ def test_costs_are_measured(target, own) -> None:
 
 def test_choices_are_decoded_for_real(target, own) -> None:
     choices = [SkipChoice(skip, 2, 1.0, 3.0, 1.0) for skip in (IDLE, (0, 2, 5))]
-    good, bad = confirm(target, choices, [own[0][:4]], 12, num_repeats=1)
+    good, bad = confirm(target, choices, [own[0][:4]], 12)
     assert good > bad > 0
     assert decode(target, NoDraft(), own[0][:4], 12).token_ids == own[0][4:16]

@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import eagle_head, random_target, save_target, texts
+from toys import eagle_head, random_target, save_target, texts, tokenizer
 
 from conf.schema import Dtype, TargetConfig
 from conf.schema_eagle import EagleForm
+from eval.draft import Draft
+from eval.draft_model import DraftModel
 from eval.eagle import EagleChain
-from eval.engine import NoDraft, decode
+from eval.engine import Drafter, NoDraft, decode
+from eval.lookup import PromptLookup
 from eval.replay import accepted_lengths, ranked_drafts
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
@@ -90,20 +95,23 @@ def accepted_per_pass(target: Target, head: EagleHead, prompt: list[int]) -> lis
     return found
 
 
-def counted(head: Path, form: EagleForm, target: Target, prompts: list[list[int]]) -> Any:
-    """What vLLM says of a head folder: per prompt text, drafts, accepted tokens of each depth."""
+def counted(folder: Path, speculative: Any, target: Target, prompts: list[list[int]]) -> Any:
+    """What vLLM counts under its `speculative_config`, per prompt as `vllm_count.py` says."""
     job = {
         "target": target.name,
-        "head": str(head),
-        "method": {EagleForm.eagle1: "eagle", EagleForm.eagle3: "eagle3"}[form],
-        "num_draft_tokens": DEPTH,
+        "speculative": speculative,
         "num_tokens": NUM_TOKENS,
         "prompts": prompts,
     }
-    question, answer = head.parent / "job.json", head.parent / "result.json"
+    question, answer = folder / "job.json", folder / "result.json"
     question.write_text(json.dumps(job))
     run(VLLM, "vllm_count.py", question, answer)
     return json.loads(answer.read_text())
+
+
+def per_depth(accepted: list[int], depth: int) -> list[int]:
+    """How many drafts had a token accepted at each depth."""
+    return [sum(n > place for n in accepted) for place in range(depth)]
 
 
 @needs(VLLM)
@@ -124,7 +132,10 @@ def test_vllm_drafts_and_accepts_what_we_do(
     trained = eagle_head(target, form, **settings)
     trained = reduced(trained, target, num_ids) if num_ids else trained
     trained.save(tmp_path / "head")
-    theirs = counted(tmp_path / "head", form, target, prompts)
+    method = {EagleForm.eagle1: "eagle", EagleForm.eagle3: "eagle3"}[form]
+    speculative = {"method": method, "model": str(tmp_path / "head")}
+    speculative["num_speculative_tokens"] = DEPTH
+    theirs = counted(tmp_path, speculative, target, prompts)
 
     head = load_eagle(str(tmp_path / "head")).attach(target)
     total = torch.zeros(DEPTH, dtype=torch.int64)
@@ -133,11 +144,90 @@ def test_vllm_drafts_and_accepts_what_we_do(
         accepted = accepted_per_pass(target, head, prompt)
         cut = [min(n, step.room) for n, step in zip(accepted, decoded.steps, strict=True)]
         assert [step.accepted for step in decoded.steps] == cut
-        per_depth = [sum(n > depth for n in accepted) for depth in range(DEPTH)]
-        ours = {"text": decoded.token_ids, "drafts": len(accepted), "accepted": per_depth}
+        ours = {
+            "text": decoded.token_ids,
+            "drafts": len(accepted),
+            "proposed": DEPTH * len(accepted),
+            "accepted": per_depth(accepted, DEPTH),
+        }
         assert ours == counts
-        total += torch.tensor(per_depth)
+        total += torch.tensor(counts["accepted"])
     assert total.min() > 20
+
+
+class Counted:
+    """A drafter of chains for one text, and how many tokens each of its drafts had."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.reads = drafter, drafter.reads
+        self.observe, self.keep = drafter.observe, drafter.keep
+        self.sizes: list[int] = []
+
+    def propose(self, roots: list[int]) -> Draft:
+        draft = self.drafter.propose(roots)
+        self.sizes.append(draft.tokens.shape[1])
+        return draft
+
+
+def our_counts(target: Target, drafter: Drafter, prompt: list[int], depth: int) -> dict[str, Any]:
+    """One prompt's text and counts, as `vllm_count.py` gives them.
+
+    Unlike the steps, the paths go on beyond the end of the text, and so does vLLM. A pass for
+    which nothing was found to propose is a step of ours, but no draft of vLLM's.
+    """
+    counted = Counted(drafter)
+    decoded = decode(target, counted, prompt, NUM_TOKENS)
+    return {
+        "text": decoded.token_ids,
+        "drafts": sum(size > 0 for size in counted.sizes),
+        "proposed": sum(counted.sizes),
+        "accepted": per_depth([len(path) for path in decoded.paths], depth),
+    }
+
+
+@needs(VLLM)
+@pytest.mark.parametrize(("shortest", "longest", "depth"), [(1, 3, 5), (2, 2, 4), (2, 4, 8)])
+def test_vllm_looks_up_what_we_do(
+    target: Target, prompts: list[list[int]], tmp_path: Path, shortest, longest, depth
+) -> None:
+    """Method `ngram`, where prompts repeat themselves and the target soon does."""
+    twice = [prompt + other + prompt for prompt, other in pairwise([*prompts, prompts[0]])]
+    speculative = {
+        "method": "ngram",
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": longest,
+        "num_speculative_tokens": depth,
+    }
+    theirs = counted(tmp_path, speculative, target, twice)
+    ours = [
+        our_counts(target, PromptLookup(depth, longest, shortest), prompt, depth)
+        for prompt in twice
+    ]
+    assert ours == theirs
+    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
+    # Drafts that the end of the text cut short are among them.
+    assert sum(c["proposed"] for c in ours) < depth * sum(c["drafts"] for c in ours)
+
+
+@needs(VLLM)
+def test_vllm_drafts_with_a_model_what_we_do(
+    target: Target, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Method `draft_model`: the target itself with noise in its weights."""
+    noisy = deepcopy(target.model)
+    torch.manual_seed(0)
+    for parameter in noisy.parameters():
+        parameter.data.add_(0.03 * parameter.std() * torch.randn_like(parameter))
+    noisy.save_pretrained(tmp_path / "draft")
+    tokenizer().save_pretrained(tmp_path / "draft")
+    draft = opened(tmp_path / "draft")
+    speculative = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    speculative["num_speculative_tokens"] = DEPTH
+    theirs = counted(tmp_path, speculative, target, prompts)
+    chain = Tree.chain(DEPTH)
+    ours = [our_counts(target, DraftModel(draft, chain), prompt, DEPTH) for prompt in prompts]
+    assert ours == theirs
+    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
 
 
 @torch.no_grad()

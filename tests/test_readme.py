@@ -16,6 +16,7 @@ SCHEMAS = {
     "eagle": schema_eagle.EagleRun,
     "acceptance": schema_measure.AcceptanceRun,
     "speedup": schema_measure.SpeedupRun,
+    "tree_search": schema_measure.TreeSearchRun,
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,

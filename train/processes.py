@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from conf.schema import Dtype, InputError, TrainConfig
 from conf.launch import check_launch
+from conf.schema import Dtype, InputError, TrainConfig
 from train.launch import check_batch
 
 

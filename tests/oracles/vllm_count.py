@@ -1,12 +1,12 @@
 """Greedy texts of vLLM on a CPU, and its counts of drafts and accepted draft tokens.
 
-Run by the Python of vLLM's own environment, on a job {"target", "head": folders, "method":
-"eagle" or "eagle3", "num_draft_tokens", "num_tokens", "prompts": token ids}:
+Run by the Python of vLLM's own environment, on a job {"target": folder, "speculative": vLLM's
+`speculative_config`, "num_tokens", "prompts": token ids}:
 
     python vllm_count.py job.json result.json
 
-Writes {"text", "drafts", "accepted": of each depth} per prompt. A text must end well before the
-target's `max_position_embeddings`, near which vLLM stops drafting.
+Writes {"text", "drafts", "proposed": draft tokens, "accepted": of each depth} per prompt. A text
+must end well before the target's `max_position_embeddings`, near which vLLM stops drafting.
 """
 
 import json
@@ -36,19 +36,15 @@ def opened(job: dict) -> LLM:
         max_num_seqs=1,
         # The counters are statistics.
         disable_log_stats=False,
-        speculative_config={
-            "method": job["method"],
-            "model": job["head"],
-            "num_speculative_tokens": job["num_draft_tokens"],
-        },
+        speculative_config=job["speculative"],
     )
 
 
 def counts(llm: LLM) -> list[int]:
-    """Drafts, and accepted tokens of each depth, since the start."""
+    """Drafts, their tokens, and accepted tokens of each depth, since the start."""
     found = {metric.name: metric for metric in llm.get_metrics()}
-    accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-    return [found["vllm:spec_decode_num_drafts"].value, *accepted]
+    proposed = [found[f"vllm:spec_decode_num_{name}"].value for name in ("drafts", "draft_tokens")]
+    return proposed + found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
 
 
 def main() -> None:
@@ -59,8 +55,9 @@ def main() -> None:
     for prompt in job["prompts"]:
         before = counts(llm)
         output = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
-        drafts, *accepted = (now - old for now, old in zip(counts(llm), before, strict=True))
-        results.append({"text": list(output.token_ids), "drafts": drafts, "accepted": accepted})
+        new = [now - old for now, old in zip(counts(llm), before, strict=True)]
+        found = {"drafts": new[0], "proposed": new[1], "accepted": new[2:]}
+        results.append({"text": list(output.token_ids)} | found)
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

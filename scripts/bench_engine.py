@@ -1,0 +1,147 @@
+"""What the decoding engine loses: speed-up / tau with drafts of a set acceptance.
+
+`python scripts/bench_engine.py` makes a random target of 110 million parameters with the
+proportions of a large one (32 layers, a small vocabulary), lets each drafter do its real work
+and then puts the target's own tokens in place of its drafts, so that they are accepted at the
+rate asked for. `python scripts/bench_engine.py bfloat16 0.8` sets dtype and rate.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conf.schema_eagle import EagleConfig
+from eval.draft import Draft
+from eval.eagle import EagleChain
+from eval.engine import Drafter, Generation, NoDraft, Seen, decode
+from eval.lookup import PromptLookup
+from eval.medusa import MedusaDrafter
+from eval.oracle import Oracle
+from heads.eagle import EagleHead
+from heads.medusa import MedusaHead
+from heads.target import Target
+from heads.tree import Tree, default_tree
+from heads.vocab import DraftVocab
+
+PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 128, 5
+PARTS = ("draft", "verify", "accept", "host")
+
+
+class Corrected:
+    """Lets a drafter work, then proposes an oracle's drafts instead of its own."""
+
+    def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
+        self.drafter, self.oracle = drafter, oracle
+        self.reads = drafter.reads
+
+    def observe(self, seen: Seen) -> None:
+        """Both take it."""
+        self.drafter.observe(seen)
+        self.oracle.observe(seen)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """The oracle's, when the drafter has done its work."""
+        self.drafter.propose(roots)
+        return self.oracle.propose(roots)
+
+    def keep(self, rows: list[int]) -> None:
+        """Both go on."""
+        self.drafter.keep(rows)
+        self.oracle.keep(rows)
+
+
+def random_target(dtype: torch.dtype) -> Target:
+    """32 layers of width 512 and a vocabulary of 4096, 107M parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=32,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
+        eos_token_id=None,
+    )  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Target(LlamaForCausalLM(config).to(device, dtype), None, "random")
+
+
+def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
+    """A fresh drafter of each kind, with drafts that are accepted at the rate."""
+    medusa = MedusaHead.from_target(target, 4, 1).attach(target, target.dtype).eval()
+    vocab = DraftVocab.everything(target.vocab_size)
+    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    eagle.attach(target, target.dtype).eval()
+
+    def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
+        return lambda: Corrected(make(), Oracle([text], tree, rate, target.vocab_size))
+
+    chain, tree = Tree.chain(4), default_tree(4, 8)
+    return {
+        "prompt lookup, 4": corrected(lambda: PromptLookup(4), chain),
+        "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
+        "Medusa chain of 4": corrected(lambda: MedusaDrafter(medusa, chain), chain),
+        "Medusa tree of 8": corrected(lambda: MedusaDrafter(medusa, tree), tree),
+        "EAGLE chain of 4": corrected(lambda: EagleChain(eagle, 4), chain),
+    }
+
+
+def tau(text: Generation) -> float:
+    """Tokens per verify pass."""
+    return sum(step.emitted for step in text.steps) / len(text.steps)
+
+
+def measure(
+    target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
+) -> dict[str, list[Generation]]:
+    """Texts of every drafter, interleaved, after a warm-up."""
+    found: dict[str, list[Generation]] = {name: [] for name in makes}
+    for repeat in tqdm(range(NUM_REPEATS + 1), unit="repeat"):
+        for name, make in makes.items():
+            text = decode(target, make(), prompt, NUM_TOKENS)
+            if repeat:
+                found[name].append(text)
+    return found
+
+
+def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
+    """tau, speed-up of decoding over the baseline, their ratio, milliseconds of a step."""
+
+    def median(part: str, of: list[Generation]) -> float:
+        return statistics.median(getattr(text.times, part) for text in of)
+
+    speedup = median("decode", base) / median("decode", texts)
+    num_steps = len(texts[0].steps)
+    parts = [f"{1000 * median(part, texts) / num_steps:.2f}" for part in PARTS]
+    mean = tau(texts[0])
+    return [name, f"{mean:.2f}", f"{speedup:.2f}", f"{speedup / mean:.2f}", *parts]
+
+
+@torch.no_grad()
+def main(dtype: str = "float32", rate: str = "0.8") -> None:
+    """Prints the table."""
+    target = random_target(getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(1)
+    prompt: Any = torch.randint(10, 4096, (PROMPT_LENGTH,), generator=generator).tolist()
+    text = decode(target, NoDraft(), prompt, NUM_TOKENS + 16).token_ids
+    makes: dict[str, Callable[[], Drafter]] = {"no drafting": NoDraft}
+    found = measure(target, prompt, makes | drafters(target, text, float(rate)))
+    size = sum(p.numel() for p in target.model.parameters()) / 1e6
+    where = f"{target.device.type}, {torch.get_num_threads()} threads"
+    table = Table(title=f"{size:.0f}M parameters, {dtype}, {where}; accepted at {rate}")
+    for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for name, texts in found.items():
+        table.add_row(*row(name, texts, found["no drafting"]))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""`eval/speedup.py` under a launcher: the prompts are spread, the texts stay."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from test_eval_methods import given
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = {
+    **{k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER"))},
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def measured(settings: dict, out_dir: Path, *launch: str) -> dict:
+    command = [
+        sys.executable, *launch, str(ROOT / "eval/speedup.py"), "methods=medusa_tree",
+        f"target.path={settings['target'].path}", f"data.path={settings['data'].path}",
+        f"head.path={settings['head'].path}", f"out_dir={out_dir}", "max_new_tokens=16",
+        "num_repeats=1", "num_warmups=0", "temperature=0.7",
+    ]  # fmt: skip
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote") == 1
+    return json.loads((out_dir / "speedup.json").read_text())
+
+
+def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
+    settings = given(tmp_path, "llama")
+    one = measured(settings, tmp_path / "1")
+    config = str(ROOT / "conf/accelerate/cpu2.yaml")
+    launch = ("-m", "accelerate.commands.launch", "--config_file", config)
+    two = measured(settings, tmp_path / "2", *launch)
+    for key in ("tau", "tau_ci95", "alpha", "num_tokens", "num_steps"):
+        assert one["methods"]["medusa_tree"][key] == two["methods"]["medusa_tree"][key]
+    assert [text["methods"] for text in one["texts"]] == [text["methods"] for text in two["texts"]]
+    assert two["data"]["num_prompts"] == 5
