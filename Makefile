@@ -33,10 +33,10 @@ check: setup  ## formatting, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: check  ## the default test suite
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: setup  ## the long tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
 test-oracles: setup .venv-vllm/.done .venv-speculators/.done  ## against vLLM and speculators, on a CPU
 	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \

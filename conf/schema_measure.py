@@ -180,6 +180,9 @@ class SpeedupRun(MeasureRun):
     typical: TypicalConfig = field(default_factory=TypicalConfig)
     batch_size: int = 1
     """Prompts of one category decoded together."""
+    compile: bool = False
+    """Compile the target's verify pass (torch.compile), over caches of fixed size; every method
+    and the baseline `vanilla` run it, `generate` does not."""
     num_warmups: int = 3
     """Untimed passes of every method over the first batch."""
     num_repeats: int = 3

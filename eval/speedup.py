@@ -22,6 +22,8 @@ from eval.methods import build_methods, check_methods
 from eval.report import write_report
 from eval.timing import summarise, time_methods
 
+MOST_NODES = 256  # of any tree, and what a text may overshoot
+
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints the figures as a table."""
@@ -53,6 +55,9 @@ def main(config: SpeedupRun) -> None:
     check_methods(config.methods)
     bench = open_bench(config, "speedup.json", config.heads, need_head=False)
     methods = build_methods(bench, config)
+    if config.compile:
+        longest = max(len(prompt.token_ids) for prompt in bench.prompts)
+        bench.target.compile(longest + config.max_new_tokens + MOST_NODES)
     found = time_methods(bench, config, methods)
     if not bench.main:
         return

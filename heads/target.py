@@ -68,6 +68,11 @@ class Target:
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.output_head = model.get_output_embeddings()
+        self.capacity: int | None = None
+        self._compiled: Any = None
+        self._tapped: dict[int, Tensor] = {}
+        self._taps: set[int] = set()
+        self._skipping: set[int] = set()
         self._windows = _windows(self.config, name)
 
     @property
@@ -119,9 +124,20 @@ class Target:
         marked = {index for index, token in added if token.special}
         return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
-    def new_cache(self, num_texts: int, capacity: int | None = None) -> TreeCache:
-        """An empty cache; `capacity` slots and fixed shapes, or growing."""
-        return TreeCache(num_texts, self.device, self.num_layers, capacity)
+    def compile(self, capacity: int) -> None:
+        """From now on caches have `capacity` slots and passes behind a text run compiled.
+
+        Fixed slots keep shapes fixed, so a pass is compiled once per batch size and number of
+        new tokens; prompts, and drafts that skip layers, run as before.
+        """
+        # Each number of draft tokens is a shape of its own.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        self.capacity = capacity
+        self._compiled = torch.compile(self.decoder, dynamic=False)
+
+    def new_cache(self, num_texts: int) -> TreeCache:
+        """An empty cache, growing unless `compile` fixed its size."""
+        return TreeCache(num_texts, self.device, self.num_layers, self.capacity)
 
     @torch.no_grad()
     def extend(
@@ -159,9 +175,11 @@ class Target:
         module = self.decoder.layers[layer]
         hooked = module.__dict__.get("forward")  # accelerate's, on a target over several devices
         module.forward = lambda hidden_states, *_args, **_kwargs: hidden_states
+        self._skipping.add(layer)
         try:
             yield
         finally:
+            self._skipping.discard(layer)
             del module.forward
             if hooked is not None:
                 module.forward = hooked
@@ -187,18 +205,24 @@ class Target:
             cache: told by `begin` where the new tokens go.
             reads: the layers to tap; the last hidden states are always there.
         """
-        layers: dict[int, Tensor] = {}
-        with ExitStack() as hooks:
-            for index in (reads or Reads()).layers:
-                hooks.enter_context(self._tap(index, layers))
-            output = self.decoder(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                attention_mask=self._masks(allowed, position_ids, key_positions),
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
+        indices = (reads or Reads()).layers
+        for index in indices:
+            self._tap(index)
+        output = self._decoder_for(cache)(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self._masks(allowed, position_ids, key_positions),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        layers = {index: self._tapped[index] for index in indices}
+        self._tapped.clear()
         return TargetOutput(output.last_hidden_state, layers)
+
+    def _decoder_for(self, cache: TreeCache | None) -> Any:
+        if self._compiled is None or cache is None or self._skipping:
+            return self.decoder
+        return self._compiled if any(cache.slots.lengths) else self.decoder
 
     def read(
         self,
@@ -259,16 +283,20 @@ class Target:
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, floor).unsqueeze(1)
 
-    def _tap(self, index: int, into: dict[int, Tensor]) -> Any:
+    def _tap(self, index: int) -> None:
+        """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
         if not 0 <= index <= self.num_layers:
             raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
+        if index in self._taps:
+            return
 
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            into[index] = output[0] if isinstance(output, tuple) else output
+            self._tapped[index] = output[0] if isinstance(output, tuple) else output
 
-        if index == 0:
-            return self.decoder.get_input_embeddings().register_forward_hook(keep)
-        return self.decoder.layers[index - 1].register_forward_hook(keep)
+        embedding = self.decoder.get_input_embeddings()
+        module = embedding if index == 0 else self.decoder.layers[index - 1]
+        module.register_forward_hook(keep)
+        self._taps.add(index)
 
 
 def _windows(config: Any, name: str) -> dict[str, int | None]:

@@ -34,7 +34,7 @@ from heads.target import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
 
-PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 128, 5
+PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3
 PARTS = ("draft", "verify", "accept", "host")
 
 

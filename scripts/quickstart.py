@@ -80,9 +80,7 @@ def main(out_dir: Path) -> None:
         if not result.exists():
             sys.exit(f"{name} was stopped: `make quickstart` again continues")
     Console().print(summary(out_dir, seconds))
-    print(
-        f"in {out_dir}: head/, acceptance.json, speedup.json, a picture of each, speedup.html. Next:"
-    )
+    print(f"in {out_dir}: head/, acceptance.json, speedup.json, pictures, speedup.html. Next:")
     print("  accelerate launch train/medusa.py target.path=MODEL data.path=CHATS.jsonl")
     print(f"  python scripts/push.py head.path={out_dir / 'head'} repo_id=YOU/NAME dry_run=true")
 

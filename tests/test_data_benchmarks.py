@@ -51,7 +51,7 @@ def write(tmp_path):
     def write(*rows: dict, name: str = "question.jsonl") -> str:
         path = tmp_path / name
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+        path.write_bytes(gzip.compress(lines, mtime=0) if name.endswith(".gz") else lines)
         return str(path)
 
     return write
@@ -146,7 +146,7 @@ def test_answers_of_other_shapes_are_refused(write, row, message):
     assert len(load_records(path, on_bad_row=OnBadRow.skip).records) == 1
 
 
-PACKED = gzip.compress(b"{}\n" * 99)
+PACKED = gzip.compress(b"{}\n" * 99, mtime=0)
 
 
 @pytest.mark.parametrize(
