@@ -1,0 +1,91 @@
+import pytest
+import torch
+from toys import FAMILIES, random_target
+
+from heads.cache import SlotBuffer, Slots
+
+CPU = torch.device("cpu")
+
+
+def states(*rows: list[int]) -> torch.Tensor:
+    """[B, 1, n, 1] keys that are easy to read."""
+    return torch.tensor(rows, dtype=torch.float32)[:, None, :, None]
+
+
+def rows(buffer: torch.Tensor) -> list[list[int]]:
+    return buffer[:, 0, :, 0].int().tolist()
+
+
+def test_accepted_nodes_move_to_their_places_and_the_rest_is_forgotten() -> None:
+    slots, buffer = Slots(2, CPU), SlotBuffer()
+    # Prompts of 3 and 1 tokens, the shorter one filled up.
+    new = states([1, 2, 3], [7, 0, 0])
+    buffer.write(new, new, slots.place(3, 3), slots.width(3))
+    slots.commit([[0, 1, 2], [0]], buffer)
+    # Trees of 4 nodes behind them.
+    new = states([10, 11, 12, 13], [20, 21, 22, 23])
+    keys, _ = buffer.write(new, new, slots.place(4, 4), slots.width(4))
+    assert rows(keys) == [[1, 2, 3, 10, 11, 12, 13], [7, 20, 21, 22, 23, 0, 0]]
+    slots.commit([[0, 2], [0, 1, 3]], buffer)
+    assert slots.lengths == [5, 4]
+    assert [row[:5] for row in rows(buffer.keys)] == [[1, 2, 3, 10, 12], [7, 20, 21, 23, 23]]
+    new = states([30], [40])
+    keys, _ = buffer.write(new, new, slots.place(1, 1), slots.width(1))
+    assert rows(keys) == [[1, 2, 3, 10, 12, 30], [7, 20, 21, 23, 40, 0]]
+    slots.keep([1], buffer)
+    assert slots.lengths == [4]
+    assert rows(buffer.keys)[0][:5] == [7, 20, 21, 23, 40]
+
+
+def test_a_pending_token_sees_its_text_and_its_ancestors() -> None:
+    slots = Slots(2, CPU)
+    slots.commit([[0, 1], []])
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    assert slots.visible(tree, 5).int().tolist() == [
+        [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]],
+    ]
+    pending, everything = slots.positions(torch.tensor([[0, 1, 1]]), 5)
+    assert pending.tolist() == [[2, 3, 3], [0, 1, 1]]
+    assert everything.tolist() == [[0, 1, 2, 3, 3], [0, 1, 1, 3, 4]]
+    # One more, below the second.
+    deeper = torch.tensor([[[1, 1, 0, 1]]], dtype=torch.bool)
+    assert slots.visible(deeper, 6)[0, 0].int().tolist() == [1, 1, 1, 1, 0, 1]
+    assert slots.place(1, 4).tolist() == [[5], [3]]
+
+
+def test_a_buffer_grows_and_keeps_what_it_holds() -> None:
+    buffer = SlotBuffer()
+    first = torch.arange(64).reshape(1, 1, 64, 1).float()
+    buffer.write(first, first, torch.arange(64)[None], 64)
+    more = states([99])
+    keys, values = buffer.write(more, more, torch.tensor([[64]]), 65)
+    assert keys.flatten().tolist() == values.flatten().tolist() == [*range(64), 99]
+    assert buffer.keys.shape[2] == 128
+
+
+def test_a_buffer_of_fixed_size_is_read_whole_and_never_grows() -> None:
+    buffer = SlotBuffer(capacity=4)
+    keys, _ = buffer.write(states([5]), states([5]), torch.tensor([[0]]), 1)
+    assert rows(keys) == [[5, 0, 0, 0]]
+    with pytest.raises(RuntimeError, match="5 slots needed in a cache of 4"):
+        buffer.write(states([6]), states([6]), torch.tensor([[4]]), 5)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@torch.no_grad()
+def test_a_text_read_in_pieces_equals_the_models_own_pass(family: str) -> None:
+    """Prompt, a tree of which a second branch is kept, then one more token."""
+    target = random_target(family)
+    text = [5, 17, 40, 8, 77, 23]
+    cache = target.new_cache(1)
+    causal = torch.ones(1, 3, 3, dtype=torch.bool).tril()
+    target.extend(cache, torch.tensor([text[:3]]), causal, torch.arange(3)[None])
+    cache.commit([[0, 1, 2]])
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    target.extend(cache, torch.tensor([[text[3], 60, text[4]]]), tree, torch.tensor([[0, 1, 1]]))
+    cache.commit([[0, 2]])
+    one = torch.ones(1, 1, 1, dtype=torch.bool)
+    output = target.extend(cache, torch.tensor([text[5:]]), one, torch.zeros(1, 1).long())
+    expected = target.model(torch.tensor([text])).logits[:, -1:]
+    torch.testing.assert_close(target.logits(output.hidden_states), expected, rtol=1e-3, atol=1e-3)
