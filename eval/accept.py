@@ -95,8 +95,10 @@ class Noise:
 
     @classmethod
     def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Noise":
-        """One seed per text."""
-        return cls([torch.Generator(device).manual_seed(seed) for seed in seeds])
+        """One seed per text, at least 0."""
+        # The CPU's generator reads 32 bits of a seed, so the ones above are mixed into them.
+        mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
+        return cls([torch.Generator(device).manual_seed(seed) for seed in mixed])
 
     def rows(self, rows: list[int]) -> "Noise":
         """That of some texts."""

@@ -19,6 +19,7 @@ from eval import accept
 from eval.accept import Noise, Sampling, Typical, Verdict, judge
 from eval.draft import NOTHING, Draft, Siblings
 from eval.engine import NoDraft, Seen, decode, decode_batch
+from eval.heads import drafter_seeds
 from eval.medusa import MedusaDrafter
 from heads.medusa import MedusaHead
 from heads.target import Target
@@ -282,7 +283,7 @@ class Drawn:
 
     def __init__(self, head: MedusaHead, tree: Tree, sampling: Sampling, seeds: list[int]) -> None:
         self.head, self.tree, self.sampling, self.reads = head, tree, sampling, head.reads
-        self.noise = Noise.seeded([10**6 + seed for seed in seeds], torch.device("cpu"))
+        self.noise = Noise.seeded(drafter_seeds(seeds), torch.device("cpu"))
 
     def observe(self, seen: Seen) -> None:
         self.hidden = seen.last.hidden_states[:, 0]

@@ -165,6 +165,23 @@ def test_each_text_draws_from_its_own_generator() -> None:
     assert torch.equal(rest.race(probs), torch.cat(raced))
 
 
+def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
+    probs, small, large = torch.rand(3, V, generator=generator()), seeded(3), seeded(3)
+    drawn = []
+    for _ in range(3):
+        drawn.append(small.uniform(4))
+        assert torch.equal(large.uniform(40)[:, :4], drawn[-1])
+        assert torch.equal(small.race(probs), large.race(probs))
+    assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every step draws anew
+
+
+def test_seeds_that_differ_above_32_bits_draw_differently() -> None:
+    seeds = [1, 1 + (1 << 32), 1 + (1 << 33), 1 + (1 << 62)]
+    noise = Noise.seeded(seeds, torch.device("cpu"))
+    assert len(noise.uniform(1).unique()) == 4
+    assert len(noise.race(torch.ones(4, 10_000)).unique()) == 4
+
+
 def random_parents(num_nodes: int) -> Tensor:
     """[NUM_TEXTS, N - 1], another tree in every text."""
     luck = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
@@ -173,8 +190,8 @@ def random_parents(num_nodes: int) -> Tensor:
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
     parents = random_parents(9)
-    found = Layout.of(parents, depth=8)
     layouts = [tree_layout(Tree.from_parents(tuple(p)), parents.device) for p in parents.tolist()]
+    found = Layout.of(parents, depth=int(max(layout.depths.max() for layout in layouts)))
     for name in ("parents", "mask", "depths"):
         expected = torch.cat([getattr(layout, name) for layout in layouts])
         assert torch.equal(getattr(found, name), expected), name
@@ -185,7 +202,7 @@ def random_draft(siblings: Siblings, tree: Tree | Tensor) -> tuple[Draft, Tensor
     num_nodes = tree.num_nodes if isinstance(tree, Tree) else tree.shape[1] + 1
     luck, shape = generator(1), (NUM_TEXTS, num_nodes)
     tokens = torch.randint(V, shape, generator=luck)
-    if siblings is Siblings.distinct:  # all nodes of a text hold other tokens than the siblings
+    if siblings is Siblings.distinct:  # V nodes in a row hold V tokens
         order = torch.rand(NUM_TEXTS, V, generator=luck).argsort(1)
         tokens = order[:, torch.arange(num_nodes) % V]
     tokens[torch.rand(shape, generator=luck) < 0.2] = NOTHING
