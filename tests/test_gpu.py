@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from toys import noisy_head, random_model
@@ -6,7 +8,7 @@ from transformers import GenerationConfig
 from conf.schema_eagle import EagleConfig, EagleForm
 from eval.accept import Sampling
 from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import NoDraft, decode
+from eval.engine import NoDraft, decode, decode_batch, stream
 from eval.medusa import MedusaDrafter
 from eval.replay import replay
 from heads.eagle import EagleHead
@@ -59,3 +61,36 @@ def test_eagle_on_cuda_is_lossless_and_replayed_exactly(form: EagleForm) -> None
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
 def test_bfloat16_targets_pass_the_check(family: str) -> None:
     check_served(Target(random_model(family).to("cuda", torch.bfloat16), None, family))
+
+
+def test_a_batch_on_cuda_compiled_or_not_equals_its_texts_alone() -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    prompts = [PROMPT, PROMPT[:2], PROMPT[::-1]]
+    head = noisy_head(target)
+
+    def drafter() -> MedusaDrafter:
+        return MedusaDrafter(head, default_tree(3, 16))
+
+    alone = [decode(target, drafter(), prompt, 40).token_ids for prompt in prompts]
+    assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
+    target.compile(128)
+    assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
+
+
+def test_a_step_on_cuda_waits_once() -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = EagleHead.from_target(
+        target, EagleConfig(), DraftVocab.everything(target.vocab_size), seed=0
+    )
+    steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
+    next(steps), next(steps)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            next(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in found if "synchroniz" in str(w.message)]) == 1
