@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from conf.schema import InputError
 from data.chat import encode_prompt
 from data.records import Messages, Record
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -114,13 +111,3 @@ def share(prompts: Sequence[Prompt], process_index: int, num_processes: int) -> 
         for index, prompt in enumerate(prompts)
         if prompt.dialogue % num_processes == process_index
     ]
-
-
-def join(prompts: Sequence[Prompt], shares: Sequence[Sequence[Result]]) -> list[Result]:
-    """Puts the results of every process, each in the order of its share, back in order."""
-    found = {
-        index: result
-        for process_index, results in enumerate(shares)
-        for index, result in zip(share(prompts, process_index, len(shares)), results, strict=True)
-    }
-    return [found[index] for index in range(len(prompts))]

@@ -19,7 +19,7 @@ from eval.accept import GREEDY, Noise, Sampling
 from eval.draft import NOTHING, Draft
 from eval.engine import Seen
 from heads.cache import TreeCache, upload
-from heads.target import Reads, Target, TargetOutput
+from heads.target import Reads, Target
 from heads.tree import Tree
 
 
@@ -152,24 +152,3 @@ class OwnText:
             logits = self.target.logits(output.hidden_states[0])
             found.append(logits.topk(width, dim=-1).indices)
         return torch.stack(found)
-
-
-class SelfReplay:
-    """What `SelfDraft` without a confidence drafts along a text, for `eval.replay`.
-
-    Args:
-        target: the target itself.
-        skip: decoder layers that are left out.
-    """
-
-    reads = Reads()
-
-    def __init__(self, target: Target, skip: Sequence[int]) -> None:
-        self.target, self.skip = target, tuple(skip)
-
-    def candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """[depth, n, width] int64; see `eval.replay.Replayable`."""
-        del output
-        return OwnText(self.target, token_ids, first + 1).drafts(self.skip, depth, width)

@@ -11,7 +11,6 @@ Differs: a greedy search and speed in place of Bayesian optimisation of the matc
 Letters: K draft tokens, n response tokens.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import InputError
-from eval.engine import Drafter, Generation, NoDraft, Step, decode
+from eval.engine import Step
 from eval.replay import accepted_lengths, walk
-from eval.self_speculation import OwnText, SelfDraft, early_exit
+from eval.self_speculation import OwnText, early_exit
 from eval.stats import PromptSteps, tau
 from heads.cache import TreeCache
 from heads.target import Target
@@ -262,41 +261,3 @@ def _seconds(
     output = target.extend(cache, ids, causal[None], places[None], skip=skip)
     target.logits(output.hidden_states).argmax(-1).tolist()  # waits for the device
     return time.perf_counter() - started
-
-
-def confirm(
-    target: Target,
-    choices: Sequence[SkipChoice],
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    num_repeats: int = 3,
-) -> list[float]:
-    """The speed-up of each choice in real greedy decoding, prompts not counted.
-
-    Medians of interleaved repeats, after a decode of the first prompt to warm up.
-
-    Args:
-        target: the target.
-        choices: what to decode with.
-        prompts: rendered prompts.
-        max_new_tokens: tokens per text at most.
-        num_repeats: of everything.
-    """
-
-    def run(choice: SkipChoice | None, prompt: list[int]) -> Generation:
-        drafter: Drafter = NoDraft()
-        if choice is not None:
-            drafter = SelfDraft(target, choice.skip, choice.num_tokens)
-        return decode(target, drafter, prompt, max_new_tokens)
-
-    seconds: list[list[float]] = []
-    for choice in (None, *choices):
-        run(choice, prompts[0])
-    for _ in range(num_repeats):
-        totals = [0.0] * (1 + len(choices))
-        for prompt in prompts:
-            for index, choice in enumerate((None, *choices)):
-                totals[index] += run(choice, prompt).times.decode
-        seconds.append(totals)
-    plain, *drafted = (statistics.median(column) for column in zip(*seconds, strict=True))
-    return [plain / each for each in drafted]

@@ -3,7 +3,7 @@ from toys import CHATML, tokenizer
 
 from conf.schema import InputError
 from data.records import Record
-from eval.prompts import Prompt, first_turns, join, next_turns, share
+from eval.prompts import Prompt, first_turns, next_turns, share
 
 SYSTEM = {"role": "system", "content": "Be kind"}
 END = 2  # <|im_end|>
@@ -134,20 +134,3 @@ def test_dialogues_are_dealt_round():
     prompts = of_dialogues(0, 1, 2, 3, 4, 0, 1, 2)
     assert share(prompts, 0, 2) == [0, 2, 4, 5, 7]
     assert share(prompts, 1, 2) == [1, 3, 6]
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-@pytest.mark.parametrize("num_prompts", [0, 1, 2, 7, 8, 9])
-def test_joined_shares_are_in_order_again(num_prompts, num_processes):
-    prompts = of_dialogues(*range(num_prompts), *range(0, num_prompts, 3))
-    results = [f"result {index}" for index in range(len(prompts))]
-    shares = [share(prompts, index, num_processes) for index in range(num_processes)]
-    dealt = [[results[place] for place in places] for places in shares]
-    assert join(prompts, dealt) == results
-    first = [sum(place < num_prompts for place in places) for places in shares]
-    assert max(first) - min(first) <= 1
-
-
-def test_a_lost_result_is_noticed():
-    with pytest.raises(ValueError, match="shorter"):
-        join(of_dialogues(0, 1, 2), [["a"], ["b"]])

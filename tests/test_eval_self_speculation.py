@@ -9,13 +9,25 @@ from eval.accept import GREEDY, Sampling
 from eval.draft import NOTHING
 from eval.engine import NoDraft, Seen, decode, decode_batch
 from eval.replay import replay
-from eval.self_speculation import SelfDraft, SelfReplay, early_exit
-from heads.target import Target
+from eval.self_speculation import OwnText, SelfDraft, early_exit
+from heads.target import Reads, Target
 from heads.tree import Tree
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 NUM_LAYERS = 6
 SAMPLED = Sampling(temperature=0.7, top_p=0.9)
+
+
+class SelfReplay:
+    """What `SelfDraft` without a confidence drafts along a text, for `eval.replay`."""
+
+    reads = Reads()
+
+    def __init__(self, target: Target, skip: tuple[int, ...]) -> None:
+        self.target, self.skip = target, skip
+
+    def candidates(self, output, token_ids, first: int, depth: int, width: int) -> torch.Tensor:
+        return OwnText(self.target, token_ids, first + 1).drafts(self.skip, depth, width)
 
 
 def agreeing_target(family: str = "llama") -> Target:

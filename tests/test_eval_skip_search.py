@@ -4,13 +4,11 @@ from test_eval_self_speculation import agreeing_target
 from toys import random_target, texts
 
 from conf.schema import InputError
-from eval.engine import NoDraft, decode
+from eval.engine import decode
 from eval.self_speculation import SelfDraft, early_exit
 from eval.skip_search import (
     PassCosts,
     SearchLimits,
-    SkipChoice,
-    confirm,
     measure_costs,
     search_layers,
 )
@@ -138,10 +136,3 @@ def test_costs_are_measured(target, own) -> None:
     costs = measure_costs(target, own[0], 2, num_repeats=3)
     assert len(costs.verify) == 3
     assert 0 < costs.bare < costs.verify[0]
-
-
-def test_choices_are_decoded_for_real(target, own) -> None:
-    choices = [SkipChoice(skip, 2, 1.0, 3.0, 1.0) for skip in (IDLE, (0, 2, 5))]
-    good, bad = confirm(target, choices, [own[0][:4]], 12)
-    assert good > bad > 0
-    assert decode(target, NoDraft(), own[0][:4], 12).token_ids == own[0][4:16]
