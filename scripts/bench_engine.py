@@ -73,7 +73,7 @@ def random_target(dtype: torch.dtype) -> Target:
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
         eos_token_id=None,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight.data
     embedding.mul_(50)  # above what 32 random layers add to it
     model.lm_head.weight.data = embedding[torch.randperm(4096)].clone()

@@ -88,7 +88,7 @@ def test_a_batch_gives_every_text_that_it_gives_alone(each) -> None:
 
 
 def check_batch(target: Target, prompts: list[list[int]]) -> None:
-    for sampling, confidence in [(GREEDY, 0.4), (SAMPLED, 0.0)]:
+    for sampling, confidence in [(GREEDY, 0.4), (SAMPLED, 0.0), (SAMPLED, 0.4)]:
 
         def drafter(
             *seeds: int, confidence: float = confidence, sampling: Sampling = sampling
