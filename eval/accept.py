@@ -135,8 +135,8 @@ class Verdict:
     """What a step keeps.
 
     Attributes:
-        nodes: [B, D + 1] int64, the accepted node of each depth, the root first; filled up
-            with the root.
+        nodes: [B, N] int64, the accepted node of each depth, the root first; filled up with
+            the root.
         num_accepted: [B] int64, draft tokens kept.
         bonus: [B] int64, the token after them.
     """
@@ -263,7 +263,6 @@ def _typical(layout: Layout, tokens: Tensor, probs: Tensor, rule: Typical) -> tu
     offered = _offered(layout, tokens, probs)
     passes = offered > bar.gather(1, _rows(layout.parents, tokens))
     logs = offered.clamp_min(1e-30).log()
-    logs[:, 0] = 0
     return passes, (layout.mask.float() @ logs.unsqueeze(2)).squeeze(2)
 
 

@@ -39,7 +39,8 @@ class Draft:
         siblings: how the tokens were found.
         probs: [B, P, V] float32, row n is the very distribution that the children of node n
             were drawn from, by randomness other than `decode`'s seed gives, and no node beyond
-            P has children; None if they are ranked.
+            P has children; None if they are ranked. A token of probability 0 there was not
+            drawn: NOTHING must stand in its place.
     """
 
     tree: Tree | Tensor
