@@ -210,13 +210,12 @@ class TreeSearchRun(MeasureRun):
     top_ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     """Values of `dynamic_tree.top_k` tried for an EAGLE head."""
     curve: str | None = None
-    """JSON file with the cost of passes on another machine: predicts for that, measures and
-    writes nothing for this one. Unset measures this machine."""
+    """JSON file with the cost of passes on another machine, as in conf/curves: searches for that
+    machine, neither decodes nor writes a shape. Unset measures this machine."""
     write: bool = True
     """Write the shape found into the head's folder."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     """Batch sizes to give advice for."""
-    num_advice_prompts: int = 8
     num_repeats: int = 3
     """Timed passes over the checking half of the prompts."""
     num_turns: int = 1
@@ -224,7 +223,13 @@ class TreeSearchRun(MeasureRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("", self, "max_nodes", "num_advice_prompts", "num_repeats")
+        positive("", self, "max_nodes", "num_repeats")
+        if self.temperature:
+            raise InputError(f"temperature={self.temperature}: greedy decoding is searched; set 0")
+        dynamic = {f"dynamic_tree.{name}": n for name, n in vars(self.dynamic_tree).items()}
+        for name, value in {"tree": self.tree, "depth": self.depth, **dynamic}.items():
+            if value is not None:
+                raise InputError(f"{name}={value}: the shape is searched for; leave it unset")
         for name in ("top_ks", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):

@@ -1,8 +1,9 @@
 """How many tokens to draft at each batch size, and from which on drafting stops paying."""
 
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,17 @@ from rich.table import Table
 
 from conf.schema_measure import TreeSearchRun
 from eval.accept import GREEDY
-from eval.bench import Bench, device_name
-from eval.cost import draft_seconds, verify_curve
-from eval.engine import Drafter, NoDraft, decode, decode_batch
+from eval.bench import Bench, greedy_responses
+from eval.cost import CostCurve, time_steps
+from eval.engine import Drafter, NoDraft, stream
 from eval.heads import BenchHead
 from eval.prompts import Prompt
+from eval.replay import accepted_lengths, ranked_drafts, walk
 from eval.stats import PromptSteps, tau
+from heads.target import Target
 from heads.tree import Tree
 
-SIZES = (1, 2, 3, 4, 6, 8, 12)
+SIZES = (2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,18 @@ class Point:
     Attributes:
         batch_size: texts decoded together.
         predicted: speed-up of a chain per length, from 1.
-        best_length: the best length, 0 if drafting does not pay.
         measured: speed-up really measured per length that was tried.
     """
 
     batch_size: int
     predicted: list[float]
-    best_length: int
     measured: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def best_length(self) -> int:
+        """Length of the best chain, 0 if none pays."""
+        best = max(self.predicted)
+        return self.predicted.index(best) + 1 if best > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -48,28 +55,36 @@ class Advice:
     @property
     def stops_paying(self) -> int | None:
         """The first batch size looked at from which on no chain is predicted to pay."""
-        paying = [point.batch_size for point in self.points if point.best_length]
-        return next(
-            (p.batch_size for p in self.points if p.batch_size > max(paying, default=0)), None
-        )
+        largest = max((p.batch_size for p in self.points if p.best_length), default=0)
+        return next((p.batch_size for p in self.points if p.batch_size > largest), None)
 
     def described(self) -> dict[str, Any]:
         """For a results file."""
         return {
-            "points": [asdict(point) for point in self.points],
+            "points": [
+                {
+                    "batch_size": point.batch_size,
+                    "best_length": point.best_length,
+                    "predicted": point.predicted,
+                    "measured": point.measured,
+                }
+                for point in self.points
+            ],
             "stops_paying_at_batch_size": self.stops_paying,
         }
 
     def show(self, console: Console) -> None:
         """Prints a row per batch size."""
-        table = Table(title="Chains by batch size: speed-up of decoding")
+        table = Table(title="Chains by batch size: speed-up while the whole batch goes on")
         for column in ("batch", "best length", "predicted", "measured"):
             table.add_column(column, justify="right")
         for point in self.points:
-            best = max(point.predicted)
-            measured = ", ".join(f"{k}: {v:.2f}" for k, v in point.measured.items())
+            lengths = point.measured or [max(point.best_length, 1)]
             table.add_row(
-                str(point.batch_size), str(point.best_length), f"{best:.2f}", measured or "-"
+                str(point.batch_size),
+                str(point.best_length),
+                ", ".join(f"{n}: {point.predicted[n - 1]:.2f}" for n in lengths),
+                ", ".join(f"{n}: {speedup:.2f}" for n, speedup in point.measured.items()) or "-",
             )
         console.print(table)
         stop = self.stops_paying
@@ -80,35 +95,56 @@ class Advice:
         )
 
 
-def advise(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Advice:
-    """Predictions from the acceptance of chains and the measured cost of passes."""
-    head = bench.head
-    longest = head.longest
-    taus = [1.0]
-    for length in range(1, longest + 1):
-        steps = []
-        for prompt in prompts[: config.num_advice_prompts]:
-            drafter = chain(head, length, 1)
-            text = decode(bench.target, drafter, prompt.token_ids, config.max_new_tokens)
-            steps.append(PromptSteps(prompt.category, text.steps))
-        taus.append(tau(steps))
-    context = sorted(prompts, key=lambda p: len(p.token_ids))[len(prompts) // 2].token_ids
+def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
+    """Predictions from the acceptance of chains and the measured cost of passes.
+
+    Args:
+        bench: with one head.
+        config: the settings.
+        context: tokens of each text while times are measured.
+    """
+    head, target = bench.head, bench.target
+    taus = chain_taus(target, head, bench.prompts, config.max_new_tokens)
     points = []
-    for batch_size in config.batch_sizes:
-        device = device_name(bench.target.device)
-        curve = verify_curve(bench.target, context, device, batch_size, SIZES)
-        ends = []
-        for length in (1, longest):
-            make = partial(chain, head, length)
-            ends.append(draft_seconds(bench.target, make, context, batch_size))
-        predicted = []
-        for length in range(1, longest + 1):
-            share = (length - 1) / max(1, longest - 1)
-            draft_s = ends[0] + (ends[1] - ends[0]) * share
-            predicted.append(taus[length] * curve.at(1) / (curve.at(length + 1) + draft_s))
-        best = max(range(longest), key=lambda place: predicted[place]) + 1
-        points.append(Point(batch_size, predicted, best if predicted[best - 1] > 1 else 0))
+    for size in config.batch_sizes:
+        ends = {length: chain(head, length, size) for length in (1, head.longest)}
+        curve, drafts = time_steps(target, ends, context, size, SIZES)
+        points.append(Point(size, speedups(taus, curve, drafts)))
     return Advice(points)
+
+
+def chain_taus(
+    target: Target, head: BenchHead, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[float]:
+    """Tokens per verify pass of chains, by length from 1, from one replay of the longest."""
+    longest = Tree.chain(head.longest)
+    responses = greedy_responses(target, prompts, max_new_tokens)
+    accepted = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        output = target.read_text(prompt.token_ids + response[:-1], head.head.reads)
+        ranked = ranked_drafts(head.head, longest, output, prompt.token_ids, response)
+        accepted.append(accepted_lengths(longest, ranked, response))
+    return [
+        tau([PromptSteps("", walk([min(n, length) for n in text], len(text))) for text in accepted])
+        for length in range(1, head.longest + 1)
+    ]
+
+
+def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> list[float]:
+    """Of chains by length, from 1.
+
+    Args:
+        taus: by length.
+        curve: of passes.
+        drafts: seconds of the shortest and the longest draft by length; between them every
+            token costs the same.
+    """
+    (first, start), (last, end) = min(drafts.items()), max(drafts.items())
+    slope = (end - start) / max(1, last - first)
+    return [
+        each * curve.at(1) / (curve.at(length + 1) + start + slope * (length - first))
+        for length, each in enumerate(taus, start=1)
+    ]
 
 
 def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
@@ -121,21 +157,57 @@ def check(advice: Advice, bench: Bench, config: TreeSearchRun, prompts: Sequence
     places = {0, len(advice.points) // 2, len(advice.points) - 1}
     points = []
     for place, point in enumerate(advice.points):
-        measured = {}
+        measured: dict[int, float] = {}
         if place in places and len(prompts) >= point.batch_size:
-            length = point.best_length or 1
-            measured[length] = _speedup(bench, config, prompts[: point.batch_size], length)
+            length = max(point.best_length, 1)
+            speedup = _speedup(bench, config, prompts, point.batch_size, length)
+            measured = {} if speedup is None else {length: speedup}
         points.append(replace(point, measured=measured))
     return Advice(points)
 
 
-def _speedup(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt], length: int) -> float:
-    """Of decoding one batch, prompts not counted: the median of interleaved repeats."""
-    ids, ratios = [prompt.token_ids for prompt in prompts], []
+def _speedup(
+    bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt], size: int, length: int
+) -> float | None:
+    """Of decoding all full batches of some prompts: the median of interleaved repeats.
+
+    Returns:
+        None if no batch got beyond its prompts.
+    """
+    ends = range(size, len(prompts) + 1, size)
+    groups = [[prompt.token_ids for prompt in prompts[end - size : end]] for end in ends]
+    ratios = []
     for _ in range(config.num_repeats + 1):
-        seconds = []
-        for drafter in (NoDraft(), chain(bench.head, length, len(ids))):
-            texts = decode_batch(bench.target, drafter, ids, config.max_new_tokens)
-            seconds.append(texts[0].times.decode)
-        ratios.append(seconds[0] / seconds[1])
-    return statistics.median(ratios[1:])
+        plain, drafted = (
+            _tokens_per_s(
+                [full_batch(bench.target, make(), group, config.max_new_tokens) for group in groups]
+            )
+            for make in (NoDraft, partial(chain, bench.head, length, size))
+        )
+        if not plain:
+            return None
+        ratios.append(drafted / plain)
+    return statistics.median(ratios[1:])  # the first warms up
+
+
+def _tokens_per_s(batches: list[tuple[int, float]]) -> float:
+    num_tokens, seconds = map(sum, zip(*batches, strict=True))
+    return num_tokens / seconds if seconds else 0.0
+
+
+def full_batch(
+    target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[int, float]:
+    """Tokens and seconds after the prompts, as long as no text has ended.
+
+    A server then puts another text in its place; here the others go on in a smaller batch.
+    """
+    passes = stream(target, drafter, prompts, max_new_tokens)
+    next(passes)  # reads the prompts
+    num_tokens, seconds, started = 0, 0.0, time.perf_counter()
+    for new in passes:
+        if len(new) < len(prompts):
+            break
+        num_tokens += sum(map(len, new.values()))
+        seconds = time.perf_counter() - started
+    return num_tokens, seconds

@@ -3,9 +3,11 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,14 +15,18 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from eval.accept import GREEDY, Noise, judge
+from eval.bench import device_name
 from eval.draft import Draft
 from eval.engine import Drafter, Seen
 from heads.cache import TreeCache
-from heads.target import Reads, Target
+from heads.target import Reads, Target, TargetOutput
 from heads.tree import Tree
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Tokens of a pass that are timed; between them a straight line is drawn."""
+SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+"""Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
+NUM_ROUNDS = 6
+NUM_PLAIN = 8
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class CostCurve:
         seconds: per size.
         batch_size: texts of the pass.
         context: tokens in the cache of each.
+        draft_seconds: of one pass of the draft head on that machine, if that was recorded.
+        source: where a recorded curve comes from.
     """
 
     device: str
@@ -40,8 +48,10 @@ class CostCurve:
     seconds: list[float]
     batch_size: int = 1
     context: int = 0
+    draft_seconds: float | None = None
+    source: str = "measured"
 
-    def at(self, num_tokens: float) -> float:
+    def at(self, num_tokens: int) -> float:
         """Seconds for any number of tokens, in a straight line beyond the last size too."""
         if num_tokens <= self.sizes[-1] or len(self.sizes) == 1:
             return float(np.interp(num_tokens, self.sizes, self.seconds))
@@ -54,119 +64,110 @@ class CostCurve:
 
 
 def load_curve(path: str) -> CostCurve:
-    """A curve recorded elsewhere: JSON with `device`, `sizes` and `seconds`.
+    """A curve recorded elsewhere: JSON with the attributes of `CostCurve`.
 
     Raises:
         InputError: not such a file.
     """
     try:
-        found = json.loads(Path(path).read_text())
-        sizes, seconds = [int(n) for n in found["sizes"]], [float(s) for s in found["seconds"]]
-        device = str(found["device"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        curve = CostCurve(**json.loads(Path(path).read_text()))
+        numbers = [*curve.sizes, *curve.seconds, curve.draft_seconds or 0.0]
+        bad = not all(isinstance(number, int | float) for number in numbers)
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"curve={path}: not a cost curve ({type(error).__name__}: {error}); allowed: JSON "
-            "with device, sizes and seconds"
+            "with device, sizes, seconds, and if known draft_seconds, context and source"
         ) from None
-    if sizes != sorted(set(sizes)) or len(sizes) != len(seconds) or min(seconds, default=0) <= 0:
+    sizes, seconds = curve.sizes, curve.seconds
+    if bad or not sizes or sizes != sorted(set(sizes)) or len(sizes) != len(seconds):
         raise InputError(
-            f"curve={path}: sizes {sizes} must rise, with one time above 0 each, found {seconds}"
+            f"curve={path}: sizes {sizes} must be rising numbers with one of seconds {seconds} each"
         )
-    return CostCurve(device, sizes, seconds, 1, int(found.get("context", 0)))
+    if min(*sizes, 1) < 1 or min(seconds) <= 0 or (curve.draft_seconds or 0) < 0:
+        raise InputError(
+            f"curve={path}: sizes must be at least 1, seconds above 0 and draft_seconds not "
+            f"below 0; found {sizes}, {seconds}, {curve.draft_seconds}"
+        )
+    return curve
 
 
 @torch.no_grad()
-def verify_curve(
+def time_steps(
     target: Target,
-    prompt_ids: list[int],
-    device: str,
+    drafters: Mapping[Key, Drafter],
+    context: list[int],
     batch_size: int = 1,
     sizes: Sequence[int] = SIZES,
-    num_repeats: int = 9,
-) -> CostCurve:
-    """Medians of passes over trees of every size, sizes interleaved.
+    num_rounds: int = NUM_ROUNDS,
+) -> tuple[CostCurve, dict[Key, float]]:
+    """Times passes over drafts of every size, and drafts of every drafter.
 
     A pass is all that the engine does between a draft and the tokens kept: layout, target,
-    output head, the greedy rule and the one wait.
+    output head, the greedy rule and the one wait. As in decoding, drafts and passes alternate:
+    one right after another would find its weights in the processor's cache, and take a tenth
+    less. Passes over one token are those of decoding without drafts: one right after another.
 
     Args:
         target: the target.
-        prompt_ids: the context of every text.
-        device: its name.
-        batch_size: texts checked together.
-        sizes: tokens per text, the root included.
-        num_repeats: timed passes per size.
+        drafters: fresh ones, for `batch_size` texts, that read the same layers.
+        context: tokens of every text.
+        batch_size: texts of a pass.
+        sizes: tokens per text that are checked, the root included; rising from 2.
+        num_rounds: timed passes per size and drafter.
+
+    Returns:
+        The passes, and seconds of a draft between two passes.
     """
-    cache = _prefilled(target, prompt_ids, batch_size)
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for repeat in tqdm(range(num_repeats + 2), desc=f"pass times, batch {batch_size}", leave=False):
-        for size in sizes:
-            started = time.perf_counter()
-            _verify(target, cache, prompt_ids[-1], size)
-            if repeat >= 2:  # warm-ups
-                times[size].append(time.perf_counter() - started)
-    medians = [statistics.median(times[size]) for size in sizes]
-    return CostCurve(device, list(sizes), medians, batch_size, len(prompt_ids))
+    cache, root = target.new_cache(batch_size), context[-1]
+    reads, roots = next(iter(drafters.values())).reads, [root] * batch_size
+    for tokens in ([context] * batch_size, [[root]] * batch_size):
+        output = _read(target, cache, tokens, reads)
+        seen = Seen(tokens, output, cache, target.logits(output.hidden_states[:, -1:]))
+        for drafter in drafters.values():
+            _draft(drafter, seen, roots)
+    plain: list[float] = []
+    drafts: dict[Key, list[float]] = {key: [] for key in drafters}
+    passes: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
+    verify = partial(_verify, target, cache, roots)
+    for _ in tqdm(range(num_rounds), desc=f"step times, batch {batch_size}", leave=False):
+        for key, drafter in drafters.items():
+            plain += [_timed(partial(verify, Reads(), 1)) for _ in range(NUM_PLAIN)]
+            for size in sizes:
+                drafts[key].append(_timed(partial(_draft, drafter, seen, roots)))
+                passes[key][size].append(_timed(partial(verify, reads, size)))
+    # What else the machine does only ever adds to a time; what a draft does to a pass, however,
+    # is different for each drafter and belongs to it.
+    seconds = [statistics.mean(min(each[size]) for each in passes.values()) for size in sizes]
+    device, context_length = device_name(target.device), len(context)
+    curve = CostCurve(device, [1, *sizes], [min(plain), *seconds], batch_size, context_length)
+    return curve, {key: min(each) for key, each in drafts.items()}
 
 
-def _prefilled(target: Target, prompt_ids: list[int], batch_size: int) -> TreeCache:
-    cache, length = target.new_cache(batch_size), len(prompt_ids)
-    ids = torch.tensor([prompt_ids] * batch_size, device=target.device)
-    causal = torch.ones(1, length, length, dtype=torch.bool, device=target.device).tril()
-    target.extend(cache, ids, causal, torch.arange(length, device=target.device).unsqueeze(0))
-    cache.commit([list(range(length))] * batch_size)
-    return cache
+def _read(target: Target, cache: TreeCache, tokens: list[list[int]], reads: Reads) -> TargetOutput:
+    length, device = len(tokens[0]), target.device
+    causal = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+    depths = torch.arange(length, device=device).unsqueeze(0)
+    output = target.extend(cache, torch.tensor(tokens, device=device), causal, depths, reads)
+    cache.commit([list(range(length))] * len(tokens))
+    return output
 
 
-def _verify(target: Target, cache: TreeCache, token: int, size: int) -> None:
-    num_texts = len(cache.slots.lengths)
+def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, size: int) -> None:
+    tokens = torch.tensor(roots, device=target.device).unsqueeze(1).repeat(1, size)
     tree = Tree.from_paths([[rank] for rank in range(size - 1)])
-    tokens = torch.full((num_texts, size), token, device=target.device)
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
-    output = target.extend(cache, tokens, layout.mask, layout.depths)
+    output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
     verdict = judge(draft, tokens, target.logits(output.hidden_states), GREEDY, Noise([]))
     verdict.bonus.tolist()
 
 
-@torch.no_grad()
-def draft_seconds(
-    target: Target,
-    make: Callable[[int], Drafter],
-    prompt_ids: list[int],
-    batch_size: int = 1,
-    num_repeats: int = 9,
-) -> float:
-    """Median seconds of a draft after a prompt that the drafter has read.
-
-    Args:
-        target: the target.
-        make: a fresh drafter for so many texts.
-        prompt_ids: the context of every text.
-        batch_size: texts drafted for together.
-        num_repeats: timed drafts.
-    """
-    drafter = make(batch_size)
-    cache = target.new_cache(batch_size)
-    tokens = [list(prompt_ids)] * batch_size
-    times = []
-    for repeat in range(num_repeats + 3):  # the first reads the prompt, two more warm up
-        _observe(target, drafter, cache, tokens)
-        started = time.perf_counter()
-        draft = drafter.propose([prompt_ids[-1]] * batch_size)
-        draft.tokens.tolist()
-        if repeat >= 3:
-            times.append(time.perf_counter() - started)
-        tokens = [[prompt_ids[-1]]] * batch_size
-    return statistics.median(times)
+def _draft(drafter: Drafter, seen: Seen, roots: list[int]) -> None:
+    drafter.observe(seen)
+    drafter.propose(roots).tokens.tolist()
 
 
-def _observe(target: Target, drafter: Drafter, cache: TreeCache, tokens: list[list[int]]) -> None:
-    length, device = len(tokens[0]), target.device
-    causal = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
-    depths = torch.arange(length, device=device).unsqueeze(0)
-    reads: Reads = drafter.reads
-    output = target.extend(cache, torch.tensor(tokens, device=device), causal, depths, reads)
-    cache.commit([list(range(length))] * len(tokens))
-    logits = target.logits(output.hidden_states[:, -1:])
-    drafter.observe(Seen(tokens, output, cache, logits))
+def _timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -112,7 +112,9 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
     for name, marker in (("default", "D"), ("found", "*")):
         row = result[name]
         left.plot(row["num_tokens"], row["tokens_per_s"], marker, markersize=11, label=name)
-    left.set(xlabel="draft tokens of a pass", ylabel="expected tokens per second", ylim=(0, None))
+    left.margins(y=0.1)
+    left.set(xlabel="draft tokens of a pass", ylabel="expected tokens per second")
+    left.set_ylim(bottom=0)
     left.legend(fontsize="small")
     curve = result["curve"]
     costs = [seconds / curve["seconds"][0] for seconds in curve["seconds"]]

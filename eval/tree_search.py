@@ -18,217 +18,254 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from conf.entry import run
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun, TreeSearchRun
+from eval import processes
 from eval.accept import GREEDY
 from eval.advice import Advice, advise, check
-from eval.bench import Bench, device_name, greedy_responses, open_bench, write_result
-from eval.cost import CostCurve, draft_seconds, load_curve, verify_curve
+from eval.bench import Bench, open_bench, write_result
+from eval.cost import CostCurve, load_curve, time_steps
 from eval.eagle import DynamicShape
-from eval.engine import NoDraft, Step, decode_batch
+from eval.engine import Generation, NoDraft, decode_batch
 from eval.figures import plot_tree_search
 from eval.heads import EAGLE_LONGEST, SHAPE_FILE, BenchHead, usual_shape, usual_tree
 from eval.methods import BASELINE, Method
 from eval.prompts import Prompt
-from eval.replay import ranked_drafts
 from eval.stats import PromptSteps, tau
 from eval.timing import summarise, time_methods
-from eval.tree_values import (
-    Drawn,
-    best_trees,
-    draw_everywhere,
-    dynamic_steps,
-    node_values,
-    static_steps,
-)
+from eval.tree_values import DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.eagle import EagleHead
 from heads.tree import Tree
 
-WIDTH = 10  # candidates per depth that a static tree may use
+NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+"""Draft tokens of the dynamic trees that are tried."""
+ENDS = (1, EAGLE_LONGEST)
+"""Depths at which drafting dynamic trees is timed; each level between them costs the same."""
 Shape = Tree | DynamicShape
+Texts = StaticTexts | DynamicTexts
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A shape with what it is expected to do.
-
-    Attributes:
-        shape: the shape.
-        num_tokens: draft tokens that it checks.
-        tau: tokens per verify pass on the prompts of the search.
-        draft_s: seconds of a draft.
-        step_s: seconds of a draft and its verify pass.
-    """
-
-    shape: Shape
-    num_tokens: int
-    tau: float
-    draft_s: float
-    step_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Expected, prompts not counted."""
-        return self.tau / self.step_s
-
-    def described(self) -> dict[str, Any]:
-        """For a results file."""
-        return {
-            "shape": described(self.shape),
-            "num_tokens": self.num_tokens,
-            "tau": self.tau,
-            "draft_s": self.draft_s,
-            "step_s": self.step_s,
-            "tokens_per_s": self.tokens_per_s,
-        }
+def num_tokens(shape: Shape) -> int:
+    """Draft tokens that a shape checks."""
+    return shape.num_nodes - 1 if isinstance(shape, Tree) else shape.num_tokens
 
 
 def described(shape: Shape) -> dict[str, Any]:
     """A shape as SHAPE_FILE holds it."""
     if isinstance(shape, DynamicShape):
         return {"dynamic_tree": asdict(shape)}
-    return {"tree": paths_of(shape)}
-
-
-def paths_of(tree: Tree) -> list[list[int]]:
-    """The paths of candidate ranks that `Tree.from_paths` takes."""
     paths: list[list[int]] = [[]]
-    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
+    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
         paths.append([*paths[parent], rank])
-    return paths[1:]
+    return {"tree": paths[1:]}
 
 
 @dataclass(frozen=True)
-class Search:
-    """What the search works on.
+class Costs:
+    """What drafts and passes cost.
 
     Attributes:
-        bench: with one head.
-        config: the settings.
-        prompts: those that show how often drafts are right.
-        curve: of a verify pass; seconds, or the unit of a recorded one.
-        baseline_s: seconds of a pass over one token as measured here, to bring drafting times
-            onto the scale of a recorded curve.
+        curve: of a pass, on this machine or recorded on another.
+        drafts: seconds of a draft here: of the widest tree of each depth, or of dynamic trees
+            of depth 1 and EAGLE_LONGEST for each top-k.
+        scale: the recorded pass over one token over the same pass here. Drafting is taken to be
+            as many times slower or faster, which holds if both machines are bound by the same
+            and the recorded target is as large beside this head as the target here; a curve
+            that knows its `draft_seconds` needs no such guess.
     """
 
-    bench: Bench
-    config: TreeSearchRun
-    prompts: list[Prompt]
     curve: CostCurve
-    baseline_s: float
+    drafts: dict[Shape, float]
+    scale: float = 1.0
 
-    @property
-    def head(self) -> BenchHead:
-        """The one that is searched for."""
-        return self.bench.head
+    def draft_s(self, shape: Shape) -> float:
+        """Seconds of a draft."""
+        if self.curve.draft_seconds is not None:
+            return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
+        if isinstance(shape, Tree):
+            return self.scale * self.drafts[widest(shape.depth)]
+        first, last = (self.drafts[replace(shape, depth=d, num_tokens=1)] for d in ENDS)
+        share = (shape.depth - 1) / (EAGLE_LONGEST - 1)
+        return self.scale * (first + (last - first) * share)
 
-    def candidate(
-        self, shape: Shape, num_tokens: int, steps: list[list[Step]], draft_s: float
-    ) -> Candidate:
-        """With its expected step time."""
-        scale = self.curve.at(1) / self.baseline_s
-        expected = tau([PromptSteps("all", each) for each in steps])
-        step_s = draft_s * scale + self.curve.at(num_tokens + 1)
-        return Candidate(shape, num_tokens, expected, draft_s * scale, step_s)
-
-    def draft_seconds(self, shape: Shape) -> float:
-        """Measured seconds of a draft of that shape."""
-        head = replace(self.head, tree=shape)
-        return draft_seconds(
-            self.bench.target,
-            lambda num_texts: head.drafter("tree", GREEDY, [0] * num_texts),
-            middle(self.prompts).token_ids,
-        )
+    def step_s(self, shape: Shape) -> float:
+        """Seconds of a draft and its verify pass."""
+        return self.draft_s(shape) + self.curve.at(num_tokens(shape) + 1)
 
 
-def middle(prompts: Sequence[Prompt]) -> Prompt:
-    """The one of median length."""
-    return sorted(prompts, key=lambda prompt: len(prompt.token_ids))[len(prompts) // 2]
+@dataclass(frozen=True)
+class Candidate:
+    """A shape with what is expected of it on some texts.
+
+    Attributes:
+        shape: the shape.
+        tau: tokens per verify pass.
+        draft_s: seconds of a draft.
+        step_s: seconds of a draft and its verify pass.
+        speedup: over passes of one token, prompts not counted.
+    """
+
+    shape: Shape
+    tau: float
+    draft_s: float
+    step_s: float
+    speedup: float
+
+    @classmethod
+    def of(cls, shape: Shape, texts: Texts, costs: Costs) -> "Candidate":
+        """By exact replay."""
+        steps = texts.steps(shape)  # type: ignore[arg-type]
+        expected, step_s = tau([PromptSteps("", each) for each in steps]), costs.step_s(shape)
+        speedup = expected / step_s * costs.curve.at(1)
+        return cls(shape, expected, costs.draft_s(shape), step_s, speedup)
+
+    def figures(self) -> dict[str, float]:
+        """For a results file."""
+        return {
+            "num_tokens": num_tokens(self.shape),
+            "tau": self.tau,
+            "tokens_per_s": self.tau / self.step_s,
+            "speedup": self.speedup,
+        }
 
 
-def search_static(search: Search) -> tuple[Candidate, list[Candidate]]:
-    """The usual tree, and the best one of every size and depth."""
-    bench, head, config = search.bench, search.head, search.config
-    depth = head.longest
-    wide = Tree.from_paths([[0] * d + [rank] for d in range(depth) for rank in range(WIDTH)])
-    responses = greedy_responses(bench.target, search.prompts, config.max_new_tokens)
-    ranked = []
-    for prompt, response in zip(search.prompts, responses, strict=True):
-        output = bench.target.read_text(prompt.token_ids + response[:-1], head.head.reads)
-        ranked.append(ranked_drafts(head.head, wide, output, prompt.token_ids, response))
-    values = node_values(ranked, responses)
-    found = []
-    for limit in range(1, depth + 1):
-        trees = best_trees(values, limit, config.max_nodes)
-        if not trees:
-            raise InputError(f"head.path={head.path}: not one draft was right on these prompts")
-        draft_s = search.draft_seconds(trees[-1])
-        for tree in tqdm(trees, desc=f"trees of depth {limit}", leave=False):
-            steps = static_steps(tree, ranked, responses)
-            found.append(search.candidate(tree, tree.num_nodes - 1, steps, draft_s))
-    usual = usual_tree(depth)
-    steps = static_steps(usual, ranked, responses)
-    draft_s = search.draft_seconds(usual)
-    return search.candidate(usual, usual.num_nodes - 1, steps, draft_s), found
+def read_texts(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Texts:
+    """What the head would have drafted along the target's own texts."""
+    head, length = bench.head.head, config.max_new_tokens
+    if isinstance(head, EagleHead):
+        top_ks = sorted({*config.top_ks, usual_shape().top_k})
+        return DynamicTexts.read(bench.target, head, prompts, length, EAGLE_LONGEST, top_ks)
+    return StaticTexts.read(bench.target, head, prompts, length, widest(head.num_heads))
 
 
-def search_dynamic(search: Search) -> tuple[Candidate, list[Candidate]]:
-    """EAGLE's usual limits, and all others on a grid of depth, top-k and total."""
-    usual = usual_shape()
-    texts: dict[int, list[tuple[list[Drawn], list[int]]]] = {}
-    for top_k in sorted({*search.config.top_ks, usual.top_k}):
-        texts[top_k] = [
-            draw_everywhere(
-                search.bench.target, search.head.head, prompt.token_ids,  # type: ignore[arg-type]
-                search.config.max_new_tokens, EAGLE_LONGEST, top_k,
-            )
-            for prompt in tqdm(search.prompts, desc=f"drafts, top {top_k}", unit="prompt")
-        ]  # fmt: skip
+def measure_costs(
+    bench: Bench, texts: Texts, context: list[int], recorded: CostCurve | None
+) -> Costs:
+    """Times passes and drafts here, and goes over to a recorded curve if there is one."""
+    head, target = bench.head, bench.target
+    probes: list[Shape] = (
+        [widest(depth) for depth in range(1, head.longest + 1)]
+        if isinstance(texts, StaticTexts)
+        else [DynamicShape(depth, top_k, 1) for top_k in texts.drawn for depth in ENDS]
+    )
+    drafters = {shape: replace(head, tree=shape).drafter("tree", GREEDY, [0]) for shape in probes}
+    own, drafts = time_steps(target, drafters, context)
+    if recorded is None:
+        return Costs(own, drafts)
+    return Costs(recorded, drafts, recorded.at(1) / own.at(1))
 
-    def candidate(shape: DynamicShape) -> Candidate:
-        steps = [
-            dynamic_steps(drawn, response, shape.depth, shape.num_tokens)
-            for drawn, response in texts[shape.top_k]
+
+def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
+    """The usual shape, and all that are worth a look.
+
+    Raises:
+        InputError: there are none.
+    """
+    if isinstance(texts, DynamicTexts):
+        return usual_shape(), [
+            DynamicShape(depth, top_k, size)
+            for top_k in config.top_ks
+            for depth in range(1, EAGLE_LONGEST + 1)
+            for size in NUM_TOKENS
+            if depth <= size <= min(config.max_nodes, top_k + (depth - 1) * top_k**2)
         ]
-        first, last = drafting[shape.top_k]
-        draft_s = first + (last - first) * (shape.depth - 1) / (EAGLE_LONGEST - 1)
-        return search.candidate(shape, shape.num_tokens, steps, draft_s)
-
-    drafting = {
-        top_k: [search.draft_seconds(DynamicShape(d, top_k, 8)) for d in (1, EAGLE_LONGEST)]
-        for top_k in texts
-    }
-    sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= search.config.max_nodes]
-    grid = [
-        DynamicShape(depth, top_k, num_tokens)
-        for top_k in texts
-        for depth in range(1, EAGLE_LONGEST + 1)
-        for num_tokens in sizes
-        if depth <= num_tokens <= top_k + (depth - 1) * top_k**2
+    values, longest = node_values(texts), len(texts.ranked[0][0])
+    if not values:
+        raise InputError("head.path: not one of its drafts was right on half of these prompts")
+    trees = [
+        tree
+        for depth in range(1, longest + 1)
+        for tree in best_trees(values, depth, config.max_nodes)
     ]
-    return candidate(usual), [candidate(shape) for shape in tqdm(grid, desc="limits", leave=False)]
+    return usual_tree(longest), list(dict.fromkeys(trees))
 
 
-def measure(search: Search, prompts: list[Prompt], shapes: dict[str, Shape]) -> dict[str, Any]:
+def search(
+    texts: Texts, costs: Costs, config: TreeSearchRun
+) -> tuple[Candidate, Candidate, list[Candidate]]:
+    """The usual shape, the best one, and all that were compared."""
+    first, others = shapes(texts, config)
+    usual = Candidate.of(first, texts, costs)
+    found = [Candidate.of(shape, texts, costs) for shape in others]
+    return usual, max([usual, *found], key=lambda each: each.speedup), found
+
+
+def measure(
+    bench: Bench, config: TreeSearchRun, prompts: list[Prompt], tried: dict[str, Shape]
+) -> dict[str, Any]:
     """Real decoding with each shape, interleaved with the engine without drafting."""
-    config, bench = search.config, search.bench
 
     def method(shape: Shape | None) -> Method:
-        head = None if shape is None else replace(bench.head, tree=shape)
+        head = bench.head if shape is None else replace(bench.head, tree=shape)
 
-        def decode(ids: Sequence[list[int]], seeds: Sequence[int]) -> Any:
-            drafter = NoDraft() if head is None else head.drafter("tree", GREEDY, list(seeds))
+        def decode(ids: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
+            drafter = NoDraft() if shape is None else head.drafter("tree", GREEDY, list(seeds))
             return decode_batch(bench.target, drafter, ids, config.max_new_tokens)
 
         return Method(decode, shape if isinstance(shape, Tree) else None)
 
-    methods = {BASELINE: method(None)} | {name: method(s) for name, s in shapes.items()}
+    methods = {BASELINE: method(None)} | {name: method(shape) for name, shape in tried.items()}
     settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
-    checked = replace(bench, prompts=prompts, sampling=GREEDY)
+    checked = replace(bench, prompts=prompts)
     return summarise(checked, settings, methods, time_methods(checked, settings, methods))
+
+
+def report(
+    predicted: dict[str, Candidate],
+    simulated: dict[str, Candidate],
+    measured: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What each shape is expected to do, did on other prompts, and gains over the default.
+
+    Args:
+        predicted: `default` and `found` on the prompts of the search.
+        simulated: the same on the other prompts: real acceptance, costs of the curve.
+        measured: real decoding of those, on the machine of the curve.
+    """
+    rows = measured["methods"] if measured else {}
+    result: dict[str, Any] = {}
+    for name, each in predicted.items():
+        result[name] = {
+            **described(each.shape),
+            **each.figures(),
+            "draft_s": each.draft_s,
+            "step_s": each.step_s,
+            "simulated_tau": simulated[name].tau,
+            "simulated_speedup": simulated[name].speedup,
+            "measured_tau": rows[name]["tau"] if rows else None,
+            "measured_speedup": rows[name]["decode_speedup"] if rows else None,
+        }
+    found, usual = result["found"], result["default"]
+    result["predicted_gain"] = found["speedup"] / usual["speedup"]
+    for kind in ("simulated", "measured"):
+        speedups = [row[f"{kind}_speedup"] for row in (found, usual)]
+        result[f"{kind}_gain"] = speedups[0] / speedups[1] if all(speedups) else None
+    return result
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints what the default and the found shape do, and what that gains."""
+    table = Table(title=f"Speed-up over passes of one token, {result['curve']['device']}")
+    columns = ("shape", "draft tokens", "tau", "predicted", "tau, other prompts", "simulated",
+               "measured")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column == "shape" else "right")
+    for name in ("default", "found"):
+        row = result[name]
+        table.add_row(
+            name, str(row["num_tokens"]), f"{row['tau']:.3f}", f"{row['speedup']:.3f}",
+            f"{row['simulated_tau']:.3f}", f"{row['simulated_speedup']:.3f}",
+            _shown(row["measured_speedup"]),
+        )  # fmt: skip
+    gains = (f"{result[f'{kind}_gain']:.3f}" for kind in ("predicted", "simulated"))
+    table.add_row("gain", "", "", next(gains), "", next(gains), _shown(result["measured_gain"]))
+    console.print(table)
+
+
+def _shown(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.3f}"
 
 
 def write_shape(head: BenchHead, best: Candidate, device: str, out_dir: Path) -> Path:
@@ -238,7 +275,6 @@ def write_shape(head: BenchHead, best: Candidate, device: str, out_dir: Path) ->
     content = {**described(best.shape), "device": device, "tau": best.tau}
     temporary = path.with_suffix(".tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content) + "\n")
         temporary.replace(path)
     except OSError as error:
@@ -246,89 +282,52 @@ def write_shape(head: BenchHead, best: Candidate, device: str, out_dir: Path) ->
     return path
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the gain over the usual shape, predicted and measured, and the advice."""
-    table = Table(title=f"Draft shape on {result['curve']['device']}")
-    for column in ("shape", "draft tokens", "tau", "predicted", "measured tau", "measured"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
-    rows = result["measured"]["methods"] if result["measured"] else {}
-    for name in ("default", "found"):
-        row, real = result[name], rows.get(name)
-        table.add_row(
-            name, str(row["num_tokens"]), f"{row['tau']:.3f}",
-            f"{row['predicted_speedup']:.2f}",
-            f"{real['tau']:.3f}" if real else "-",
-            f"{real['decode_speedup']:.2f}" if real else "-",
-        )  # fmt: skip
-    console.print(table)
-    console.print(
-        f"gain over the default: predicted {result['predicted_gain']:.3f}, measured "
-        + (f"{result['measured_gain']:.3f}" if rows else "not (a recorded curve)")
-    )
+def typical_context(prompts: Sequence[Prompt], texts: Texts) -> list[int]:
+    """The prompt of median length with half of its text."""
+    pairs = zip(prompts, texts.responses, strict=True)
+    middle = sorted(pairs, key=lambda pair: len(pair[0].token_ids))[len(prompts) // 2]
+    return middle[0].token_ids + middle[1][: len(middle[1]) // 2]
 
 
 def main(config: TreeSearchRun) -> None:
     """Searches, checks, advises, writes the shape, `tree_search.json` and a picture."""
-    curve = None if config.curve is None else load_curve(config.curve)
+    recorded = None if config.curve is None else load_curve(config.curve)
+    num_processes = processes.start().num_processes
+    if num_processes > 1:
+        raise InputError(f"{num_processes} processes: one measures the times; start just that")
     bench = open_bench(config, "tree_search.json")
-    if len(bench.prompts) < 2:
+    searched, checked = bench.prompts[::2], bench.prompts[1::2]
+    if not checked:
         raise InputError("data.num_prompts=1: searching and checking need a prompt each")
-    device = device_name(bench.target.device)
-    prompts, check_prompts = bench.prompts[::2], bench.prompts[1::2]
-    own = verify_curve(bench.target, middle(prompts).token_ids, device)
-    search = Search(bench, config, prompts, curve or own, own.at(1))
-    searcher = search_dynamic if isinstance(bench.head.head, EagleHead) else search_static
-    usual, found = searcher(search)
-    best = max([usual, *found], key=lambda candidate: candidate.tokens_per_s)
+    texts = read_texts(bench, config, searched)
+    context = typical_context(searched, texts)
+    costs = measure_costs(bench, texts, context, recorded)
+    usual, best, compared = search(texts, costs, config)
+    predicted, others = {"default": usual, "found": best}, read_texts(bench, config, checked)
+    simulated = {name: Candidate.of(each.shape, others, costs) for name, each in predicted.items()}
+    measured: dict[str, Any] | None = None
+    advice: Advice | None = None
+    if recorded is None:
+        tried = {name: each.shape for name, each in predicted.items()}
+        measured = measure(bench, config, checked, tried)
+        advice = check(advise(bench, config, context), bench, config, checked)
+    result = {
+        **report(predicted, simulated, measured),
+        "curve": costs.curve.described(),
+        "candidates": [each.figures() for each in compared],
+        "measured": measured,
+        "advice": advice and advice.described(),
+    }
     console = Console()
-    shapes = {"default": usual.shape, "found": best.shape}
-    measured = None if curve else measure(search, check_prompts, shapes)
-    advice = None if curve else _advice(search, check_prompts, console)
-    result = _result(search, usual, best, found, measured, advice)
     show(result, console)
+    if advice is not None:
+        advice.show(console)
     path = write_result(config, "tree_search.json", result, bench)
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
-    if config.write and not curve:
-        where = write_shape(bench.head, best, device, Path(config.out_dir))
-        console.print(f"wrote {where}: decoding with this head uses it from now on")
-
-
-def _advice(search: Search, prompts: list[Prompt], console: Console) -> Advice:
-    advice = advise(search.bench, search.config, search.prompts)
-    advice = check(advice, search.bench, search.config, prompts)
-    advice.show(console)
-    return advice
-
-
-def _result(
-    search: Search,
-    usual: Candidate,
-    best: Candidate,
-    found: list[Candidate],
-    measured: dict[str, Any] | None,
-    advice: Advice | None,
-) -> dict[str, Any]:
-    plain = 1 / search.curve.at(1)
-    rows = measured["methods"] if measured else {}
-    gain = (
-        rows["found"]["decode_tokens_per_s"] / rows["default"]["decode_tokens_per_s"]
-        if rows
-        else None
-    )
-    return {
-        "default": {**usual.described(), "predicted_speedup": usual.tokens_per_s / plain},
-        "found": {**best.described(), "predicted_speedup": best.tokens_per_s / plain},
-        "predicted_gain": best.tokens_per_s / usual.tokens_per_s,
-        "measured_gain": gain,
-        "curve": search.curve.described(),
-        "candidates": [
-            {key: c.described()[key] for key in ("num_tokens", "tau", "tokens_per_s")}
-            for c in found
-        ],
-        "measured": measured,
-        "advice": None if advice is None else advice.described(),
-    }
+    if config.write and recorded is None:
+        where = write_shape(bench.head, best, costs.curve.device, Path(config.out_dir))
+        console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How often each node of a big tree would have been right, and the best trees made of them.
+"""What any draft shape would have done on some texts, and the best static trees for them.
 
 A node's value is the share of places of the target's own text at which the whole path to it
 holds what the target wrote. The expected number of accepted draft tokens of a tree is the sum
@@ -9,37 +9,75 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
+from eval.bench import greedy_responses
 from eval.draft import Draft
 from eval.eagle import DynamicShape, EagleTree
 from eval.engine import NoDraft, Seen, Step, decode
-from eval.replay import accepted_lengths, walk
+from eval.prompts import Prompt
+from eval.replay import Replayable, accepted_lengths, ranked_drafts, walk
 from heads.eagle import EagleHead
 from heads.target import Target
 from heads.tree import Tree
 
+WIDTH = 10
+"""Candidates per depth that a static tree may use."""
 Path = tuple[int, ...]
 
 
-def node_values(
-    ranked: Sequence[Sequence[list[list[int]]]], responses: Sequence[list[int]]
-) -> dict[Path, float]:
-    """Value per path of candidate ranks, for every path that was right at least once.
+def widest(depth: int) -> Tree:
+    """A tree that asks a head for all candidates of so many depths."""
+    return Tree.from_paths([[0] * d + [rank] for d in range(depth) for rank in range(WIDTH)])
 
-    Args:
-        ranked: per text, [n][depth][width] candidates at each response token, as
-            `eval.replay.ranked_drafts` gives.
-        responses: per text, its n tokens.
+
+@dataclass(frozen=True)
+class StaticTexts:
+    """The target's own texts, with the candidates of a head whose drafts depend on them alone.
+
+    Attributes:
+        responses: [n] tokens per text.
+        ranked: per text, [n][depth][width] candidates, see `eval.replay.ranked_drafts`.
     """
+
+    responses: list[list[int]]
+    ranked: list[list[list[list[int]]]]
+
+    @classmethod
+    def read(
+        cls,
+        target: Target,
+        head: Replayable,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        tree: Tree,
+    ) -> "StaticTexts":
+        """Texts after some prompts, and candidates enough for a tree."""
+        responses, ranked = greedy_responses(target, prompts, max_new_tokens), []
+        for prompt, response in zip(prompts, responses, strict=True):
+            output = target.read_text(prompt.token_ids + response[:-1], head.reads)
+            ranked.append(ranked_drafts(head, tree, output, prompt.token_ids, response))
+        return cls(responses, ranked)
+
+    def steps(self, tree: Tree) -> list[list[Step]]:
+        """The verify passes that decoding each text with a tree would take, exactly."""
+        return [
+            walk(accepted_lengths(tree, each, response), len(response))
+            for each, response in zip(self.ranked, self.responses, strict=True)
+        ]
+
+
+def node_values(texts: StaticTexts) -> dict[Path, float]:
+    """Value per path of candidate ranks, for every path that was right at least once."""
     counts: Counter[Path] = Counter()
     num_places = 0
-    for each, response in zip(ranked, responses, strict=True):
+    for ranked, response in zip(texts.ranked, texts.responses, strict=True):
         num_places += len(response) - 1
-        for place in range(len(response) - 1):
+        for place, levels in enumerate(ranked[:-1]):
             path: Path = ()
-            future = response[place + 1 : place + 1 + len(each[place])]
-            for candidates, token in zip(each[place], future, strict=False):
+            for candidates, token in zip(levels, response[place + 1 :], strict=False):
                 if token not in candidates:
                     break
                 path = (*path, candidates.index(token))
@@ -50,76 +88,65 @@ def node_values(
 def best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tree]:
     """The best tree of every size up to `max_nodes` draft tokens, no deeper than `depth`.
 
-    Dynamic programming over sizes: as values are known per node and never rise along a path,
-    the best tree of m + 1 nodes is that of m and the best node left, whose parent is in it.
-    Sequoia (arXiv 2402.12374, section 4.1) knows one acceptance rate per rank only and has to
-    search over subtrees.
+    As values are known per node and never rise along a path, the best tree of m + 1 nodes is
+    that of m with the best node left, whose parent is in it. (Sequoia, arXiv 2402.12374,
+    section 4.1, knows one acceptance rate per rank only and needs dynamic programming.)
     """
     order = sorted(
         (path for path in values if len(path) <= depth),
         key=lambda path: (-values[path], len(path), path),
     )
-    # A rank that was never right may stand between others: a tree asks for ranks, not for gaps.
-    chosen: list[list[int]] = []
-    trees = []
-    for path in order[:max_nodes]:
-        chosen.append(list(path))
-        trees.append(Tree.from_paths(chosen))
-    return trees
-
-
-def static_steps(
-    tree: Tree, ranked: Sequence[Sequence[list[list[int]]]], responses: Sequence[list[int]]
-) -> list[list[Step]]:
-    """The verify passes that decoding each text with a tree would take, exactly."""
-    return [
-        walk(accepted_lengths(tree, list(each), response), len(response))
-        for each, response in zip(ranked, responses, strict=True)
-    ]
+    paths = [list(path) for path in order[:max_nodes]]
+    return [Tree.from_paths(paths[:size]) for size in range(1, len(paths) + 1)]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """All that an EAGLE head drew from one place of a text, level by level.
+    """How far a text followed what an EAGLE head drew from one place of it.
+
+    Whatever limits a dynamic tree has, it keeps the likeliest of the nodes above its depth.
 
     Attributes:
-        tokens, scores, parents: [M]; parents are counted from 1, 0 is the root.
-        depths: [M], from 1.
+        ahead: [depth limit - 1][node of the path that the text took] nodes within the depth
+            limit that are kept before this one.
     """
 
-    tokens: list[int]
-    scores: list[float]
-    parents: list[int]
-    depths: list[int]
+    ahead: list[list[int]]
 
-    def accepted(self, future: Sequence[int], depth: int, num_tokens: int) -> int:
-        """Draft tokens kept of the tree that such limits would have made of it."""
-        inside = [node for node, level in enumerate(self.depths) if level <= depth]
-        inside.sort(key=lambda node: -self.scores[node])
-        kept = set(inside[:num_tokens])
-        parent, length = 0, 0
-        while length < len(future):
-            child = next(
-                (
-                    node
-                    for node in kept
-                    if self.parents[node] == parent and self.tokens[node] == future[length]
-                ),
-                None,
-            )
-            if child is None:
+    @classmethod
+    def of(
+        cls, tokens: list[int], scores: list[float], parents: list[int], future: list[int]
+    ) -> "Drawn":
+        """From all that was drawn, as `EagleTree.expand` gives it, and the text from there on."""
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        by_token = {edge: n for n, edge in enumerate(zip(parents, tokens, strict=True), start=1)}
+        path, node = [], 0
+        for token in future:
+            node = by_token.get((node, token), -1)
+            if node < 0:
                 break
-            parent, length = child + 1, length + 1
-        return length
+            path.append(node)
+        # Nodes equal in score stand in the order in which they were drawn.
+        order = np.argsort(-np.array(scores), kind="stable") + 1
+        levels = np.array(depths)[order]
+        places = [int(np.flatnonzero(order == node)[0]) for node in path]
+        limits = range(1, max(depths) + 1)
+        return cls([[int((levels[:place] <= d).sum()) for place in places[:d]] for d in limits])
+
+    def accepted(self, depth: int, num_tokens: int) -> int:
+        """Draft tokens kept of the tree that such limits would have made of it."""
+        return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
 class _Recorder(EagleTree):
-    """Draws trees at every token of the target's own text, and drafts nothing."""
+    """Draws trees at every token of the target's own text, and proposes nothing."""
 
     def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
         super().__init__(head, shape)
         self.plain = NoDraft()
-        self.drawn: list[Drawn] = []
+        self.drawn: list[tuple[list[int], list[float], list[int]]] = []
 
     def observe(self, seen: Seen) -> None:
         """Both remember."""
@@ -127,37 +154,55 @@ class _Recorder(EagleTree):
         self.plain.observe(seen)
 
     def propose(self, roots: list[int]) -> Draft:
-        """Draws, keeps what was drawn, proposes nothing."""
+        """Keeps what was drawn."""
         tokens, scores, parents = self.expand(roots)
-        depths: list[int] = []
-        for parent in parents[0].tolist():
-            depths.append(1 if parent == 0 else depths[parent - 1] + 1)
-        self.drawn.append(
-            Drawn(tokens[0].tolist(), scores[0].tolist(), parents[0].tolist(), depths)
-        )
+        self.drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
         return self.plain.propose(roots)
 
 
-@torch.no_grad()
-def draw_everywhere(
-    target: Target,
-    head: EagleHead,
-    prompt_ids: list[int],
-    max_new_tokens: int,
-    depth: int,
-    top_k: int,
-) -> tuple[list[Drawn], list[int]]:
-    """What a head draws from every token of the target's greedy text, and the text."""
-    recorder = _Recorder(head, DynamicShape(depth, top_k, 1))
-    response = decode(target, recorder, prompt_ids, max_new_tokens).token_ids
-    return recorder.drawn, response
+@dataclass(frozen=True)
+class DynamicTexts:
+    """The target's own texts, with what an EAGLE head draws from each of their tokens.
 
+    Attributes:
+        responses: [n] tokens per text.
+        drawn: by top-k, per text, [n - 1].
+    """
 
-def dynamic_steps(
-    drawn: list[Drawn], response: list[int], depth: int, num_tokens: int
-) -> list[Step]:
-    """The verify passes that decoding a text with such limits would take, exactly."""
-    accepted = [
-        each.accepted(response[place + 1 :], depth, num_tokens) for place, each in enumerate(drawn)
-    ]
-    return walk(accepted, len(response))
+    responses: list[list[int]]
+    drawn: dict[int, list[list[Drawn]]]
+
+    @classmethod
+    @torch.no_grad()
+    def read(
+        cls,
+        target: Target,
+        head: EagleHead,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        depth: int,
+        top_ks: Sequence[int],
+    ) -> "DynamicTexts":
+        """Texts after some prompts, drawn from as deep as `depth`."""
+        drawn: dict[int, list[list[Drawn]]] = {}
+        for top_k in top_ks:
+            responses, drawn[top_k] = [], []
+            for prompt in tqdm(prompts, desc=f"drafts, top {top_k}", unit="prompt"):
+                recorder = _Recorder(head, DynamicShape(depth, top_k, 1))
+                text = decode(target, recorder, prompt.token_ids, max_new_tokens).token_ids
+                responses.append(text)
+                drawn[top_k].append(
+                    [
+                        Drawn.of(*each, text[place : place + depth])
+                        for place, each in enumerate(recorder.drawn, start=1)
+                    ]
+                )
+        return cls(responses, drawn)
+
+    def steps(self, shape: DynamicShape) -> list[list[Step]]:
+        """The verify passes that decoding each text with a shape would take, exactly."""
+        texts = zip(self.drawn[shape.top_k], self.responses, strict=True)
+        return [
+            walk([each.accepted(shape.depth, shape.num_tokens) for each in drawn], len(response))
+            for drawn, response in texts
+        ]

@@ -1,0 +1,296 @@
+"""What trees would have done, the best of them, and the command that finds them."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_eval_commands import settings
+from toys import eagle_head, noisy_head, random_target, save_target
+
+from conf.schema import HeadRef, InputError, TargetConfig
+from conf.schema_eagle import EagleForm
+from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, Mode, TreeSearchRun
+from eval import acceptance, tree_search
+from eval.cost import CostCurve
+from eval.eagle import DynamicShape, EagleTree
+from eval.engine import decode
+from eval.heads import BenchHead
+from eval.medusa import MedusaDrafter
+from eval.prompts import Prompt
+from eval.tree_search import Candidate, Costs
+from eval.tree_values import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
+from heads.load_target import load_target
+from heads.tree import Tree
+
+PROMPTS = [Prompt("all", [n, 6, 7, 8]) for n in (5, 9, 30)]
+NOTHING = [[0, 0, 0]] * 2
+
+RANKED = [[[3, 4, 9], [5, 6, 9]], [[4, 8, 9], [5, 6, 9]], [[5, 9, 4], [6, 9, 8]], NOTHING]
+RESPONSE = [1, 4, 5, 9]
+"""Place 0 is followed by 4 5: ranks 1, 0. Place 1 by 5: none. Place 2 by 9: rank 1."""
+
+
+def test_values_by_hand() -> None:
+    texts = StaticTexts([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], NOTHING]])
+    # Four places: three of the first text, one of the second, followed by 4: rank 0.
+    assert node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
+
+
+def test_a_text_of_one_token_has_no_values() -> None:
+    assert node_values(StaticTexts([[1]], [[NOTHING]])) == {}
+
+
+def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
+    """Values of a random text of three tokens over random candidates, depth 3, width 3."""
+    draw = torch.Generator().manual_seed(seed)
+    response = torch.randint(3, (60,), generator=draw).tolist()
+    orders = torch.rand(60, 3, 3, generator=draw).argsort(-1).tolist()
+    return node_values(StaticTexts([response], [orders]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
+    values = text_statistics(seed)
+    nodes = [path for path in values if len(path) <= depth]
+    trees = best_trees(values, depth, 4)
+    assert len(trees) == min(4, len(nodes))
+    for size, tree in enumerate(trees, start=1):
+        best = max(
+            sum(values[path] for path in paths)
+            for paths in itertools.combinations(nodes, size)
+            if all(path[:-1] in ((), *paths) for path in paths)
+        )
+        paths = [tuple(path) for path in tree_search.described(tree)["tree"]]
+        assert sum(values[path] for path in paths) == pytest.approx(best)
+        assert tree.num_nodes - 1 == size
+        assert tree.depth <= depth
+        assert all(path[:-1] in ((), *paths) for path in paths)
+
+
+def test_a_described_tree_is_that_tree() -> None:
+    tree = Tree.from_paths([[2], [0], [2, 1], [0, 3], [2, 1, 0]])
+    assert Tree.from_paths(tree_search.described(tree)["tree"]) == tree
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def eagle(target):
+    return eagle_head(target, EagleForm.eagle3, num_updates=40)
+
+
+def test_static_steps_are_those_of_decoding(target) -> None:
+    head = noisy_head(target)
+    texts = StaticTexts.read(target, head, PROMPTS, 30, widest(3))
+    for paths in ([[0]], [[1], [3], [3, 0]], [[0], [1], [0, 0], [1, 2], [0, 0, 0], [0, 0, 9]]):
+        tree = Tree.from_paths(paths)
+        found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
+        assert texts.steps(tree) == [each.steps for each in found]
+        assert texts.responses == [each.token_ids for each in found]
+    assert any(step.accepted for text in texts.steps(widest(3)) for step in text)
+
+
+def test_what_was_drawn_is_followed_by_hand() -> None:
+    # Numbered from 1: tokens 7 and 8 below the root, then 7 and 9 below each of them.
+    tokens, parents = [7, 8, 7, 9, 7, 9], [0, 0, 1, 1, 2, 2]
+    scores = [-1.0, -0.5, -2.0, -1.5, -1.0, -3.0]  # in order: nodes 2, 1, 5, 4, 3, 6
+    drawn = Drawn.of(tokens, scores, parents, [8, 9, 9])
+    # Of one level only node 2 counts, and stands first; node 6 stands last of all.
+    assert drawn.ahead == [[0], [0, 5]]
+    assert [drawn.accepted(2, n) for n in (1, 5, 6)] == [1, 1, 2]
+    # Node 1 comes first of those equal to it; a level that is not looked at stands before none.
+    assert Drawn.of(tokens, scores, parents, [7, 9]).ahead == [[1], [1, 3]]
+    assert Drawn.of(tokens, scores, parents, [9, 7]).accepted(2, 6) == 0
+    assert Drawn.of(tokens, scores, parents, []).accepted(1, 6) == 0
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_dynamic_steps_are_those_of_decoding(target, eagle, top_k: int) -> None:
+    texts = DynamicTexts.read(target, eagle, PROMPTS, 24, 5, [top_k])
+    for depth, num_tokens in [(1, 1), (3, 5), (5, 12), (4, 100)]:
+        shape = DynamicShape(depth, top_k, num_tokens)
+        found = [decode(target, EagleTree(eagle, shape), p.token_ids, 24) for p in PROMPTS]
+        assert texts.steps(shape) == [each.steps for each in found]
+        assert texts.responses == [each.token_ids for each in found]
+    assert any(step.accepted > 1 for text in texts.steps(shape) for step in text)
+
+
+def test_what_a_step_costs_by_hand() -> None:
+    curve = CostCurve("gpu", [1, 9], [1.0, 3.0])
+    tree = Tree.from_paths([[0], [1], [0, 0]])
+    costs = Costs(curve, {widest(1): 0.1, widest(2): 0.2}, scale=2.0)
+    assert costs.draft_s(tree) == 0.4
+    assert costs.step_s(tree) == pytest.approx(0.4 + 1.75)
+    ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (8, 0.8))}
+    shape = DynamicShape(4, 3, 8)
+    assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    assert Costs(curve, ends).step_s(shape) == pytest.approx(0.4 + 3.0)
+    known = CostCurve("gpu", [1, 9], [1.0, 3.0], draft_seconds=0.5)
+    assert Costs(known, ends, 7.0).draft_s(shape) == 2.0
+    assert Costs(known, {}, 7.0).draft_s(tree) == 0.5
+
+
+FREE = CostCurve("gpu", [1, 2], [1.0, 1.0], draft_seconds=0.0)
+DEAR = CostCurve("gpu", [1, 2], [1.0, 3.0], draft_seconds=0.0)
+
+
+def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passes(
+    target, eagle
+) -> None:
+    static = StaticTexts.read(target, noisy_head(target), PROMPTS, 30, widest(3))
+    dynamic = DynamicTexts.read(target, eagle, PROMPTS, 20, 8, [4])
+    config = TreeSearchRun(max_nodes=24, top_ks=[4])
+    for texts in (static, dynamic):
+        usual, best, found = tree_search.search(texts, Costs(FREE, {}), config)
+        assert best.tau == max(each.tau for each in (usual, *found))
+        assert tree_search.num_tokens(best.shape) > 8
+        assert best.speedup == best.tau
+        usual, best, found = tree_search.search(texts, Costs(DEAR, {}), config)
+        assert tree_search.num_tokens(best.shape) == 1
+        assert best.speedup == best.tau / 3
+
+
+def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
+    texts = DynamicTexts.read(target, eagle, PROMPTS[:1], 8, 8, [1, 4])
+    usual, found = tree_search.shapes(texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4]))
+    assert usual == DynamicShape(5, 4, 8)
+    assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert max(shape.num_tokens for shape in found) == 20
+    assert DynamicShape(1, 4, 5) not in found  # four are drawn
+
+
+def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
+    texts = StaticTexts([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
+    usual = Candidate.of(Tree.chain(2), texts, Costs(FREE, {}))
+    assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("search")
+    path = str(save_target(folder / "target", num_hidden_layers=4))
+    toy = load_target(TargetConfig(path=path), torch.device("cpu"))
+    noisy_head(toy).save(folder / "medusa")
+    eagle_head(toy, EagleForm.eagle3, 150, num_updates=40).save(folder / "eagle")
+    words = ("there", "you", "today", "how are you")
+    rows = [{"category": "all", "turns": [f"hello {word}"]} for word in words]
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"target": path, "data": str(prompts), "head": "", "folder": folder}
+
+
+def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 12}
+    small = {"max_nodes": 12, "top_ks": [4], "num_repeats": 1, "batch_sizes": [1, 4]}
+    tree_search.main(TreeSearchRun(**{**own, **small, **changes}))
+    assert (out_dir / "tree_search.png").stat().st_size > 10_000
+    return json.loads((out_dir / "tree_search.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle"])
+def test_the_command_finds_a_shape_that_decoding_then_uses(setting, tmp_path, family: str) -> None:
+    head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
+    result = searched(setting, head, tmp_path / "s")
+    kind = "tree" if family == "medusa" else "dynamic_tree"
+    for name in ("default", "found"):
+        row = result[name]
+        assert row[kind]
+        # The other prompts are replayed exactly.
+        assert row["simulated_tau"] == pytest.approx(row["measured_tau"])
+        assert row["speedup"] == pytest.approx(
+            row["tau"] / row["step_s"] * result["curve"]["seconds"][0]
+        )
+        assert row["measured_speedup"] > 0
+    assert result["predicted_gain"] >= 1
+    assert min(result["simulated_gain"], result["measured_gain"]) > 0
+    assert result["measured"]["lossless"]["num_equal"] == 2
+    assert result["curve"]["sizes"][:2] == [1, 2]
+    assert max(each["num_tokens"] for each in result["candidates"]) <= 12
+    points = result["advice"]["points"]
+    assert [point["batch_size"] for point in points] == [1, 4]
+    # Two prompts are left to check on: too few for a batch of four.
+    assert [len(point["measured"]) for point in points] == [1, 0]
+
+    stored = json.loads((head / "draft_tree.json").read_text())
+    assert stored[kind] == result["found"][kind]
+    assert (stored["device"], stored["tau"]) == ("cpu", result["found"]["tau"])
+    own = {**settings(setting, tmp_path / "a"), "head": HeadRef(path=str(head))}
+    acceptance.main(AcceptanceRun(**own, mode=Mode.replay))
+    used = json.loads((tmp_path / "a/acceptance.json").read_text())["tree"]
+    expected = stored[kind]
+    assert used == (list(Tree.from_paths(expected).parents) if family == "medusa" else expected)
+
+
+def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
+    head = setting["folder"] / "medusa"
+    for name, curve in (("free", FREE), ("dear", DEAR)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(curve.described()))
+        result = searched(setting, head, tmp_path / name, curve=str(tmp_path / f"{name}.json"))
+        assert not (head / "draft_tree.json").exists()
+        assert result["curve"] == curve.described()
+        assert result["measured"] is result["measured_gain"] is result["advice"] is None
+        found = result["found"]
+        assert found["measured_tau"] is found["measured_speedup"] is None
+        taus = [each["tau"] for each in result["candidates"]]
+        if name == "free":
+            assert found["tau"] == max([*taus, result["default"]["tau"]])
+            assert found["step_s"] == 1.0
+        else:
+            assert found["num_tokens"] == 1
+        gain = result["simulated_gain"]
+        assert gain == found["simulated_speedup"] / result["default"]["simulated_speedup"]
+
+
+def test_what_is_found_may_be_left_unwritten(setting, tmp_path) -> None:
+    head = setting["folder"] / "medusa"
+    result = searched(setting, head, tmp_path / "o", write=False, batch_sizes=[1])
+    assert result["measured_gain"]
+    assert not (head / "draft_tree.json").exists()
+
+
+def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
+    head = BenchHead("somebody/head", noisy_head(random_target()), Tree.chain(1), Tree.chain(1),
+                     found=False)  # fmt: skip
+    best = Candidate(DynamicShape(3, 2, 4), 2.5, 0.0, 1.0, 2.5)
+    path = tree_search.write_shape(head, best, "cpu", tmp_path)
+    assert path == tmp_path / "draft_tree.json"
+    assert json.loads(path.read_text()) == {
+        "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu", "tau": 2.5,
+    }  # fmt: skip
+    with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
+        tree_search.write_shape(head, best, "cpu", tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.5}, r"temperature=0\.5: greedy decoding is searched"),
+        ({"tree": [[0]]}, r"tree=\[\[0\]\]: the shape is searched for"),
+        ({"depth": 2}, r"depth=2: the shape .*leave it unset"),
+        ({"dynamic_tree": DynamicTreeConfig(top_k=2)}, r"dynamic_tree\.top_k=2: the shape"),
+        ({"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, rising"),
+        ({"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, rising"),
+        ({"max_nodes": 0}, r"max_nodes=0"),
+        ({"curve": "gone.json"}, r"curve=gone\.json: not a cost curve"),
+    ],
+)
+def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        searched(setting, setting["folder"] / "medusa", tmp_path / "o", **changes)
+    assert not (tmp_path / "o").exists()
+
+
+def test_one_prompt_is_too_few(setting, tmp_path) -> None:
+    own = {**settings(setting, tmp_path / "o"), "head": HeadRef(str(setting["folder"] / "medusa"))}
+    own["data"].num_prompts = 1
+    with pytest.raises(InputError, match=r"data\.num_prompts=1: searching and checking"):
+        tree_search.main(TreeSearchRun(**own))
+    assert not (tmp_path / "o").exists()
