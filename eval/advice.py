@@ -40,10 +40,14 @@ class Point:
     measured: dict[int, float] = field(default_factory=dict)
 
     @property
+    def fastest(self) -> int:
+        """Length of the best chain, whether or not it pays."""
+        return self.predicted.index(max(self.predicted)) + 1
+
+    @property
     def best_length(self) -> int:
-        """Length of the best chain, 0 if none pays."""
-        best = max(self.predicted)
-        return self.predicted.index(best) + 1 if best > 1 else 0
+        """Tokens to draft, 0 if no chain pays."""
+        return self.fastest if max(self.predicted) > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Advice:
         for column in ("batch", "best length", "predicted", "measured"):
             table.add_column(column, justify="right")
         for point in self.points:
-            lengths = point.measured or [max(point.best_length, 1)]
+            lengths = point.measured or [point.fastest]
             table.add_row(
                 str(point.batch_size),
                 str(point.best_length),
@@ -153,13 +157,13 @@ def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
 
 
 def check(advice: Advice, bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Advice:
-    """Measures the smallest, the middle and the largest batch size at the length advised."""
+    """Measures the best chain at the smallest, the middle and the largest batch size."""
     places = {0, len(advice.points) // 2, len(advice.points) - 1}
     points = []
     for place, point in enumerate(advice.points):
         measured: dict[int, float] = {}
         if place in places and len(prompts) >= point.batch_size:
-            length = max(point.best_length, 1)
+            length = point.fastest
             speedup = _speedup(bench, config, prompts, point.batch_size, length)
             measured = {} if speedup is None else {length: speedup}
         points.append(replace(point, measured=measured))
