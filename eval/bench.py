@@ -18,7 +18,7 @@ from data.records import Record, Records, load_records
 from eval import processes
 from eval.accept import Sampling
 from eval.engine import NoDraft, decode
-from eval.heads import BenchHead, attach, open_head
+from eval.heads import BenchHead, attach, device_name, open_head
 from eval.prompts import Prompt, first_turns, next_turns, share
 from heads.load_target import load_target
 from heads.target import Target
@@ -203,7 +203,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         **result,
         "head": run.head.path,
         "target_dtype": str(bench.target.dtype).removeprefix("torch."),
-        "device": device_name(bench.target.device),
+        "device": device_name(),
         "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,
         "temperature": run.temperature,
@@ -222,8 +222,3 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
     return path
-
-
-def device_name(device: torch.device) -> str:
-    """What the figures were measured on."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

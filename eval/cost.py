@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from eval.accept import GREEDY, Noise, judge
-from eval.bench import device_name
 from eval.draft import Draft
 from eval.engine import Drafter, Seen
+from eval.heads import device_name
 from heads.cache import TreeCache
 from heads.target import Reads, Target, TargetOutput
 from heads.tree import Tree
@@ -138,7 +138,7 @@ def time_steps(
     # What else the machine does only ever adds to a time; what a draft does to a pass, however,
     # is different for each drafter and belongs to it.
     seconds = [statistics.mean(min(each[size]) for each in passes.values()) for size in sizes]
-    device, context_length = device_name(target.device), len(context)
+    device, context_length = device_name(), len(context)
     curve = CostCurve(device, [1, *sizes], [min(plain), *seconds], batch_size, context_length)
     return curve, {key: min(each) for key, each in drafts.items()}
 

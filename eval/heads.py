@@ -112,7 +112,7 @@ def attach(bench_head: BenchHead, target: Target) -> None:
 
 
 def stored_shape(ref: HeadRef) -> dict[str, Any]:
-    """The contents of SHAPE_FILE, or nothing.
+    """The contents of SHAPE_FILE if it was written on such a machine, or nothing.
 
     Raises:
         InputError: it is not JSON.
@@ -122,19 +122,34 @@ def stored_shape(ref: HeadRef) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); run eval/tree_search.py again") from None
+        raise InputError(f"{path}: not JSON ({error}); delete it") from None
+    return stored if stored.get("device") == device_name() else {}
 
 
-def usual_tree(depth: int) -> Tree:
-    """A static tree for drafts nobody has measured; nodes cost time on CPU, hardly any on CUDA."""
-    return default_tree(depth, 32 if torch.cuda.is_available() else 8)
+def device_name() -> str:
+    """What figures are measured on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def usual_shape() -> DynamicShape:
-    """EAGLE-2's settings on CUDA, and some that a CPU can afford."""
-    return DynamicShape(8, 10, 59) if torch.cuda.is_available() else DynamicShape(5, 4, 8)
+def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
+    """A static tree for drafts nobody has measured; nodes cost time on CPU, hardly any on CUDA.
+
+    Args:
+        depth: of the deepest node.
+        gpu: what it is for; this machine unless told.
+    """
+    return default_tree(depth, 32 if _is_gpu(gpu) else 8)
+
+
+def usual_shape(gpu: bool | None = None) -> DynamicShape:
+    """EAGLE-2's settings on CUDA, and some that a CPU can afford; `gpu` as in `usual_tree`."""
+    return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(5, 4, 8)
+
+
+def _is_gpu(gpu: bool | None) -> bool:
+    return torch.cuda.is_available() if gpu is None else gpu
 
 
 def _dynamic_shape(run: MeasureRun, stored: dict[str, Any]) -> DynamicShape:

@@ -135,7 +135,7 @@ def read_texts(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -
     """What the head would have drafted along the target's own texts."""
     head, length = bench.head.head, config.max_new_tokens
     if isinstance(head, EagleHead):
-        top_ks = sorted({*config.top_ks, usual_shape().top_k})
+        top_ks = sorted({*config.top_ks, _usual_shape(config).top_k})
         return DynamicTexts.read(bench.target, head, prompts, length, EAGLE_LONGEST, top_ks)
     return StaticTexts.read(bench.target, head, prompts, length, widest(head.num_heads))
 
@@ -164,7 +164,7 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
         InputError: there are none.
     """
     if isinstance(texts, DynamicTexts):
-        return usual_shape(), [
+        return _usual_shape(config), [
             DynamicShape(depth, top_k, size)
             for top_k in config.top_ks
             for depth in range(1, EAGLE_LONGEST + 1)
@@ -179,7 +179,16 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
         for depth in range(1, longest + 1)
         for tree in best_trees(values, depth, config.max_nodes)
     ]
-    return usual_tree(longest), list(dict.fromkeys(trees))
+    return usual_tree(longest, _gpu(config)), list(dict.fromkeys(trees))
+
+
+def _gpu(config: TreeSearchRun) -> bool | None:
+    """Whether the usual shape is that of a GPU; recorded curves are of such."""
+    return True if config.curve else None
+
+
+def _usual_shape(config: TreeSearchRun) -> DynamicShape:
+    return usual_shape(_gpu(config))
 
 
 def search(

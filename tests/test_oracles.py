@@ -95,11 +95,13 @@ def accepted_per_pass(target: Target, head: EagleHead, prompt: list[int]) -> lis
     return found
 
 
-def counted(folder: Path, speculative: Any, target: Target, prompts: list[list[int]]) -> Any:
+def counted(
+    folder: Path, target: Target, prompts: list[list[int]], depth: int, **speculative: Any
+) -> Any:
     """What vLLM counts under its `speculative_config`, per prompt as `vllm_count.py` says."""
     job = {
         "target": target.name,
-        "speculative": speculative,
+        "speculative": speculative | {"num_speculative_tokens": depth},
         "num_tokens": NUM_TOKENS,
         "prompts": prompts,
     }
@@ -133,9 +135,8 @@ def test_vllm_drafts_and_accepts_what_we_do(
     trained = reduced(trained, target, num_ids) if num_ids else trained
     trained.save(tmp_path / "head")
     method = {EagleForm.eagle1: "eagle", EagleForm.eagle3: "eagle3"}[form]
-    speculative = {"method": method, "model": str(tmp_path / "head")}
-    speculative["num_speculative_tokens"] = DEPTH
-    theirs = counted(tmp_path, speculative, target, prompts)
+    model = str(tmp_path / "head")
+    theirs = counted(tmp_path, target, prompts, DEPTH, method=method, model=model)
 
     head = load_eagle(str(tmp_path / "head")).attach(target)
     total = torch.zeros(DEPTH, dtype=torch.int64)
@@ -155,7 +156,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
     assert total.min() > 20
 
 
-class Counted:
+class Recorded:
     """A drafter of chains for one text, and how many tokens each of its drafts had."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -175,12 +176,12 @@ def our_counts(target: Target, drafter: Drafter, prompt: list[int], depth: int) 
     Unlike the steps, the paths go on beyond the end of the text, and so does vLLM. A pass for
     which nothing was found to propose is a step of ours, but no draft of vLLM's.
     """
-    counted = Counted(drafter)
-    decoded = decode(target, counted, prompt, NUM_TOKENS)
+    recorded = Recorded(drafter)
+    decoded = decode(target, recorded, prompt, NUM_TOKENS)
     return {
         "text": decoded.token_ids,
-        "drafts": sum(size > 0 for size in counted.sizes),
-        "proposed": sum(counted.sizes),
+        "drafts": sum(size > 0 for size in recorded.sizes),
+        "proposed": sum(recorded.sizes),
         "accepted": per_depth([len(path) for path in decoded.paths], depth),
     }
 
@@ -192,13 +193,8 @@ def test_vllm_looks_up_what_we_do(
 ) -> None:
     """Method `ngram`, where prompts repeat themselves and the target soon does."""
     twice = [prompt + other + prompt for prompt, other in pairwise([*prompts, prompts[0]])]
-    speculative = {
-        "method": "ngram",
-        "prompt_lookup_min": shortest,
-        "prompt_lookup_max": longest,
-        "num_speculative_tokens": depth,
-    }
-    theirs = counted(tmp_path, speculative, target, twice)
+    limits = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+    theirs = counted(tmp_path, target, twice, depth, method="ngram", **limits)
     ours = [
         our_counts(target, PromptLookup(depth, longest, shortest), prompt, depth)
         for prompt in twice
@@ -218,13 +214,11 @@ def test_vllm_drafts_with_a_model_what_we_do(
     torch.manual_seed(0)
     for parameter in noisy.parameters():
         parameter.data.add_(0.03 * parameter.std() * torch.randn_like(parameter))
-    noisy.save_pretrained(tmp_path / "draft")
-    tokenizer().save_pretrained(tmp_path / "draft")
-    draft = opened(tmp_path / "draft")
-    speculative = {"method": "draft_model", "model": str(tmp_path / "draft")}
-    speculative["num_speculative_tokens"] = DEPTH
-    theirs = counted(tmp_path, speculative, target, prompts)
-    chain = Tree.chain(DEPTH)
+    folder = tmp_path / "draft"
+    noisy.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    theirs = counted(tmp_path, target, prompts, DEPTH, method="draft_model", model=str(folder))
+    draft, chain = opened(folder), Tree.chain(DEPTH)
     ours = [our_counts(target, DraftModel(draft, chain), prompt, DEPTH) for prompt in prompts]
     assert ours == theirs
     assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
