@@ -44,8 +44,9 @@ class SlotBuffer:
         self._reserve(keys, values, width)
         assert self.keys is not None
         assert self.values is not None
-        _scatter(self.keys, slots.to(keys.device), keys)
-        _scatter(self.values, slots.to(keys.device), values)
+        texts, slots = _index(slots, self.keys)
+        self.keys[texts, :, slots] = keys.transpose(1, 2)
+        self.values[texts, :, slots] = values.transpose(1, 2)
         width = self.capacity or width
         return self.keys[:, :, :width], self.values[:, :, :width]
 
@@ -53,7 +54,8 @@ class SlotBuffer:
         """Copies slots [B, A] to slots [B, A]."""
         for buffer in (self.keys, self.values):
             assert buffer is not None
-            _scatter(buffer, to.to(buffer.device), _gather(buffer, source.to(buffer.device)))
+            texts, from_slots = _index(source, buffer)
+            buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with some rows only, [b] int64."""
@@ -81,16 +83,10 @@ def _enlarged(old: Tensor | None, like: Tensor, size: int) -> Tensor:
     return new
 
 
-def _index(slots: Tensor, buffer: Tensor) -> Tensor:
-    return slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-
-
-def _scatter(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
-    buffer.scatter_(2, _index(slots, buffer), new)
-
-
-def _gather(buffer: Tensor, slots: Tensor) -> Tensor:
-    return buffer.gather(2, _index(slots, buffer))
+def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [B, 1] and slots [B, n] of a buffer; whole vectors move, unlike with `scatter`."""
+    slots = slots.to(buffer.device)
+    return torch.arange(len(slots), device=slots.device).unsqueeze(1), slots
 
 
 class Slots:

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.schema_eagle import EagleConfig
 from eval.draft import Draft
-from eval.eagle import EagleChain
+from eval.eagle import DynamicShape, EagleChain, EagleTree
 from eval.engine import Drafter, Generation, NoDraft, Seen, decode
 from eval.lookup import PromptLookup
 from eval.medusa import MedusaDrafter
@@ -98,6 +98,7 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
         "Medusa chain of 4": corrected(lambda: MedusaDrafter(medusa, chain), chain),
         "Medusa tree of 8": corrected(lambda: MedusaDrafter(medusa, tree), tree),
         "EAGLE chain of 4": corrected(lambda: EagleChain(eagle, 4), chain),
+        "EAGLE tree of 8": corrected(lambda: EagleTree(eagle, DynamicShape(4, 2, 8)), tree),
     }
 
 
