@@ -3,7 +3,7 @@
 `python scripts/bench_engine.py` makes a random target of 105 million parameters with the
 proportions of a large one (32 layers, a small vocabulary), lets each drafter do its real work
 and then puts the target's own tokens in place of its drafts, so that they are accepted at the
-rate asked for. `python scripts/bench_engine.py bfloat16 0.8` sets dtype and rate.
+rate asked for. `python scripts/bench_engine.py bfloat16 0.8 48` sets dtype, rate and layers.
 """
 
 import sys
@@ -61,21 +61,21 @@ class Corrected:
         self.oracle.keep(rows)
 
 
-def random_target(dtype: torch.dtype) -> Target:
-    """32 layers of width 512 and a vocabulary of 4096, 105M parameters.
+def random_target(dtype: torch.dtype, num_layers: int = 32) -> Target:
+    """Layers of width 512 and a vocabulary of 4096; 105M parameters with 32 of them.
 
     The output head is the embedding in another order, so that a token follows from the last one
     by a wide margin: rounding in low precision must not change the text that the oracle knows.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=32,
+        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=num_layers,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
         eos_token_id=None,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight.data
-    embedding.mul_(50)  # above what 32 random layers add to it
+    embedding.mul_(50)  # above what random layers add to it
     model.lm_head.weight.data = embedding[torch.randperm(4096)].clone()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Target(model.to(device, dtype), None, "random")
@@ -134,9 +134,9 @@ def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]
 
 
 @torch.no_grad()
-def main(dtype: str = "float32", rate: str = "0.8") -> None:
+def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
     """Prints the table."""
-    target = random_target(getattr(torch, dtype))
+    target = random_target(getattr(torch, dtype), int(num_layers))
     generator = torch.Generator().manual_seed(1)
     prompt: Any = torch.randint(10, 4096, (PROMPT_LENGTH,), generator=generator).tolist()
     text = decode(target, NoDraft(), prompt, NUM_TOKENS + 16).token_ids
@@ -144,7 +144,9 @@ def main(dtype: str = "float32", rate: str = "0.8") -> None:
     found = measure(target, prompt, makes | drafters(target, text, float(rate)))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
     where = f"{target.device.type}, {torch.get_num_threads()} threads"
-    table = Table(title=f"{size:.0f}M parameters, {dtype}, {where}; accepted at {rate}")
+    table = Table(
+        title=f"{size:.0f}M parameters, {num_layers} layers, {dtype}, {where}; accepted at {rate}"
+    )
     for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, texts in found.items():

@@ -14,9 +14,11 @@ import os
 import sys
 from pathlib import Path
 
-# vLLM and torch read these when they are imported.
+# vLLM, numba and torch read these when they are imported.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    # To compile the method `ngram` takes a minute, to interpret it no time at these sizes.
+    "NUMBA_DISABLE_JIT": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
