@@ -12,13 +12,13 @@ from rich.table import Table
 
 from conf.schema_measure import TreeSearchRun
 from eval.accept import GREEDY
-from eval.bench import Bench, greedy_responses
+from eval.bench import Bench
 from eval.cost import CostCurve, time_steps
 from eval.engine import Drafter, NoDraft, stream
 from eval.heads import BenchHead
 from eval.prompts import Prompt
-from eval.replay import accepted_lengths, ranked_drafts, walk
 from eval.stats import PromptSteps, tau
+from eval.tree_values import StaticTexts
 from heads.target import Target
 from heads.tree import Tree
 
@@ -121,15 +121,9 @@ def chain_taus(
     target: Target, head: BenchHead, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[float]:
     """Tokens per verify pass of chains, by length from 1, from one replay of the longest."""
-    longest = Tree.chain(head.longest)
-    responses = greedy_responses(target, prompts, max_new_tokens)
-    accepted = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        output = target.read_text(prompt.token_ids + response[:-1], head.head.reads)
-        ranked = ranked_drafts(head.head, longest, output, prompt.token_ids, response)
-        accepted.append(accepted_lengths(longest, ranked, response))
+    texts = StaticTexts.read(target, head.head, prompts, max_new_tokens, Tree.chain(head.longest))
     return [
-        tau([PromptSteps("", walk([min(n, length) for n in text], len(text))) for text in accepted])
+        tau([PromptSteps("", steps) for steps in texts.steps(Tree.chain(length))])
         for length in range(1, head.longest + 1)
     ]
 

@@ -33,14 +33,12 @@ class BenchHead:
         head: the head.
         tree: Medusa's static tree, or the shape of EAGLE's dynamic ones.
         chain: one candidate per depth.
-        found: whether `tree` was read from the head's folder.
     """
 
     path: str
     head: Head
     tree: Tree | DynamicShape
     chain: Tree
-    found: bool
 
     @property
     def family(self) -> str:
@@ -94,7 +92,7 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
         if run.tree is not None:
             raise InputError("tree: an EAGLE head drafts dynamic trees; set dynamic_tree.*")
         chain = Tree.chain(run.depth or EAGLE_DEPTH)
-        return BenchHead(ref.path, head, _dynamic_shape(run, stored), chain, bool(stored))
+        return BenchHead(ref.path, head, _dynamic_shape(run, stored), chain)
     depth = run.depth or head.num_heads
     if depth > head.num_heads:
         raise InputError(f"depth={depth}: this head drafts at most {head.num_heads} tokens")
@@ -102,8 +100,7 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     tree = usual_tree(head.num_heads) if paths is None else Tree.from_paths(paths)
     if not 0 < tree.depth <= head.num_heads:
         raise InputError(f"tree: depth {tree.depth}, this head has depths 1..{head.num_heads}")
-    found = run.tree is None and bool(stored)
-    return BenchHead(ref.path, head, tree, Tree.chain(depth), found)
+    return BenchHead(ref.path, head, tree, Tree.chain(depth))
 
 
 def attach(bench_head: BenchHead, target: Target) -> None:

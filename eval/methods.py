@@ -8,8 +8,9 @@ from rich.console import Console
 
 from conf.schema import InputError, TargetConfig
 from conf.schema_measure import SpeedupRun
+from eval import processes
 from eval.accept import Sampling, Typical
-from eval.bench import Bench
+from eval.bench import Bench, greedy_responses
 from eval.draft_model import DraftLength, DraftModel, same_tokenizer
 from eval.engine import Drafter, Generation, NoDraft, decode_batch
 from eval.generate import hf_generate
@@ -273,15 +274,13 @@ class Builder:
         """Layers to skip and draft tokens that are predicted to be fastest on some prompts."""
         chosen = self.bench.prompts[:NUM_SEARCH_PROMPTS]
         prompts = [prompt.token_ids for prompt in chosen]
-        texts = [
-            ids
-            + decode_batch(self.target, NoDraft(), [ids], self.config.max_new_tokens)[0].token_ids
-            for ids in prompts
-        ]
+        answers = greedy_responses(self.target, chosen, self.config.max_new_tokens)
+        texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
         lengths = [len(ids) for ids in prompts]
         best = search_layers(self.target, texts, lengths, SearchLimits()).choices[0]
         if self.bench.main:
             Console(stderr=True).print(
                 f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens"
             )
-        return list(best.skip), best.num_tokens
+        # Every process searched on its own prompts; all decode with what the first one found.
+        return processes.gathered([(list(best.skip), best.num_tokens)])[0]

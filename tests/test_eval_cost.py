@@ -137,7 +137,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
         "eagle": lambda: eagle_head(target, EagleForm.eagle3, num_updates=30),
     }
     head = make[family]()
-    bench_head = BenchHead("", head, Tree.chain(3), Tree.chain(3), found=False)
+    bench_head = BenchHead("", head, Tree.chain(3), Tree.chain(3))
     prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
     found = chain_taus(target, bench_head, prompts, 20)
     assert len(found) == bench_head.longest

@@ -257,8 +257,8 @@ def test_what_is_found_may_be_left_unwritten(setting, tmp_path) -> None:
 
 
 def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
-    head = BenchHead("somebody/head", noisy_head(random_target()), Tree.chain(1), Tree.chain(1),
-                     found=False)  # fmt: skip
+    chain = Tree.chain(1)
+    head = BenchHead("somebody/head", noisy_head(random_target()), chain, chain)
     best = Candidate(DynamicShape(3, 2, 4), 2.5, 0.0, 1.0, 2.5)
     path = tree_search.write_shape(head, best, "cpu", tmp_path)
     assert path == tmp_path / "draft_tree.json"
