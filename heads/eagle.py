@@ -202,7 +202,7 @@ class EagleHead(nn.Module):
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids)
-        weight = self._target[0].decoder.get_input_embeddings().weight
+        weight = self._target[0].embedding.weight
         return functional.embedding(token_ids, weight).to(self.dtype)
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
