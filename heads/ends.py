@@ -125,11 +125,14 @@ class TargetEnds:
             InputError: the disk is full, or the output head is not one that can be kept.
         """
         head = self.output_head
-        if not (head.weight.is_floating_point() and self.embedding.weight.is_floating_point()):
+        if not all(
+            e.weight.is_floating_point() and not e.weight.is_meta for e in (self.embedding, head)
+        ):
             raise InputError(
-                f"target.path={self.name}: its embedding or output head is quantised, and training "
-                "without the target needs them as they are; use the weights before quantisation "
-                "(target.quantization leaves these two alone)"
+                f"target.path={self.name}: its embedding or output head is quantised or offloaded, "
+                "and training without the target needs the weights as they are: name the model "
+                "before quantisation (target.quantization leaves these two alone), and a "
+                "target.device_map that keeps it in memory"
             )
         tensors = {EMBEDDING: self.embedding.weight}
         if head.weight.data_ptr() != self.embedding.weight.data_ptr():

@@ -89,7 +89,7 @@ def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
     differ = Identity(**stored).differences(found)
     if differ:
         said = "; ".join(
-            f"{name} {_short(stored[name])}, not {_of(found, name)}" for name in differ
+            f"{name} {_short(getattr(found, name))}, not {_short(stored[name])}" for name in differ
         )
         raise InputError(
             f"target.path={target.path} is not the target that data.features={folder} was "
@@ -107,10 +107,6 @@ def _check_unset(target: TargetConfig, stored: dict[str, str | None], folder: st
                 f"target.{name}={plain(given)}: data.features={folder} was captured with "
                 f"{stored[name]}: leave it unset, or capture again"
             )
-
-
-def _of(identity: Identity, name: str) -> str:
-    return _short(getattr(identity, name))
 
 
 def _short(value: str | None) -> str:

@@ -1,0 +1,127 @@
+"""What a capture takes of each packed sequence, from the target to host memory.
+
+Letters: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k teacher tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.layout import HIDDEN, SCALE, TEACHER_IDS, TEACHER_LOG_PROBS, TOKENS, Contents
+from data.quantise import encode
+from heads.ends import TargetEnds
+from heads.target import Reads, Target
+
+ROWS_PER_CHUNK = 1024
+NUM_COPIES = 2
+
+StatesOf = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
+`layers.{i}`, in the target's dtype or any."""
+
+
+def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
+    """The target's own forward pass."""
+
+    def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ids, positions, documents = (
+            batch[name].to(target.device, non_blocking=True)
+            for name in ("input_ids", "position_ids", "document_ids")
+        )
+        output = target.read(ids, positions, documents, Reads(layers))
+        return {HIDDEN: output.hidden_states} | {
+            f"layers.{index}": states for index, states in output.layers.items()
+        }
+
+    return states_of
+
+
+@torch.no_grad()
+def top_k(target: TargetEnds, hidden_states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The target's likeliest tokens.
+
+    Args:
+        target: its output head.
+        hidden_states: [n, D], after the final norm.
+        k: at most V.
+
+    Returns:
+        [n, k] int32 ids, likeliest first, and [n, k] float16 log-probabilities over all V tokens.
+    """
+    ids, log_probs = [], []
+    for part in hidden_states.split(ROWS_PER_CHUNK):
+        logits = target.logits(part).float()
+        best = logits.topk(k, dim=-1)
+        ids.append(best.indices.int())
+        log_probs.append((best.values - logits.logsumexp(-1, keepdim=True)).half())
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+def stored(
+    target: TargetEnds, contents: Contents, states: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What a store holds of the states [n, D] of a sequence, on the target's device."""
+    found = {}
+    for name in contents.states:
+        values, scale = encode(states[name].to(target.device), contents.format)
+        found[name] = values
+        if scale is not None:
+            found[name + SCALE] = scale
+    if contents.top_k:
+        last = states[HIDDEN].to(target.device)
+        found[TEACHER_IDS], found[TEACHER_LOG_PROBS] = top_k(target, last, contents.top_k)
+    return found
+
+
+def token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Ids, documents and masks [n] of a packed sequence, as they are stored."""
+    num_tokens = int((row["document_ids"] >= 0).sum())
+    return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKENS}
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Tensors in host memory, once `ready`; at once if that is unset."""
+
+    tensors: dict[str, Tensor]
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> dict[str, Tensor]:
+        """The tensors, there."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.tensors
+
+
+class Copies:
+    """Brings tensors to host memory beside the computation, on a stream of its own.
+
+    At most `NUM_COPIES` are under way: a program that runs ahead of its GPU would fill it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: deque[torch.cuda.Event] = deque()
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Copied:
+        """Starts a copy of tensors that lie on the device; those of the CPU stay."""
+        if self._stream is None:
+            return Copied(dict(tensors), None)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            host = {name: self._copy(tensor) for name, tensor in tensors.items()}
+            ready = torch.cuda.Event()
+            ready.record()
+        self._under_way.append(ready)
+        if len(self._under_way) > NUM_COPIES:
+            self._under_way.popleft().synchronize()
+        return Copied(host, ready)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # The allocator may not give this memory away before the copy is through.
+        tensor.record_stream(self._stream)  # type: ignore[arg-type]
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
