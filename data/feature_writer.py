@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
@@ -47,10 +48,9 @@ def plan_shards(
             begins.append(number)
             held = 0
         held += length
-    ends = [*begins[1:], len(lengths)]
     return [
         Shard(f"{split}-{number:05}", split, first, last, sum(lengths[first:last]))
-        for number, (first, last) in enumerate(zip(begins, ends, strict=True))
+        for number, (first, last) in enumerate(pairwise([*begins, len(lengths)]))
     ]
 
 
