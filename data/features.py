@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from conf.schema import InputError
-from data.layout import SCALE
+from data.layout import NO_PROBABILITY, SCALE, TEACHER_LOG_PROBS
 from data.manifest import TOKEN_COUNTS, Manifest, ShardEntry
 from data.quantise import decode
 from data.retry import retried
@@ -86,8 +86,8 @@ class StoredDataset(Dataset):
     Item i has the tensors [T] of a packed sequence; `hidden_states` and `layers.{i}` [T, D], of
     which `restore` makes numbers where a `<name>.scale` [T] stands beside them; or, in place of
     `hidden_states`, `teacher.ids` [T, k] int32 and `teacher.log_probs` [T, k] float16, over the
-    whole vocabulary: 1 - sum exp is the mass of all other tokens, but for rounding. States on
-    padding are 0.
+    whole vocabulary: 1 - sum exp is the mass of all other tokens, but for rounding. The teacher
+    speaks where the next token is learnt; elsewhere each exp is 0. States on padding are 0.
     """
 
     def __init__(self, store: FeatureStore, split: str) -> None:
@@ -158,6 +158,8 @@ def _item(stored: dict[str, Tensor], num_tokens: int, pad_id: int) -> dict[str, 
     ids, documents = stored["input_ids"].long(), stored["document_ids"].long()
     ids[num_tokens:] = pad_id
     documents[num_tokens:] = -1
+    if TEACHER_LOG_PROBS in stored:
+        stored[TEACHER_LOG_PROBS][num_tokens:] = NO_PROBABILITY
     return {
         **stored,
         "input_ids": ids,

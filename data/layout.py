@@ -13,6 +13,8 @@ from data.quantise import DTYPES, LARGEST
 HIDDEN = "hidden_states"
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher.ids", "teacher.log_probs"
 SCALE = ".scale"
+NO_PROBABILITY = torch.finfo(torch.float16).min
+"""The log-probability where a teacher says nothing; its exponential is 0."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def capture_shard(work: Work, shard: Shard, target: Target, writers: Writers, ba
             tokens = token_fields(row)
             num_tokens = len(tokens["input_ids"])
             own = {name: each[number, :num_tokens] for name, each in states.items()}
-            sequences.append((tokens, copies.take(stored(target, contents, own))))
+            sequences.append((tokens, copies.take(stored(target, contents, own, tokens))))
             bar.update(num_tokens)
 
     def write() -> None:

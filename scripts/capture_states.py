@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.layout import HIDDEN, SCALE, TEACHER_IDS, TEACHER_LOG_PROBS, TOKENS, Contents
+from data.layout import (
+    HIDDEN,
+    NO_PROBABILITY,
+    SCALE,
+    TEACHER_IDS,
+    TEACHER_LOG_PROBS,
+    TOKENS,
+    Contents,
+)
 from data.quantise import encode
 from heads.ends import TargetEnds
 from heads.target import Reads, Target
@@ -40,30 +48,43 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
 
 
 @torch.no_grad()
-def top_k(target: TargetEnds, hidden_states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The target's likeliest tokens.
+def top_k(target: TargetEnds, hidden_states: Tensor, k: int, asked: Tensor) -> dict[str, Tensor]:
+    """The target's likeliest tokens, where somebody will ask for them.
 
     Args:
         target: its output head.
         hidden_states: [n, D], after the final norm.
         k: at most V.
+        asked: [n] bool, on the CPU; elsewhere the teacher gives no token any probability.
 
     Returns:
         [n, k] int32 ids, likeliest first, and [n, k] float16 log-probabilities over all V tokens.
     """
-    ids, log_probs = [], []
-    for part in hidden_states.split(ROWS_PER_CHUNK):
-        logits = target.logits(part).float()
+    shape, device = (len(hidden_states), k), hidden_states.device
+    ids = torch.zeros(shape, dtype=torch.int32, device=device)
+    log_probs = torch.full(shape, NO_PROBABILITY, dtype=torch.float16, device=device)
+    for places in asked.nonzero().squeeze(1).to(device).split(ROWS_PER_CHUNK):
+        logits = target.logits(hidden_states[places]).float()
         best = logits.topk(k, dim=-1)
-        ids.append(best.indices.int())
-        log_probs.append((best.values - logits.logsumexp(-1, keepdim=True)).half())
-    return torch.cat(ids), torch.cat(log_probs)
+        ids[places] = best.indices.int()
+        log_probs[places] = (best.values - logits.logsumexp(-1, keepdim=True)).half()
+    return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}
 
 
 def stored(
-    target: TargetEnds, contents: Contents, states: Mapping[str, Tensor]
+    target: TargetEnds,
+    contents: Contents,
+    states: Mapping[str, Tensor],
+    tokens: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What a store holds of the states [n, D] of a sequence, on the target's device."""
+    """What a store holds of the states [n, D] of a sequence, on the target's device.
+
+    Args:
+        target: its output head.
+        contents: what is stored.
+        states: by name.
+        tokens: [n], what `token_fields` gives.
+    """
     found = {}
     for name in contents.states:
         values, scale = encode(states[name].to(target.device), contents.format)
@@ -71,8 +92,10 @@ def stored(
         if scale is not None:
             found[name + SCALE] = scale
     if contents.top_k:
-        last = states[HIDDEN].to(target.device)
-        found[TEACHER_IDS], found[TEACHER_LOG_PROBS] = top_k(target, last, contents.top_k)
+        # Losses hold heads against the target where its next token is learnt.
+        asked = tokens["loss_mask"].roll(-1)
+        asked[-1] = False
+        found |= top_k(target, states[HIDDEN].to(target.device), contents.top_k, asked)
     return found
 
 

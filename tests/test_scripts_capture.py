@@ -106,10 +106,14 @@ def test_top_k_teacher_and_one_byte_states(
     assert (
         (found - states).abs() <= amax / (254 if state_format is StateFormat.int8 else 16)
     ).all()
-    expected = target.logits(output.hidden_states[0][real]).log_softmax(-1).topk(7)
-    assert torch.equal(row["teacher.ids"][real].long(), expected.indices)
-    log_probs = row["teacher.log_probs"][real].float()
-    assert (log_probs - expected.values).abs().max() <= 2**-11 * expected.values.abs().max()
+    asked = torch.zeros_like(row["loss_mask"])
+    asked[:-1] = row["loss_mask"][1:]
+    expected = target.logits(output.hidden_states[0][asked]).log_softmax(-1).topk(7)
+    assert torch.equal(row["teacher.ids"][asked].long(), expected.indices)
+    log_probs = row["teacher.log_probs"].float()
+    assert ((log_probs[asked] - expected.values).abs() <= 2**-11 * expected.values.abs()).all()
+    assert not asked.all()
+    assert log_probs[~asked].exp().eq(0).all()
 
 
 def test_answers_of_held_out_prompts_are_the_targets_own(whole: Path, inputs: Path) -> None:
