@@ -37,14 +37,15 @@ class CaptureRun:
     L layers, [] none (Medusa and EAGLE-1 need none)."""
     format: StateFormat = StateFormat.bf16
     teacher: TeacherKind = TeacherKind.hidden
-    top_k: int = 128
+    top_k: int = 64
     """Tokens of `teacher=top_k`; of a smaller vocabulary all."""
     micro_batch_size: int = 4
     """Packed sequences per forward pass of one process."""
     num_replay_prompts: int = 16
     """Held-out prompts that the target answers, so that training can measure tau."""
     engine: str | None = None
-    """Base URL of a server that gives hidden states; unset runs the target in process."""
+    """Base URL of a server that gives hidden states; unset runs the target in process. The
+    process still loads the target, for its output head and its answers (`target.device_map`)."""
     out_dir: str = "outputs/features"
     """A second start continues it."""
     seed: int = 0

@@ -35,7 +35,6 @@ from scripts.capture import batches, capture_shard, start
 from scripts.capture_plan import Work, prepared
 from scripts.capture_states import ROWS_PER_CHUNK, states_from_target
 
-TOP_K = 128
 KINDS = [
     (StateFormat.bf16, TeacherKind.hidden),
     (StateFormat.int8, TeacherKind.hidden),
@@ -46,7 +45,7 @@ KINDS = [
 
 def of_kind(contents: Contents, state_format: StateFormat, teacher: TeacherKind) -> Contents:
     """The same layers stored in another way."""
-    k = TOP_K if teacher is TeacherKind.top_k else 0
+    k = CaptureRun().top_k if teacher is TeacherKind.top_k else 0
     return replace(contents, format=state_format, teacher=teacher, top_k=k)
 
 

@@ -62,12 +62,12 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     check_disk(work, say=state.is_main_process)
     state.wait_for_everyone()  # all have looked at what is there
     work.folder.mkdir(parents=True, exist_ok=True)
-    with locked(work.folder / ".lock") if state.is_main_process else nullcontext():
+    lock = locked(work.folder / ".lock") if state.is_main_process else nullcontext()
+    with lock, speaking_up(work.folder, state):
         if state.is_main_process:
             begin(work.folder, work.plan)
         state.wait_for_everyone()
-        with speaking_up(state):
-            write_shards(work, state)
+        write_shards(work, state)
         state.wait_for_everyone()
         if state.is_main_process:
             finish(work, state)
@@ -88,10 +88,19 @@ def start() -> PartialState:
 
 
 @contextmanager
-def speaking_up(state: PartialState) -> Iterator[None]:
-    """Prints what went wrong in a process other than the first, whose words alone are heard."""
+def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
+    """Names what could not be written, in processes other than the first too, which are not heard.
+
+    Raises:
+        InputError: in place of an OSError.
+    """
     try:
-        yield
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"out_dir={folder}: {error}; what is whole is kept: start again to continue"
+            ) from error
     except InputError as error:
         if not state.is_main_process:
             print(f"error in process {state.process_index}: {error}", file=sys.stderr)
@@ -232,7 +241,7 @@ def finish(work: Work, state: PartialState) -> None:
     files = {name: retried(partial(file_checksum, folder / name)) for name in (ENDS, TOKEN_COUNTS)}
     origin = provenance(work.config, ends.name, work.report)
     tokenizer = load_tokenizer(work.config.target)[1]
-    target = target_json(work.config.target, tokenizer, state.device, loaded=True)
+    target = target_json(work.config, tokenizer, state.device, loaded=True)
     Manifest(replace(work.plan, target=target), entries, files, origin).write(folder)
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 
 from conf.provenance import plain
-from conf.schema import InputError, TargetConfig
+from conf.schema import InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import Shard, plan_shards
 from data.features import SPLITS
@@ -78,7 +78,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
     plan = Plan(
-        target=target_json(config.target, tokenizer, state.device, loaded=False),
+        target=target_json(config, tokenizer, state.device, loaded=False),
         contents=contents,
         data=plain(config.data),
         sha256=report.sha256,
@@ -113,9 +113,9 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
 
 
 def target_json(
-    config: TargetConfig, tokenizer: Any, device: torch.device, loaded: bool
+    config: CaptureRun, tokenizer: Any, device: torch.device, loaded: bool
 ) -> dict[str, Any]:
-    """The identity of the target and the dtype of its pass.
+    """The identity of the target, and how it is run.
 
     Args:
         config: where the target is.
@@ -123,13 +123,15 @@ def target_json(
         device: of the pass.
         loaded: whether weights from the Hub are on this machine by now.
     """
-    identity = identify(config, tokenizer)
+    target = config.target
+    identity = identify(target, tokenizer)
     # The commit says as much; an adapter's is not known.
-    if not (loaded or Path(str(config.path)).is_dir()):
+    if not (loaded or Path(str(target.path)).is_dir()):
         identity = replace(identity, weights=None)
-    if not (loaded or Path(str(config.adapter)).is_dir()):
+    if not (loaded or Path(str(target.adapter)).is_dir()):
         identity = replace(identity, adapter_weights=None)
-    return {**asdict(identity), "dtype": str(resolve_dtype(config.dtype, device))[6:]}
+    dtype = str(resolve_dtype(target.dtype, device)).removeprefix("torch.")
+    return {**asdict(identity), "dtype": dtype, "by_engine": config.engine is not None}
 
 
 def check_disk(work: Work, say: bool) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from conf.schema import InputError
-from conf.schema_capture import StateFormat, TeacherKind
+from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import Shard, Writers, plan_shards, save_shard
 from data.features import FeatureStore, restore
 from data.layout import Contents
@@ -118,7 +118,7 @@ def test_bytes_per_token_of_a_target_with_4096_channels() -> None:
     for small in (StateFormat.fp8, StateFormat.int8):
         assert size(small, TeacherKind.hidden, 0) == 4 * (4096 + 4) + tokens
         assert size(small, TeacherKind.top_k, 128) == 3 * (4096 + 4) + 128 * 6 + tokens
-        assert size(small, TeacherKind.top_k, 128) <= 13 * 1024
+        assert size(small, TeacherKind.top_k, CaptureRun().top_k) <= 13 * 1024
 
 
 @pytest.mark.parametrize("state_format", list(StateFormat))

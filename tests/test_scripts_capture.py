@@ -25,6 +25,7 @@ from heads.load_target import load_target
 from heads.target import Reads
 from scripts import capture as script
 from scripts.capture import capture
+from scripts.capture_states import largest
 from train.replay import greedy_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,12 +109,24 @@ def test_top_k_teacher_and_one_byte_states(
     ).all()
     asked = torch.zeros_like(row["loss_mask"])
     asked[:-1] = row["loss_mask"][1:]
-    expected = target.logits(output.hidden_states[0][asked]).log_softmax(-1).topk(7)
-    assert torch.equal(row["teacher.ids"][asked].long(), expected.indices)
+    expected = target.logits(output.hidden_states[0][asked]).log_softmax(-1)
+    best = expected.gather(1, row["teacher.ids"][asked].long())
+    assert torch.equal(best, expected.topk(7).values)
     log_probs = row["teacher.log_probs"].float()
-    assert ((log_probs[asked] - expected.values).abs() <= 2**-11 * expected.values.abs()).all()
+    assert ((log_probs[asked] - best).abs() <= 2**-11 * best.abs()).all()
     assert not asked.all()
     assert log_probs[~asked].exp().eq(0).all()
+
+
+@pytest.mark.parametrize(("num_tokens", "k"), [(96, 5), (96, 12), (96, 13), (97, 7), (12, 12)])
+def test_the_largest_are_those_of_topk(num_tokens: int, k: int) -> None:
+    logits = torch.rand(50, num_tokens, generator=torch.Generator().manual_seed(0)).round(
+        decimals=1
+    )
+    values, places = largest(logits, k)
+    assert torch.equal(values, logits.topk(k).values)  # of equal ones it may name others
+    assert torch.equal(logits.gather(1, places), values)
+    assert all(len(set(row)) == k for row in places.tolist())
 
 
 def test_answers_of_held_out_prompts_are_the_targets_own(whole: Path, inputs: Path) -> None:

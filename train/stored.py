@@ -75,8 +75,7 @@ def _check_data(data: DataConfig, plan: Plan) -> None:
 
 
 def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
-    stored = dict(plan.target)
-    dtype = stored.pop("dtype")
+    stored, dtype = plan.target, plan.target["dtype"]
     if target.dtype is not Dtype.auto and target.dtype.value != dtype:
         raise InputError(
             f"target.dtype={target.dtype.value}: data.features={folder} was captured in {dtype}: "
@@ -86,7 +85,8 @@ def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
         _check_unset(target, stored, folder)
         return
     found = identify(target, load_tokenizer(target)[1])
-    differ = Identity(**stored).differences(found)
+    known = Identity(**{field.name: stored[field.name] for field in fields(Identity)})
+    differ = known.differences(found)
     if differ:
         said = "; ".join(
             f"{name} {_short(getattr(found, name))}, not {_short(stored[name])}" for name in differ
