@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
 from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from conf.schema import InputError, TargetConfig
 
@@ -65,33 +65,35 @@ def identify(config: TargetConfig, tokenizer: Any) -> Identity:
         tokenizer: its tokenizer, loaded.
 
     Raises:
-        InputError: there is no config at `config.path`.
+        InputError: there is no config at `config.path` or `config.adapter`.
     """
     assert config.path is not None
-    stored = _config(config.path, config.revision)
-    commit = stored.pop("_commit_hash", None)
+    found = _resolved("target.path", config.path, "config.json", config.revision)
+    stored = json.loads(found.read_text())
     stored.pop("transformers_version", None)  # of whoever saved it last
     template = tokenizer.chat_template
+    adapter = config.adapter and _resolved(
+        "target.adapter", config.adapter, "adapter_config.json", None
+    )
     return Identity(
         name=config.path,
-        revision=commit,
+        revision=extract_commit_hash(found.as_posix(), None),
         config=_sha256(stored),
         tokenizer=_sha256(_tokenizer(tokenizer)),
         template=None if template is None else _sha256(template),
-        weights=_weights(config.path, config.revision, "config.json", "model"),
+        weights=_weights(found.parent, "model"),
         adapter=config.adapter,
-        adapter_weights=config.adapter
-        and _weights(config.adapter, None, "adapter_config.json", "adapter_model"),
+        adapter_weights=_weights(adapter.parent, "adapter_model") if adapter else None,
         quantization=config.quantization.value,
     )
 
 
-def _config(path: str, revision: str | None) -> dict[str, Any]:
-    """The content of `config.json`, with `_commit_hash` if it comes from the Hub."""
+def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
+    """A file of a folder or Hub repository, on this machine."""
     try:
-        return dict(PreTrainedConfig.get_config_dict(path, revision=revision)[0])
-    except (OSError, ValueError) as error:
-        raise InputError(f"target.path={path}: cannot read its config.json: {error}") from error
+        return Path(str(cached_file(path, name, revision=revision)))
+    except OSError as error:
+        raise InputError(f"{key}={path}: {error}") from error
 
 
 def _tokenizer(tokenizer: Any) -> Any:
@@ -102,14 +104,8 @@ def _tokenizer(tokenizer: Any) -> Any:
     return {**json.loads(backend.to_str()), "truncation": None, "padding": None}
 
 
-def _weights(path: str, revision: str | None, beside: str, name: str) -> str | None:
-    """Checksum of a sample of the weight files in the folder where `beside` lies."""
-    found = cached_file(
-        path, beside, revision=revision, _raise_exceptions_for_missing_entries=False
-    )
-    if found is None:
-        return None
-    folder = Path(found).parent
+def _weights(folder: Path, name: str) -> str | None:
+    """Checksum of a sample of the weight files in a folder; None if they are not all there."""
     index = folder / f"{name}.safetensors.index.json"
     names = {f"{name}.safetensors"}
     if index.is_file():

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hub_server import HubServer, Repo
 from stores import captured, save_inputs, settings
+from test_scripts_push import hub_env
 from toys import noisy_head, save_target
 
 from conf.schema import DataConfig, Dtype, InputError, MedusaConfig, MedusaRun, TargetConfig
@@ -25,6 +29,7 @@ from train.medusa import make_head
 from train.replay import HeldoutReplay, StoredReplay
 from train.stored import check_reads, load_ends, open_store
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 
@@ -125,6 +130,12 @@ def test_another_target_is_refused(
         InputError, match=rf"is not the target .* it has {named} \w+, not \w+\. Lea"
     ):
         open_with(store, {"path": str(tmp_path / "copy")})
+
+
+def test_an_adapter_that_is_not_there_is_refused(store: Path, inputs: Path, tmp_path: Path) -> None:
+    target = {"path": str(inputs / "target"), "adapter": str(tmp_path)}
+    with pytest.raises(InputError, match=rf"target\.adapter={tmp_path}: .*adapter_config\.json"):
+        open_with(store, target)
 
 
 def test_a_store_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -246,3 +257,44 @@ def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
         states = torch.randn(2, 64)
         assert torch.equal(ends.logits(states), target.logits(states))
         assert torch.equal(ends.logits(states.bfloat16()), target.logits(states.bfloat16().float()))
+
+
+FROM_HUB = """
+import sys
+from pathlib import Path
+from conf.schema import DataConfig, InputError, TargetConfig
+from conf.schema_capture import CaptureRun
+from data.manifest import Manifest
+from scripts.capture import capture
+from train.stored import open_store
+
+inputs, out_dir, *commits = sys.argv[1:]
+data = DataConfig(path=f"{inputs}/chat.jsonl", max_length=128, eval_fraction=0.2)
+for _ in range(2):  # the second time the weights are in the cache
+    capture(CaptureRun(TargetConfig(path="me/toy"), data, out_dir=out_dir), 40_000)
+target = Manifest.read(Path(out_dir)).plan.target
+assert (target["name"], target["revision"]) == ("me/toy", commits[1])
+assert len(target["weights"]) == 64
+open_store(DataConfig(features=out_dir), TargetConfig(path="me/toy"))
+open_store(DataConfig(features=out_dir), TargetConfig(path=f"{inputs}/target"))
+try:
+    open_store(DataConfig(features=out_dir), TargetConfig(path="me/toy", revision=commits[0]))
+except InputError as error:
+    assert "it has revision" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_a_target_from_the_hub_is_known_by_its_commit(inputs: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        repo = hub.repos["me/toy"] = Repo(private=False)
+        files = {path.name: path.read_bytes() for path in (inputs / "target").iterdir()}
+        commits = [repo.commit(files | {"README.md": bytes([n])}) for n in range(2)]
+        done = subprocess.run(
+            [sys.executable, "-c", FROM_HUB, inputs, tmp_path / "store", *commits],
+            env=hub_env(hub, tmp_path / "home") | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
