@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
@@ -81,8 +82,9 @@ def start() -> PartialState:
     Raises:
         InputError: they do not see each other.
     """
+    cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     # A process that continues may wait for one that has all of its shards to write.
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
+    state = PartialState(cpu=cpu, timeout=timedelta(days=30))
     check_launch(os.environ, state.num_processes)
     return state
 

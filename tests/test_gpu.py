@@ -16,6 +16,7 @@ from heads.load_target import check_served
 from heads.target import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
+from scripts.capture_states import Copies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,3 +95,18 @@ def test_a_step_on_cuda_waits_once() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in found if "synchroniz" in str(w.message)]) == 1
+
+
+def test_copies_to_the_host_hold_what_was_computed_before_them() -> None:
+    copies, taken = Copies(torch.device("cuda")), []
+    for number in range(50):
+        ones = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
+        # Late, and in memory that the next round would like to have.
+        states = (ones @ ones @ ones).mul_(0).add_(number)
+        taken.append(copies.take({"states": states, "int8": states[1:].to(torch.int8)}))
+    for number, copied in enumerate(taken):
+        found = copied.wait()
+        assert found["states"].is_pinned()
+        assert found["states"].eq(number).all()
+        assert found["int8"].eq(number).all()
+        assert found["int8"].shape == (2047, 2048)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -30,6 +30,13 @@ from train.replay import greedy_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        yield
 
 
 @pytest.fixture(scope="module")
