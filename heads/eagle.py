@@ -21,6 +21,7 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.eagle_config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle_layer import Branches, EagleLayer, LlamaRMSNorm, causal_rows, normed
+from heads.projection import Projection
 from heads.storage import save_head
 from heads.target import Reads, Target, TargetOutput
 from heads.vocab import DraftVocab
@@ -220,7 +221,7 @@ class EagleHead(nn.Module):
             position_ids: [N] int64, one more than the row's last.
             branches: gets the rows' new keys and values.
         """
-        fed = self.norm(outputs) if self.norm and self.config.norm_output else outputs
+        fed = self.normed(outputs) if self.config.norm_output else outputs
         text = self.read(fed, token_ids, position_ids)
         branches.own_keys.append(text.keys)
         branches.own_values.append(text.values)
@@ -252,9 +253,20 @@ class EagleHead(nn.Module):
             tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
             outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
 
+    def normed(self, outputs: Tensor) -> Tensor:
+        """[..., H] outputs after the last norm, which EAGLE-1 has not."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def projection(self) -> Projection:
+        """From normed outputs to draft logits: the head's own, or the target's."""
+        if self.lm_head is not None:
+            return Projection(self.lm_head.weight)
+        target = self._target[0]
+        return Projection.of_target(target.output_head, target.config)
+
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., W] draft logits of outputs [..., H]."""
-        states = outputs if self.norm is None else self.norm(outputs)
+        states = self.normed(outputs)
         if self.lm_head is not None:
             return self.lm_head(states)
         target = self._target[0]

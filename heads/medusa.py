@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
+from heads.projection import Projection
 from heads.storage import load_tensors, locate, save_head
 from heads.target import Reads, Target, TargetOutput
 
@@ -100,6 +101,14 @@ class MedusaHead(nn.Module):
         Head 0 reads position t and predicts token t + 2.
         """
         return self.heads[k](hidden_states)
+
+    def states(self, k: int, hidden_states: Tensor) -> Tensor:
+        """[N, D] what head k, counted from 0, projects."""
+        return self.heads[k][:-1](hidden_states)  # type: ignore[index]
+
+    def projection(self, k: int) -> Projection:
+        """The projection of head k, counted from 0."""
+        return Projection(self.heads[k][-1].weight)  # type: ignore[index]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[K, ..., V] logits of every head on final hidden states [..., D]."""

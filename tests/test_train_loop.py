@@ -47,11 +47,17 @@ class ToyObjective(nn.Module):
     def counts(self, batch: Batch) -> Tensor:
         return batch["loss_mask"].sum()[None].float()
 
-    def forward(self, batch: Batch) -> Sums:
-        x = batch["x"] + self.noise * torch.randn_like(batch["x"])
-        error = (self.head(x).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
-        zero = torch.zeros(1)
-        return Sums(error.sum()[None], self.counts(batch), zero, zero)
+    def prepare(self, batch: Batch) -> Batch:
+        draws = []
+        for seed in batch.get("noise_seed", [0] * len(batch["x"])):
+            generator = torch.Generator().manual_seed(int(seed))
+            draws.append(self.noise * torch.randn(T, D, generator=generator))
+        return {**batch, "x": batch["x"] + torch.stack(draws)}
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        error = (self.head(batch["x"]).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
+        terms = [error.sum(), batch["loss_mask"].sum(), torch.zeros(()), torch.zeros(())]
+        return Sums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
 
 
 class Rows(list[dict[str, Tensor]]):

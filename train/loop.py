@@ -48,14 +48,18 @@ class Objective(Protocol):
     weights: Tensor
     """[K] float32, the weight of each term."""
     measures: tuple[str, ...]
-    """Names of what `Sums` holds after the losses and the tokens."""
+    """Names of the rows of `Sums.terms` after losses and tokens."""
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32, what the sum of each term is divided by, over the optimizer step."""
         ...
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Sums over a micro batch, each [K] float32: losses, supervised tokens, measures."""
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with what the target gives; needs no gradient and no head."""
+        ...
+
+    def __call__(self, batch: Batch, scale: Tensor) -> Sums:
+        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
         ...
 
 
@@ -236,7 +240,7 @@ class _Run:
             self.step, config.batch_size, len(self.job.train), self.job.seed
         )
         micro = schedule.micro_batches(indices, self.rank, self.world, config.micro_batch_size)
-        batches = [self._load(self.job.train, group) for group in micro]
+        batches = [self._load(self.job.train, group) | self._draws(group) for group in micro]
         totals = self._count(batches)
         # DDP averages gradients over processes; their sum is wanted.
         scale = self.world * self.weights / totals[1:].clamp_min(1).float()
@@ -257,6 +261,14 @@ class _Run:
         rows = [dataset[index] for index in indices]
         return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
 
+    def _draws(self, indices: list[int]) -> dict[str, Tensor]:
+        """A seed for each sequence, by its number and the step alone.
+
+        Not by process: draws are the same on any number of them, and after a stop.
+        """
+        seeds = [hash((self.job.seed, self.step, index)) % (1 << 63) for index in indices]
+        return {"noise_seed": torch.tensor(seeds)}
+
     def _count(self, batches: list[dict[str, Tensor]]) -> Tensor:
         """[1 + K] tokens seen and supervised tokens per term, of the whole optimizer step."""
         counts = [
@@ -266,27 +278,23 @@ class _Run:
         return self._sum(torch.stack(counts).sum(0))
 
     def _accumulate(self, batches: list[dict[str, Tensor]], scale: Tensor) -> Tensor:
-        """Runs every micro batch forward and backward; [M, 4, K] what each gave."""
+        """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
         found = []
         for number, batch in enumerate(batches):
-            # Draws depend on the place in the run alone: not on the number of processes, and
-            # not on whether the run was stopped in between.
-            first = self.rank * len(batches) + number
-            torch.manual_seed(hash((self.job.seed, self.step, first)) % (1 << 63))
             last = number == len(batches) - 1
             with sync_if(last, self.accelerator, self.objective):
-                sums: Sums = self.objective(batch)
-                self.accelerator.backward((scale * sums.loss).sum())
-            found.append(torch.stack([term.detach().float() for term in sums]))
+                sums: Sums = self.objective(self.job.objective.prepare(batch), scale)
+                self.accelerator.backward(sums.total)
+            found.append(sums.terms.detach())
         return torch.stack(found)
 
     def _check_finite(self, sums: Tensor, indices: list[int]) -> Tensor:
-        """[4, K] sums of the step over all processes; stops if one of them is not finite."""
+        """[2 + L, K] sums of the step over all processes; stops if one of them is not finite."""
         num_micro = len(sums)
         losses = torch.zeros(self.world * num_micro, device=self.device)
         losses[self.rank * num_micro :][:num_micro] = sums[:, 0].sum(1)
         packed = self._sum(torch.cat([losses, sums.sum(0).flatten()]))
-        losses, totals = packed[: len(losses)], packed[len(losses) :].view(4, -1)
+        losses, totals = packed[: len(losses)], packed[len(losses) :].view_as(sums[0])
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if bad:
             size = self.config.micro_batch_size
@@ -319,13 +327,13 @@ class _Run:
         """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
         objective, config = self.job.objective, self.config
         objective.eval()
-        sums = torch.zeros(4, len(self.weights), device=self.device)
+        sums = torch.zeros(2 + len(objective.measures), len(self.weights), device=self.device)
         mine = list(range(min(len(self.job.heldout), config.num_eval_sequences)))
         mine = mine[self.rank :: self.world]
         for begin in range(0, len(mine), config.micro_batch_size):
             batch = self._load(self.job.heldout, mine[begin : begin + config.micro_batch_size])
             with self.accelerator.autocast():
-                sums += torch.stack([term.float() for term in objective(batch)])
+                sums += objective(objective.prepare(batch), self.weights).terms
         measures = objective.measures
         self.evaluation = figures("eval", self._sum(sums), self.weights, measures)
         if self.rank == 0 and self.job.evaluate is not None:

@@ -12,32 +12,50 @@ from conf.schema import Labels, MedusaConfig, MedusaRun
 from data.pack import PackedDataset
 from heads.medusa import MedusaHead
 from heads.target import Target
+from heads.vocab import DraftVocab
 from train import command
-from train.losses import Batch, Sums, medusa_loss, medusa_weights, supervised_counts
+from train.losses import (
+    Batch,
+    Sums,
+    answered,
+    medusa_loss,
+    medusa_weights,
+    supervised_counts,
+)
+from train.states import with_states
+from train.teachers import HiddenTeacher
 
 
 class MedusaObjective(nn.Module):
-    """The Medusa loss of a batch, with hidden states taken from the target on the way."""
+    """The Medusa loss of a batch."""
 
-    measures = Sums._fields[2:]
+    measures = ("top1", "top5")
 
     def __init__(self, head: MedusaHead, target: Target, config: MedusaConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
+        self.soft = config.labels is Labels.soft
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
-        self.teacher = target.logits if config.labels is Labels.soft else None
+        self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32 supervised tokens of each head."""
         return supervised_counts(batch, self.head.num_heads)
 
-    def forward(self, batch: Batch) -> Sums:
-        """The sums of each head over `batch`, a dict of [B, T] tensors."""
-        output = self.target.read(batch["input_ids"], batch["position_ids"], batch["document_ids"])
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with the target's states."""
+        return with_states(self.target, batch, self.head.reads)
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
         # DeepSpeed casts the head's parameters to bfloat16 and does not autocast.
-        hidden = output.hidden_states.to(next(self.head.parameters()).dtype)
-        return medusa_loss(self.head, hidden, batch, self.teacher)
+        hidden = batch["hidden_states"].to(next(self.head.parameters()).dtype)
+        teacher = None
+        if self.soft:
+            at = answered(batch).places
+            teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[at])
+        return medusa_loss(self.head, hidden, batch, scale, teacher)
 
 
 def main(config: MedusaRun) -> None:
