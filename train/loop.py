@@ -111,7 +111,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         InputError: the checkpoint to resume does not fit, the disk is full, or the loss became
             NaN or infinite.
     """
-    run = _Run(accelerator, job)
+    run = Run(accelerator, job)
     run.resume()
     accelerator.wait_for_everyone()
     try:
@@ -121,7 +121,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         run.close()
 
 
-class _Run:
+class Run:
     """The state of a run between its optimizer steps."""
 
     def __init__(self, accelerator: Accelerator, job: Job) -> None:
@@ -211,7 +211,7 @@ class _Run:
                 if self._stop_agreed():
                     self._save()
                     return Outcome(False, self.step, self.evaluation)
-                loss = self._optimizer_step()
+                loss = self.optimizer_step()
                 self.step += 1
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
                 bar.update()
@@ -237,7 +237,7 @@ class _Run:
         """The sum of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="sum")
 
-    def _optimizer_step(self) -> float:
+    def optimizer_step(self) -> float:
         """One optimizer step; returns its loss."""
         config = self.config
         totals = self._count(self.feed.next_step())
