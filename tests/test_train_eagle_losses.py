@@ -14,11 +14,11 @@ from conf.schema_eagle import (
 )
 from heads.eagle_layer import Branches, causal_rows
 from heads.vocab import DraftVocab
-from train.divergences import Pair, divergence, top_k, total_variation
+from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective
 from train.eagle_losses import step_weights
 from train.losses import Sums
-from train.teachers import HiddenTeacher
+from train.teachers import HiddenTeacher, Table
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
 P = torch.tensor([[0.4, 0.2, 0.2]]).log()
@@ -30,6 +30,10 @@ R_ALPHA = 0.25 + 0.2 + 0.2
 R_KL = 0.5 * log(2) - 0.25 * log(2)
 # The middle of p and r is (.375, .375, .25).
 R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
+
+
+def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> Pair:
+    return Table.of(log_p.argmax(-1), log_p.exp()).pair(torch.tensor([0]), Said.of(log_q))
 
 
 @pytest.mark.parametrize(
@@ -54,26 +58,26 @@ R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
     ],
 )
 def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
-    found = divergence(kind, Pair.of(P, q), eta=3.0, want_grad=False)
+    found = divergence(kind, pair(P, q), eta=3.0, want_grad=False)
     assert found.loss.item() == pytest.approx(expected, abs=1e-6)
     assert found.grad is None
 
 
 def test_the_mix_of_the_hybrid_loss_has_no_gradient() -> None:
-    found = divergence(Divergence.hybrid, Pair.of(P, R), eta=3.0, want_grad=True)
+    found = divergence(Divergence.hybrid, pair(P, R), eta=3.0, want_grad=True)
     mix = exp(-3 * R_ALPHA)
     q, p = R.exp(), P.exp() / 0.8
     below = (q <= P.exp()).float()
     of_tv = -q * (below - (q * below).sum())  # d(1 - alpha) / d logits
     torch.testing.assert_close(found.grad, mix * (q - p) + (1 - mix) * of_tv)
-    torch.testing.assert_close(total_variation(Pair.of(P, R), True).grad, of_tv)
+    torch.testing.assert_close(total_variation(pair(P, R), True).grad, of_tv)
 
 
 def test_top_k_loss_by_hand() -> None:
-    pair = Pair.of(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.3, 0.5]]).log())
+    both = pair(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.3, 0.5]]).log())
     expected = -(0.5 * log(0.2) + 0.3 * log(0.3))
-    assert top_k(pair, 2, False).loss.item() == pytest.approx(expected)
-    assert top_k(pair, 10, False).loss.item() == pytest.approx(expected - 0.2 * log(0.5))
+    assert top_k(both, 2, False).loss.item() == pytest.approx(expected)
+    assert top_k(both, 10, False).loss.item() == pytest.approx(expected - 0.2 * log(0.5))
 
 
 def test_step_weights() -> None:
@@ -197,8 +201,8 @@ def test_the_teacher_says_what_the_target_says(has_bias: bool) -> None:
     known = HiddenTeacher(target, vocab, hidden).known(1, 4)
     assert known.best.equal(expected[1:].argmax(-1))
     at = torch.tensor([2, 0, 2])
-    found = known.log_p(at, torch.zeros(3, 3))
-    torch.testing.assert_close(found, expected[1 + at][:, vocab.ids])
+    found = known.pair(at, Said.of(torch.zeros(3, 3))).p
+    torch.testing.assert_close(found, expected[1 + at][:, vocab.ids].exp())
 
 
 @pytest.mark.parametrize("detach", [False, True])

@@ -13,10 +13,11 @@ from conf.schema_eagle import Divergence, EagleConfig
 from heads.projection import Projection
 from heads.vocab import DraftVocab
 from train import fused
+from train.divergences import Said
 from train.eagle_losses import EagleCriterion
 from train.fused import Part, fused_linear
 from train.losses import TextTeacher, text_criterion
-from train.teachers import HiddenTeacher, TopKTeacher
+from train.teachers import HiddenTeacher, Table, TopKTeacher
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
 DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])
@@ -28,18 +29,15 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 class Exact:
-    """A teacher in float64 with the whole table written down."""
+    """A teacher in float64 whose table is written down."""
 
     def __init__(self, vocab: DraftVocab, log_p: Tensor) -> None:
         self.vocab, self.whole = vocab, log_p
-        self.best = log_p.argmax(-1)
         self.num_rows, self.num_columns = log_p.shape
 
-    def known(self, begin: int, end: int) -> "Exact":
-        return Exact(self.vocab, self.whole[begin:end])
-
-    def log_p(self, at: Tensor, log_q: Tensor) -> Tensor:
-        return self.whole[at][:, self.vocab.ids]
+    def known(self, begin: int, end: int) -> Table:
+        rows = self.whole[begin:end]
+        return Table.of(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
 
 
 def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -163,10 +161,12 @@ def test_ids_outside_the_draft_vocabulary_are_left_out_of_a_top_k_teacher() -> N
     probs = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]])
     log_q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]).log()
     known = TopKTeacher(vocab, ids, probs.log()).known(0, 2)
-    found = known.log_p(torch.tensor([0, 1]), log_q).exp()
+    found = known.pair(torch.tensor([0, 1]), Said.of(log_q))
     # Row 0: 3 and 5 are kept, .2 is left for id 1. Row 1: all of .1 is spread as q is.
     expected = torch.tensor([[0.2, 0.5, 0.1], [0.02, 0.03, 0.05]])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.p, expected)
+    torch.testing.assert_close(found.mass, expected.sum(-1))
+    torch.testing.assert_close(found.p_log_p, (expected * expected.log()).sum(-1))
     assert known.best.tolist() == [3, 7]
 
 

@@ -16,9 +16,10 @@ from train.losses import (
     supervised,
     supervised_counts,
 )
+from train.teachers import Table
 
 
-class Table(nn.Module):
+class Heads(nn.Module):
     """Heads whose logits for token v at hidden state [x, ...] are a row of a table."""
 
     def __init__(self, num_heads: int, vocab: int) -> None:
@@ -38,14 +39,11 @@ class Given:
     """A teacher whose logits are written down: [P, V]."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.table = logits.log_softmax(-1)
+        self.p = logits.softmax(-1)
         self.num_rows, self.num_columns = logits.shape
 
-    def known(self, begin: int, end: int) -> "Given":
-        return Given(self.table[begin:end])
-
-    def log_p(self, at: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        return self.table[at]
+    def known(self, begin: int, end: int) -> Table:
+        return Table.of(self.p[begin:end].argmax(-1), self.p[begin:end])
 
 
 ONES = torch.ones(3)
@@ -89,7 +87,7 @@ def test_shorter_than_a_head_looks_ahead() -> None:
 
 
 def test_hand_computed_cross_entropy() -> None:
-    head = Table(2, 5)
+    head = Heads(2, 5)
     with torch.no_grad():
         head.table.zero_()
         head.table[0, 0, 2] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
@@ -112,7 +110,7 @@ def test_weights() -> None:
 
 def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> None:
     """Teacher logits are the hidden state itself, so each position is recognisable."""
-    head = Table(2, 3)
+    head = Heads(2, 3)
     with torch.no_grad():
         head.table.copy_(torch.eye(3).expand(2, 3, 3))
     hidden = torch.tensor([[[0.0, 0, 0], [1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [0, 0, 0]]])
@@ -145,7 +143,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
 
     def run(parts: list[slice], rows_per_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * 5 * rows_per_chunk)
-        head = Table(3, 5)
+        head = Heads(3, 5)
         total = torch.zeros(4, 3)
         for part in parts:
             piece = {name: value[part] for name, value in batch.items()}
@@ -165,7 +163,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
 
 
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
-    head = Table(2, 5)
+    head = Heads(2, 5)
     sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)
     sums.total.backward()
     assert head.table.grad is not None

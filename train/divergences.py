@@ -22,18 +22,66 @@ LEAST_ALPHA = 1e-6
 """Keeps -log alpha finite where q has nothing of p in float32."""
 
 
-class Pair(NamedTuple):
-    """The distributions of N rows, each [N, W] float32 (or float64)."""
+class Said(NamedTuple):
+    """What students say after N tokens.
 
-    log_p: Tensor
-    p: Tensor
-    log_q: Tensor
+    Attributes:
+        logits: [N, W] float32 (or float64).
+        q: [N, W], their softmax.
+        log_norm: [N], their logsumexp.
+        best: [N] int64, the first of the likeliest columns.
+    """
+
+    logits: Tensor
     q: Tensor
+    log_norm: Tensor
+    best: Tensor
 
     @classmethod
-    def of(cls, log_p: Tensor, log_q: Tensor) -> "Pair":
-        """From the logarithms."""
-        return cls(log_p, log_p.exp(), log_q, log_q.exp())
+    def of(cls, logits: Tensor) -> "Said":
+        """From the logits alone."""
+        highest, best = logits.max(-1)
+        q = logits.softmax(-1)
+        # Cheaper than logsumexp, which makes the exponentials again.
+        log_norm = highest - q.gather(1, best.unsqueeze(1)).squeeze(1).log()
+        return cls(logits, q, log_norm, best)
+
+    def log_q(self) -> Tensor:
+        """[N, W] log-probabilities."""
+        return self.logits - self.log_norm.unsqueeze(1)
+
+    def log_q_at(self, columns: Tensor) -> Tensor:
+        """[N, n] log-probabilities of some columns [N, n]."""
+        return self.logits.gather(1, columns) - self.log_norm.unsqueeze(1)
+
+
+class Pair(NamedTuple):
+    """The distributions of N rows.
+
+    Attributes:
+        p: [N, W], normalised over the whole vocabulary.
+        mass: [N], the sum of p.
+        p_log_p: [N], the sum of p log p.
+        said: by the students.
+    """
+
+    p: Tensor
+    mass: Tensor
+    p_log_p: Tensor
+    said: Said
+
+    @property
+    def q(self) -> Tensor:
+        """[N, W]."""
+        return self.said.q
+
+    def log_p(self) -> Tensor:
+        """[N, W], finite also where p is too small for its dtype."""
+        return self.p.clamp_min(torch.finfo(self.p.dtype).tiny).log()
+
+    def p_log_q(self) -> Tensor:
+        """[N] the sum of p log q."""
+        return dot(self.p, self.said.logits) - self.mass * self.said.log_norm
 
 
 class Found(NamedTuple):
@@ -70,31 +118,29 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def kl(pair: Pair, want_grad: bool) -> Found:
     """KL(p || q); the gradient is q - p."""
-    mass = pair.p.sum(-1)
-    loss = (dot(pair.p, pair.log_p) - dot(pair.p, pair.log_q)) / mass - mass.log()
+    loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
     if not want_grad:
         return Found(loss, None)
-    return Found(loss, torch.addcdiv(pair.q, pair.p, mass.unsqueeze(1), value=-1.0))
+    return Found(loss, torch.addcdiv(pair.q, pair.p, pair.mass.unsqueeze(1), value=-1.0))
 
 
 def reverse_kl(pair: Pair, want_grad: bool) -> Found:
     """KL(q || p)."""
-    log_mass = pair.p.sum(-1).log()
-    ratio = pair.log_q - pair.log_p
-    loss = dot(pair.q, ratio) + log_mass
+    ratio = pair.said.log_q().sub_(pair.log_p())
+    loss = dot(pair.q, ratio) + pair.mass.log()
     if not want_grad:
         return Found(loss, None)
-    return Found(loss, ratio.add_((log_mass - loss).unsqueeze(1)).mul_(pair.q))
+    return Found(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
 
 
 def js(pair: Pair, want_grad: bool) -> Found:
     """Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
-    mass = pair.p.sum(-1, keepdim=True)
-    log_p = pair.log_p - mass.log()
-    log_m = torch.logaddexp(log_p, pair.log_q).sub_(math.log(2))
-    to_m = pair.log_q - log_m
+    log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
+    log_q = pair.said.log_q()
+    log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
+    from_p = dot(pair.p, log_p.sub_(log_m)) / pair.mass
+    to_m = log_q.sub_(log_m)
     from_q = dot(pair.q, to_m)
-    from_p = dot(pair.p, log_p.sub_(log_m)) / mass.squeeze(1)
     loss = 0.5 * (from_p + from_q)
     if not want_grad:
         return Found(loss, None)
@@ -135,9 +181,9 @@ def hybrid(pair: Pair, eta: float, want_grad: bool) -> Found:
 def top_k(pair: Pair, k: int, want_grad: bool) -> Found:
     """-sum of p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
     k = min(k, pair.p.shape[1])
-    best = pair.p.topk(k).indices
-    p = pair.p.gather(1, best) / pair.p.sum(-1, keepdim=True)
-    loss = -(p * pair.log_q.gather(1, best)).sum(-1)
+    p, best = pair.p.topk(k)
+    p = p / pair.mass.unsqueeze(1)
+    loss = -(p * pair.said.log_q_at(best)).sum(-1)
     if not want_grad:
         return Found(loss, None)
     grad = pair.q * p.sum(-1, keepdim=True)

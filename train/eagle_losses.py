@@ -19,7 +19,7 @@ from torch import Tensor
 from conf.schema_eagle import EagleConfig, StepNormalizer
 from heads.eagle import EagleHead
 from heads.vocab import DraftVocab
-from train.divergences import Found, Pair, divergence, top_k
+from train.divergences import Found, Pair, Said, divergence, top_k
 from train.fused import Part, Teacher, Verdict, fused_linear
 from train.losses import Sums, term_sums
 from train.teachers import Distribution
@@ -93,11 +93,11 @@ class EagleCriterion:
     def __init__(self, config: EagleConfig, vocab: DraftVocab) -> None:
         self.config, self.vocab = config, vocab
 
-    def __call__(self, known: Distribution, at: Tensor, log_q: Tensor, want_grad: bool) -> Verdict:
+    def __call__(self, known: Distribution, at: Tensor, said: Said, want_grad: bool) -> Verdict:
         """See `train.fused.Criterion`."""
         best = known.best[at]
-        top1 = self.vocab.to_target(log_q.argmax(-1)) == best
-        pair = Pair.of(known.log_p(at, log_q), log_q)
+        top1 = self.vocab.to_target(said.best) == best
+        pair = known.pair(at, said)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         found = self._loss(pair, want_grad).where(self.vocab.to_draft(best) >= 0)
         return Verdict(found.loss, found.grad, torch.stack([top1.to(alpha), alpha]))

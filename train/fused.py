@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.projection import Projection
+from train.divergences import Said
 
 TENSOR_BYTES = 64 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
@@ -73,13 +74,13 @@ class Criterion(Protocol):
 
     num_measures: int
 
-    def __call__(self, known: Any, at: Tensor, log_q: Tensor, want_grad: bool) -> Verdict:
+    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
         """Compares rows.
 
         Args:
             known: of the teacher's chunk.
             at: [r] int64, rows of `known`.
-            log_q: [r, W] float32 log-probabilities of the students; may be written over.
+            said: by the students; may be written over.
             want_grad: whether the gradient is needed.
         """
         ...
@@ -185,20 +186,20 @@ class _Student:
     def _rows(self, known: Any, mine: Tensor, at: Tensor) -> None:
         hidden = self.part.hidden[mine].detach().to(self.projection.weight.dtype)
         logits = self.projection.logits(hidden).to(self.found.dtype)
-        capped = logits.clone() if self.projection.cap is not None and self.want_grad else logits
-        log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
-        verdict = self.criterion(known, at, log_q, self.want_grad)
+        verdict = self.criterion(known, at, Said.of(logits), self.want_grad)
         self.found[0, mine] = verdict.loss
         self.found[1:, mine] = verdict.measures
         if verdict.grad is not None:
-            self._carry_back(verdict.grad, capped, mine, hidden)
+            self._carry_back(verdict.grad, logits, mine, hidden)
 
     def _carry_back(self, grad: Tensor, logits: Tensor, mine: Tensor, hidden: Tensor) -> None:
+        grad = self.projection.before(grad, logits).to(hidden.dtype)
+        # The scales go to the narrow side of each product.
         scales = self.part.scales[mine].unsqueeze(1)
-        grad = self.projection.before(grad.mul_(scales), logits).to(hidden.dtype)
         if self.hidden_grad is not None:
-            self.hidden_grad[mine] = (grad @ self.projection.weight).to(self.hidden_grad.dtype)
+            self.hidden_grad[mine] = (scales * (grad @ self.projection.weight)).to(self.hidden_grad)
         if self.weight_grad is not None:
+            hidden = (scales * hidden).to(hidden)
             size = max(1, TILE_BYTES // (4 * hidden.shape[1]))
             tiles = zip(self.weight_grad.split(size), grad.split(size, dim=1), strict=True)
             for whole, tile in tiles:

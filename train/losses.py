@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from heads.projection import Projection
-from train.divergences import Pair, kl
+from train.divergences import Said, kl
 from train.fused import Part, Teacher, Verdict, fused_linear
 from train.teachers import Distribution
 
@@ -185,17 +185,17 @@ class _TextCriterion:
 
     num_measures = 2
 
-    def __call__(self, known: Any, at: Tensor, log_q: Tensor, want_grad: bool) -> Verdict:
+    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
         labels, soft = known[0][at], known[1]
-        measures = torch.stack(hits(log_q, labels))
+        measures = torch.stack(hits(said.logits, labels))
         if soft is not None:
-            found = kl(Pair.of(soft.log_p(at, log_q), log_q), want_grad)
+            found = kl(soft.pair(at, said), want_grad)
             return Verdict(found.loss, found.grad, measures)
         column = labels.unsqueeze(1)
-        loss = -log_q.gather(1, column).squeeze(1)
+        loss = -said.log_q_at(column).squeeze(1)
         # The gradient is q - 1 at the label.
-        minus_one = log_q.new_full(column.shape, -1.0)
-        grad = log_q.exp_().scatter_add_(1, column, minus_one) if want_grad else None
+        minus_one = said.q.new_full(column.shape, -1.0)
+        grad = said.q.scatter_add_(1, column, minus_one) if want_grad else None
         return Verdict(loss, grad, measures)
 
 

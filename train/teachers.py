@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heads.target import Target
 from heads.vocab import DraftVocab
+from train.divergences import Pair, Said
 
 LEAST_MASS = 1e-6
 
@@ -25,12 +26,12 @@ class Distribution(Protocol):
         """[c] int64, the likeliest id of the whole vocabulary."""
         ...
 
-    def log_p(self, at: Tensor, log_q: Tensor) -> Tensor:
-        """[r, W] log-probabilities over the draft vocabulary, normalised over the whole one.
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        """It and what students say, over the draft vocabulary.
 
         Args:
             at: [r] int64, rows of the chunk.
-            log_q: [r, W], what the students say there.
+            said: of r rows.
         """
         ...
 
@@ -62,20 +63,34 @@ class HiddenTeacher:
     def known(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
         logits = self.target.logits(self.hidden[begin:end]).float()
-        log_norm = logits.logsumexp(-1, keepdim=True)
-        best = logits.argmax(-1)
-        table = logits if self.vocab.full else logits[:, self.vocab.ids]
-        return _Table(best, table.sub_(log_norm))
+        best, p = logits.argmax(-1), logits.softmax(-1)
+        p = p if self.vocab.full else p[:, self.vocab.ids]
+        return Table.of(best, p)
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
+    """A distribution that is written down.
+
+    Attributes:
+        best: [c] int64.
+        p: [c, W], normalised over the whole vocabulary.
+        mass: [c], the sum of p.
+        p_log_p: [c], the sum of p log p.
+    """
+
     best: Tensor
-    table: Tensor
-    """[c, W]."""
+    p: Tensor
+    mass: Tensor
+    p_log_p: Tensor
 
-    def log_p(self, at: Tensor, log_q: Tensor) -> Tensor:
-        del log_q
-        return self.table[at]
+    @classmethod
+    def of(cls, best: Tensor, p: Tensor) -> "Table":
+        """From its probabilities."""
+        return cls(best, p, p.sum(-1), torch.special.entr(p).sum(-1).neg())
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        """See `Distribution`."""
+        return Pair(self.p[at], self.mass[at], self.p_log_p[at], said)
 
 
 @dataclass(frozen=True)
@@ -109,29 +124,28 @@ class TopKTeacher:
 
     def known(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
-        ids = self.ids[begin:end].long()
-        log_probs = self.log_probs[begin:end].float()
-        rest = (1 - log_probs.exp().sum(-1)).clamp_min(LEAST_MASS)
-        return _TopK(ids[:, 0], self.vocab.to_draft(ids), log_probs, rest.log())
+        ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
+        rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
+        return _TopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
 
 
 class _TopK(NamedTuple):
     best: Tensor
     columns: Tensor
     """[c, k] int64, -1 outside the draft vocabulary."""
-    log_probs: Tensor
-    log_rest: Tensor
+    probs: Tensor
+    """[c, k]."""
+    rest: Tensor
+    """[c, 1]."""
 
-    def log_p(self, at: Tensor, log_q: Tensor) -> Tensor:
-        columns, log_probs = self.columns[at], self.log_probs[at]
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        columns, rest = self.columns[at], self.rest[at]
         inside = columns >= 0
-        # What is outside repeats one that is inside, since one place is written once or alike.
-        stand_in = inside.int().argmax(-1, keepdim=True)
-        columns = torch.where(inside, columns, columns.gather(1, stand_in)).clamp_min(0)
-        log_probs = torch.where(inside, log_probs, log_probs.gather(1, stand_in))
-        q_kept = log_q.gather(1, columns).exp().masked_fill(~inside, 0.0).sum(-1)
-        log_q_rest = (1 - q_kept).clamp_min(LEAST_MASS).log()
-        log_p = log_q + (self.log_rest[at] - log_q_rest).unsqueeze(1)
-        nothing = ~inside.any(-1, keepdim=True)
-        log_probs = torch.where(nothing, log_p[:, :1], log_probs)
-        return log_p.scatter_(1, columns, log_probs)
+        columns = columns.clamp_min(0)
+        probs = self.probs[at].to(said.q).masked_fill(~inside, 0.0)
+        kept = torch.zeros_like(said.q).scatter_add_(1, columns, probs)
+        others = said.q.masked_fill(kept > 0, 0.0)
+        left = others.sum(-1, keepdim=True).clamp_min(LEAST_MASS)
+        p = others.mul_(rest / left).add_(kept)
+        mass = probs.sum(-1) + rest.squeeze(1)
+        return Pair(p, mass, torch.special.entr(p).sum(-1).neg(), said)
