@@ -253,6 +253,10 @@ class EagleHead(nn.Module):
             tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
             outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
 
+    def compile_layers(self) -> None:
+        """Compiles what is not attention, on first use."""
+        self.layer.mlp.compile(dynamic=True)
+
     def normed(self, outputs: Tensor) -> Tensor:
         """[..., H] outputs after the last norm, which EAGLE-1 has not."""
         return outputs if self.norm is None else self.norm(outputs)

@@ -102,6 +102,12 @@ class MedusaHead(nn.Module):
         """
         return self.heads[k](hidden_states)
 
+    def compile_layers(self) -> None:
+        """Compiles the residual blocks, on first use."""
+        for head in self.heads:
+            for block in head[:-1]:  # type: ignore[index]
+                block.compile(dynamic=True)
+
     def states(self, k: int, hidden_states: Tensor) -> Tensor:
         """[N, D] what head k, counted from 0, projects."""
         return self.heads[k][:-1](hidden_states)  # type: ignore[index]

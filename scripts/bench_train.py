@@ -60,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--compile", action="store_true")
     return parser.parse_args()
 
 
@@ -112,9 +113,11 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     )  # fmt: skip
     accelerator = processes.start(config)
     target = random_target(options, accelerator.device)
-    samples = documents(options, 4 * options.batch_size)
+    samples = documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
     objective = make_objective(options, target, train)
+    if options.compile:
+        objective.compile_parts()
     job = loop.Job(config, LogConfig(), 0, out_dir, objective, train, train)
     return loop.Run(accelerator, job), train
 

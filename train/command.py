@@ -4,8 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conf.provenance import provenance
-from conf.schema import InputError, MedusaRun
+from conf.schema import InputError, MedusaRun, TrainConfig
 from conf.schema_eagle import EagleRun
 from data.embedded import ensure_embedded
 from data.pack import PackedDataset, prepare
@@ -39,6 +41,8 @@ def train(config: Run, build: Build) -> None:
             progress=accelerator.is_main_process,
         )
     objective, lines = build(target, train_data)
+    if wants_compile(config.train, accelerator.device):
+        objective.compile_parts()
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         print_plan(config, [*report.lines(), *lines], where)
@@ -60,6 +64,11 @@ def train(config: Run, build: Build) -> None:
     if accelerator.is_main_process:
         print_end(outcome, out_dir)
     accelerator.end_training()
+
+
+def wants_compile(config: TrainConfig, device: torch.device) -> bool:
+    """`train.compile`, or whether the device is CUDA."""
+    return device.type == "cuda" if config.compile is None else config.compile
 
 
 def check_data(config: Run) -> None:

@@ -24,7 +24,7 @@ from heads.eagle_layer import Branches, causal_rows
 from heads.target import Target, TargetOutput
 from heads.vocab import DraftVocab, coverage_lines
 from train import command
-from train.eagle_losses import MEASURES, Step, eagle_loss, step_weights
+from train.eagle_losses import MEASURES, EagleCriterion, Step, eagle_loss, step_weights
 from train.fused import Teacher
 from train.losses import Batch, Sums, answered, supervised, supervised_counts
 from train.states import with_states
@@ -42,6 +42,12 @@ class EagleObjective(nn.Module):
         self.target = target
         self.config = config
         self.weights = step_weights(config)
+        self.criterion = EagleCriterion(config, head.vocab)
+
+    def compile_parts(self) -> None:
+        """From now on compiles the loss, and the parts of the layer that fuse well."""
+        self.criterion.compiled = True
+        self.head.compile_layers()
 
     def counts(self, batch: Batch) -> Tensor:
         """[J] float32, what the summed loss of each step is divided by."""
@@ -78,7 +84,7 @@ class EagleObjective(nn.Module):
             ]
         with record_function("loss"):
             teacher, features = self._teacher(batch, places)
-            return eagle_loss(config, head, steps, teacher, features, scale)
+            return eagle_loss(self.criterion, head, steps, teacher, features, scale)
 
     def _unrolled(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
         """[N, H] outputs of each step at rows of a sequence."""

@@ -48,7 +48,7 @@ def step_weights(config: EagleConfig) -> Tensor:
 
 
 def eagle_loss(
-    config: EagleConfig,
+    criterion: "EagleCriterion",
     head: EagleHead,
     steps: Sequence[Step],
     teacher: Teacher,
@@ -58,7 +58,7 @@ def eagle_loss(
     """The losses of all steps of a text.
 
     Args:
-        config: weights and formulas.
+        criterion: weights and formulas.
         head: its norm and output head are used.
         steps: J of them.
         teacher: what the target says after its P answered places.
@@ -74,24 +74,24 @@ def eagle_loss(
     sizes = [len(step.rows) for step in steps]
     scales = torch.cat([each.expand(size) for each, size in zip(scale, sizes, strict=True)])
     part = Part(head.normed(outputs), head.projection(), rows, scales)
-    total, (found,) = fused_linear([part], teacher, EagleCriterion(config, head.vocab))
-    if config.regression_weight:
+    total, (found,) = fused_linear([part], teacher, criterion, criterion.compiled)
+    weight = criterion.config.regression_weight
+    if weight:
         assert features is not None
         wanted = features[rows].float()
-        near = F.smooth_l1_loss(outputs.float(), wanted, reduction="none").mean(-1)
-        near = config.regression_weight * near
+        near = weight * F.smooth_l1_loss(outputs.float(), wanted, reduction="none").mean(-1)
         total = total + (near * scales).sum()
         found[0] += near.detach()
     return Sums(total, torch.stack([term_sums(each) for each in found.split(sizes, 1)], dim=1))
 
 
 class EagleCriterion:
-    """The weighted divergence and top-k loss of a row."""
+    """The weighted divergence and top-k loss of a row; compiled on first use if asked for."""
 
     num_measures = len(MEASURES)
 
-    def __init__(self, config: EagleConfig, vocab: DraftVocab) -> None:
-        self.config, self.vocab = config, vocab
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, compiled: bool = False) -> None:
+        self.config, self.vocab, self.compiled = config, vocab, compiled
 
     def __call__(self, known: Distribution, at: Tensor, said: Said, want_grad: bool) -> Verdict:
         """See `train.fused.Criterion`."""

@@ -10,7 +10,8 @@ Letters: P rows of the teacher, M of a student, r of a chunk, D hidden, W column
 L measures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,10 @@ TENSOR_BYTES = 64 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
 TILE_BYTES = 64 * 2**20
 """Of a piece of a projection's gradient before it is added to the rest."""
+
+
+Judge = Callable[..., Any]
+"""`judge` with its first arguments given."""
 
 
 class Part(NamedTuple):
@@ -86,8 +91,16 @@ class Criterion(Protocol):
         ...
 
 
+def judge(criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool) -> Verdict:
+    """What a criterion finds of logits; all that is done on [r, W] besides matrix products."""
+    return criterion(known, at, Said.of(logits), want_grad)
+
+
+compiled_judge = torch.compile(judge, dynamic=True)
+
+
 def fused_linear(
-    parts: Sequence[Part], teacher: Teacher, criterion: Criterion
+    parts: Sequence[Part], teacher: Teacher, criterion: Criterion, compiled: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum of losses over all rows, each times its scale, and what each row gave.
 
@@ -96,6 +109,7 @@ def fused_linear(
             the logits on is float32 (float64 for float64 weights).
         teacher: without gradients.
         criterion: the loss.
+        compiled: compile it on first use.
 
     Returns:
         total: [] float32 with a gradient to hidden states and, where trained, projections.
@@ -103,7 +117,8 @@ def fused_linear(
     """
     inputs = [tensor for part in parts for tensor in (part.hidden, part.projection.weight)]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    total, *found = _Fused.apply(parts, teacher, criterion, want_grad, *inputs)
+    judged = partial(compiled_judge if compiled else judge, criterion)
+    total, *found = _Fused.apply(parts, teacher, criterion.num_measures, judged, want_grad, *inputs)
     return total, found
 
 
@@ -113,7 +128,8 @@ class _Fused(torch.autograd.Function):
         ctx: Any,
         parts: Sequence[Part],
         teacher: Teacher,
-        criterion: Criterion,
+        num_measures: int,
+        judged: Judge,
         want_grad: bool,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -121,11 +137,11 @@ class _Fused(torch.autograd.Function):
         with torch.autocast(inputs[0].device.type, enabled=False):
             size = rows_that_fit(teacher.num_columns)
             edges = [*range(0, teacher.num_rows, size), teacher.num_rows]
-            students = [_Student(part, criterion, want_grad, dtype, edges) for part in parts]
+            students = [_Student(part, num_measures, want_grad, dtype, edges) for part in parts]
             for chunk, (begin, end) in enumerate(pairwise(edges)):
                 known = teacher.known(begin, end)
                 for student in students:
-                    student.compare(known, chunk, begin)
+                    student.compare(partial(judged, known), chunk, begin)
         ctx.grads = [grad for student in students for grad in student.grads]
         found = [student.found for student in students]
         ctx.mark_non_differentiable(*found)
@@ -139,7 +155,7 @@ class _Fused(torch.autograd.Function):
         # In place, because the gradient of a projection is as large as itself.
         grads = [None if grad is None else grad.mul_(grad_total) for grad in ctx.grads]
         ctx.grads = None
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads
 
 
 class _Student:
@@ -148,19 +164,19 @@ class _Student:
     def __init__(
         self,
         part: Part,
-        criterion: Criterion,
+        num_measures: int,
         want_grad: bool,
         dtype: torch.dtype | None,
         edges: list[int],
     ) -> None:
-        self.part, self.criterion, self.want_grad = part, criterion, want_grad
+        self.part, self.want_grad = part, want_grad
         weight = part.projection.weight
         self.projection = part.projection._replace(weight=weight.detach().to(dtype or weight.dtype))
         rows, self.order = torch.sort(part.rows, stable=True)
         self.bounds = torch.searchsorted(rows, rows.new_tensor(edges)).tolist()
         precise = torch.promote_types(weight.dtype, torch.float32)
         self.found = torch.zeros(
-            1 + criterion.num_measures, len(part.rows), dtype=precise, device=weight.device
+            1 + num_measures, len(part.rows), dtype=precise, device=weight.device
         )
         self.hidden_grad = torch.zeros_like(part.hidden) if self._wants(part.hidden) else None
         wanted = self._wants(weight)
@@ -176,17 +192,17 @@ class _Student:
             return self.hidden_grad, None
         return self.hidden_grad, self.weight_grad.to(self.part.projection.weight.dtype)
 
-    def compare(self, known: Any, chunk: int, begin: int) -> None:
+    def compare(self, judged: Judge, chunk: int, begin: int) -> None:
         """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
         first, last = self.bounds[chunk : chunk + 2]
         for mine in self.order[first:last].split(rows_that_fit(len(self.projection.weight))):
             if len(mine):
-                self._rows(known, mine, self.part.rows[mine] - begin)
+                self._rows(judged, mine, self.part.rows[mine] - begin)
 
-    def _rows(self, known: Any, mine: Tensor, at: Tensor) -> None:
+    def _rows(self, judged: Judge, mine: Tensor, at: Tensor) -> None:
         hidden = self.part.hidden[mine].detach().to(self.projection.weight.dtype)
         logits = self.projection.logits(hidden).to(self.found.dtype)
-        verdict = self.criterion(known, at, Said.of(logits), self.want_grad)
+        verdict = judged(at, logits, self.want_grad)
         self.found[0, mine] = verdict.loss
         self.found[1:, mine] = verdict.measures
         if verdict.grad is not None:

@@ -113,7 +113,12 @@ def answered(batch: Batch) -> Answered:
 
 
 def medusa_loss(
-    heads: MedusaHeads, hidden: Tensor, batch: Batch, scale: Tensor, teacher: Teacher | None = None
+    heads: MedusaHeads,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
 ) -> Sums:
     """Cross-entropy of every head against the text, or KL from the target's distribution.
 
@@ -125,6 +130,7 @@ def medusa_loss(
         teacher: of `answered(batch)`. With it head k at t learns the distribution that the
             target gives at t + k, its own prediction of x_{t+1+k}. Accuracies are against the
             text either way.
+        compiled: compile the loss on first use.
 
     Returns:
         Measures are tokens that were the head's first choice, and among its first five.
@@ -142,7 +148,7 @@ def medusa_loss(
             scales = scale[k - 1].expand(len(rows))
             parts.append(Part(states, heads.projection(k - 1), number[rows + k], scales))
     with record_function("loss"):
-        total, found = fused_linear(parts, TextTeacher(labels, teacher), text_criterion)
+        total, found = fused_linear(parts, TextTeacher(labels, teacher), text_criterion, compiled)
     return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
 
 

@@ -37,7 +37,13 @@ class MedusaObjective(nn.Module):
         self.target = target
         self.soft = config.labels is Labels.soft
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
+        self.compiled = False
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
+
+    def compile_parts(self) -> None:
+        """From now on compiles the loss, and the blocks of the heads."""
+        self.compiled = True
+        self.head.compile_layers()
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32 supervised tokens of each head."""
@@ -55,7 +61,7 @@ class MedusaObjective(nn.Module):
         if self.soft:
             at = answered(batch).places
             teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[at])
-        return medusa_loss(self.head, hidden, batch, scale, teacher)
+        return medusa_loss(self.head, hidden, batch, scale, teacher, self.compiled)
 
 
 def main(config: MedusaRun) -> None:
