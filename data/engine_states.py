@@ -49,7 +49,7 @@ class EngineTaps:
     hidden_size: int
     """D."""
     final_norm: Callable[[Tensor], Tensor] | None
-    """The target's, for `hidden_states`; None leaves those out."""
+    """The target's, on the CPU, for `hidden_states`; None leaves those out."""
 
     def __post_init__(self) -> None:
         outside = [index for index in self.layers if not 0 <= index <= self.num_layers]
