@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from heads.eagle_layer import Branches, branch_attention, causal_rows
+from heads.branch_attention import Branches, branch_attention, causal_rows
 
 STEPS = (1, 3, 5, 7)
 

@@ -13,8 +13,8 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
-from heads.eagle_layer import Branches, causal_rows
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 from train.eagle_losses import Teacher, acceptance, divergence, step_weights, top_k_loss
