@@ -19,8 +19,9 @@ from torch.nn import functional
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle_config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
-from heads.eagle_layer import Branches, EagleLayer, LlamaRMSNorm, causal_rows, normed
+from heads.eagle_layer import EagleLayer, LlamaRMSNorm, normed
 from heads.projection import Projection
 from heads.storage import save_head
 from heads.target import Reads, Target, TargetOutput

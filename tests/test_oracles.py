@@ -31,9 +31,9 @@ from eval.eagle import EagleChain
 from eval.engine import Drafter, NoDraft, decode
 from eval.lookup import PromptLookup
 from eval.replay import accepted_lengths, ranked_drafts
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
-from heads.eagle_layer import Branches, causal_rows
 from heads.layerless import final_norm, load_layerless
 from heads.load_target import load_target
 from heads.target import Reads, Target

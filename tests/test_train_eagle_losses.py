@@ -12,7 +12,7 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
-from heads.eagle_layer import Branches, causal_rows
+from heads.branch_attention import Branches, causal_rows
 from heads.vocab import DraftVocab
 from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective

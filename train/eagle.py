@@ -18,9 +18,9 @@ from conf import entry
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
 from data.pack import PackedDataset
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
-from heads.eagle_layer import Branches, causal_rows
 from heads.target import Target, TargetOutput
 from heads.vocab import DraftVocab, coverage_lines
 from train import command
