@@ -121,6 +121,9 @@ def causal_rows(document_ids: Tensor, rows: Tensor) -> Tensor:
 def branch_attention(query: Tensor, branches: Branches) -> Tensor:
     """Softmax attention of each row over its text and its own drafts, in one distribution.
 
+    With gradients and over one text it is fused, where a kernel takes the dtype and head size;
+    decoding, with few rows and no gradients, goes by `plain_attention`.
+
     Args:
         query: [N, Q, d], rotated.
         branches: keys rotated; everything in the dtype of `query`.
