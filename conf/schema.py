@@ -124,6 +124,9 @@ class DataConfig:
     on_bad_row: OnBadRow = OnBadRow.error
     num_prompts: int | None = None
     """Use only the first so many prompts (measuring) or conversations (training)."""
+    features: str | None = None
+    """Train from this folder of `scripts/capture.py`, without the target; it settles `path` and
+    every other setting here."""
 
     def __post_init__(self) -> None:
         positive("data", self, "max_length", "num_prompts")

@@ -40,7 +40,7 @@ class Journal:
         self.done: set[int] = set()
         self.num_torn = 0
         out_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(out_dir / ".lock")
+        self._lock = locked(out_dir / ".lock")
         try:
             _check_manifest(out_dir, manifest, has_rows=self.path.exists())
             self._recover()
@@ -94,11 +94,11 @@ class Journal:
             os.truncate(self.path, end)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file so that a reader, or a crash, sees the old one or the new one."""
     partial = path.with_name(path.name + ".tmp")
     with partial.open("wb") as file:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -160,7 +160,7 @@ def _check_manifest(out_dir: Path, manifest: dict[str, object], has_rows: bool) 
         )
 
 
-def _locked(path: Path) -> FileLock:
+def locked(path: Path) -> FileLock:
     """Locks a file until it is released or its process ends, however it ends."""
     lock = FileLock(path, timeout=0)
     try:

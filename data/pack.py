@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -79,6 +80,18 @@ class PackedDataset(Dataset):
     def num_supervised_tokens(self) -> int:
         """Tokens that are learnt."""
         return int(self._mask.sum())
+
+    @property
+    def lengths(self) -> list[int]:
+        """[S] tokens of each sequence, without padding."""
+        return [sum(self._lengths[sample] for sample in each) for each in self.sequences]
+
+    @property
+    def checksum(self) -> str:
+        """xxh3_64 of the ids and masks of all samples, in the order they were read."""
+        digest = xxhash.xxh3_64(self._ids.numpy().tobytes())
+        digest.update(self._mask.numpy().tobytes())
+        return digest.hexdigest()
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """[V] int64: how often each id occurs among the learnt tokens.

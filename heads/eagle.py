@@ -22,9 +22,10 @@ from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.branch_attention import Branches, causal_rows
 from heads.eagle_config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle_layer import EagleLayer, LlamaRMSNorm, normed
+from heads.ends import TargetEnds
 from heads.projection import Projection
 from heads.storage import save_head
-from heads.target import Reads, Target, TargetOutput
+from heads.target import Reads, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
@@ -79,11 +80,11 @@ class EagleHead(nn.Module):
             self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
         self.reads = Reads(config.layers)
         # In a tuple, so that the target does not become a part of the head.
-        self._target: tuple[Target, ...] = ()
+        self._target: tuple[TargetEnds, ...] = ()
 
     @classmethod
     def from_target(
-        cls, target: Target, settings: EagleConfig, vocab: DraftVocab, seed: int
+        cls, target: TargetEnds, settings: EagleConfig, vocab: DraftVocab, seed: int
     ) -> "EagleHead":
         """An untrained float32 head, sized like a layer of the target and attached to it.
 
@@ -125,7 +126,7 @@ class EagleHead(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def attach(self, target: Target, dtype: torch.dtype | None = None) -> "EagleHead":
+    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "EagleHead":
         """Checks that the head fits a target, borrows its embedding and moves to its device.
 
         Args:
@@ -204,7 +205,7 @@ class EagleHead(nn.Module):
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids)
-        weight = self._target[0].decoder.get_input_embeddings().weight
+        weight = self._target[0].embedding.weight
         return functional.embedding(token_ids, weight).to(self.dtype)
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
@@ -266,8 +267,7 @@ class EagleHead(nn.Module):
         """From normed outputs to draft logits: the head's own, or the target's."""
         if self.lm_head is not None:
             return Projection(self.lm_head.weight)
-        target = self._target[0]
-        return Projection.of_target(target.output_head, target.config)
+        return self._target[0].projection
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., W] draft logits of outputs [..., H]."""

@@ -60,18 +60,22 @@ class EagleHeadConfig:
     norm_before_residual: bool = False
 
 
-def default_layers(num_layers: int) -> tuple[int, ...]:
+def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]:
     """Low, middle and high features of a target, as EAGLE-3 takes them.
 
     2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4 counted
     from 0; a target of 4 to 6 layers, where these meet, gives 1, L/2 and L-1.
+
+    Args:
+        num_layers: L.
+        key: the setting that is unset.
 
     Raises:
         InputError: fewer than 4 layers.
     """
     if num_layers < 4:
         raise InputError(
-            f"head.layers is unset and the target has {num_layers} layers: name the features to "
+            f"{key} is unset and the target has {num_layers} layers: name the features to "
             f"fuse, of 0..{num_layers}"
         )
     if num_layers < 7:

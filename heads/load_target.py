@@ -1,5 +1,7 @@
 """Loading a target, and the check that it can be served."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,32 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
             architecture that cannot be served, with the reason.
     """
     assert config.path is not None
+    model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
-    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        model_config = AutoConfig.from_pretrained(config.path, **common)
-        tokenizer = AutoTokenizer.from_pretrained(config.path, **common)
-        model = _load_model(config, model_config, dtype, device, common)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
+    with _naming(config):
+        model = _load_model(config, model_config, dtype, device)
     if config.adapter is not None:
         model = _with_adapter(model, config.adapter)
     target = Target(model, tokenizer, config.path)
     check_served(target)
     return target
+
+
+def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
+    """The config and the tokenizer of a target, without its weights.
+
+    Args:
+        config: where it is; `path` is set.
+
+    Raises:
+        InputError: nothing there.
+    """
+    assert config.path is not None
+    with _naming(config):
+        return (
+            AutoConfig.from_pretrained(config.path, **_common(config)),
+            AutoTokenizer.from_pretrained(config.path, **_common(config)),
+        )
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -53,12 +68,21 @@ def attention_for(model_config: Any) -> str:
     return "eager" if capped else "sdpa"
 
 
+@contextmanager
+def _naming(config: TargetConfig) -> Iterator[None]:
+    """Says of what transformers raises which setting it is about."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
+
+
+def _common(config: TargetConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
 def _load_model(
-    config: TargetConfig,
-    model_config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    common: dict[str, Any],
+    config: TargetConfig, model_config: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -71,7 +95,7 @@ def _load_model(
         options["device_map"] = config.device_map
     assert config.path is not None
     model: Any = AutoModelForCausalLM.from_pretrained(
-        config.path, config=model_config, use_safetensors=True, **options, **common
+        config.path, config=model_config, use_safetensors=True, **options, **_common(config)
     )
     return model if "device_map" in options else model.to(device)
 

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
+from heads.ends import TargetEnds
 from heads.projection import Projection
 from heads.storage import load_tensors, locate, save_head
-from heads.target import Reads, Target, TargetOutput
+from heads.target import Reads, TargetOutput
 
 WEIGHTS = "medusa_lm_head.safetensors"
 ROWS_PER_CHUNK = 256
@@ -75,7 +76,7 @@ class MedusaHead(nn.Module):
         return self.config.num_heads
 
     @classmethod
-    def from_target(cls, target: Target, num_heads: int, num_layers: int) -> "MedusaHead":
+    def from_target(cls, target: TargetEnds, num_heads: int, num_layers: int) -> "MedusaHead":
         """Untrained float32 heads, each equal to the target's own next-token head.
 
         Raises:
@@ -120,7 +121,7 @@ class MedusaHead(nn.Module):
         """[K, ..., V] logits of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])
 
-    def attach(self, target: Target, dtype: torch.dtype | None = None) -> "MedusaHead":
+    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "MedusaHead":
         """Checks that the heads fit a target and moves to its device.
 
         Args:

@@ -34,7 +34,10 @@ class Projection(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, V] of hidden states [N, D], in the dtype of the weight."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return self.scaled(torch.nn.functional.linear(hidden, self.weight, self.bias))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What a target makes of h W^T + b."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 

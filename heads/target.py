@@ -1,4 +1,4 @@
-"""The frozen target: hidden-state taps, masks and the output head.
+"""The frozen target: hidden-state taps and masks.
 
 Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from conf.schema import InputError
 from heads.cache import TreeCache
+from heads.ends import TargetEnds
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -52,77 +53,31 @@ class TargetOutput:
         return TargetOutput(change(self.hidden_states), layers)
 
 
-class Target:
+class Target(TargetEnds):
     """A frozen causal language model with explicit masks and positions.
 
     Attributes:
         model: the transformers model, in eval mode, without gradients.
-        tokenizer: its tokenizer.
-        name: Hub id or folder it came from.
+        decoder: the model without its output head.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.name = name
-        self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
-        self.output_head = model.get_output_embeddings()
+        super().__init__(
+            model.config,
+            self.decoder.get_input_embeddings(),
+            model.get_output_embeddings(),
+            model.generation_config,
+            tokenizer,
+            name,
+        )
         self.capacity: int | None = None
         self._compiled: Any = None
         self._tapped: dict[int, Tensor] = {}
         self._taps: set[int] = set()
         self._skipping: set[int] = set()
         self._windows = _windows(self.config, name)
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs go."""
-        return self.decoder.get_input_embeddings().weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of hidden states."""
-        return self.decoder.get_input_embeddings().weight.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the rows of the output head."""
-        return self.output_head.weight.shape[0]
-
-    @property
-    def has_plain_head(self) -> bool:
-        """Whether the output head is one matrix of floats: not quantised, without a bias."""
-        head = self.output_head
-        return head.weight.is_floating_point() and getattr(head, "bias", None) is None
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self.config.num_hidden_layers
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Token ids that end a response, from the generation config and the tokenizer."""
-        ids = self.model.generation_config.eos_token_id
-        stops = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            stops.add(self.tokenizer.eos_token_id)
-        return sorted(stops)
-
-    @property
-    def special_ids(self) -> list[int]:
-        """Token ids with a meaning of their own: the tokenizer's special ones and the stops."""
-        if self.tokenizer is None:
-            return self.stop_ids
-        added = self.tokenizer.added_tokens_decoder.items()
-        marked = {index for index, token in added if token.special}
-        return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
     def compile(self, capacity: int) -> None:
         """From now on caches have `capacity` slots and passes behind a text run compiled.
@@ -250,23 +205,6 @@ class Target:
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
         return self.read(ids, positions, torch.zeros_like(ids), reads)
 
-    def logits(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[..., V] the frozen output head on [..., D] final hidden states.
-
-        Gradients reach the hidden states, where the caller wants any.
-
-        Args:
-            hidden_states: in the target's dtype.
-            rows: [W, D], some rows of a plain projection to use instead: gives [..., W].
-        """
-        logits = self.output_head(hidden_states) if rows is None else hidden_states @ rows.T
-        scale = getattr(self.config, "logit_scale", None)
-        divisor = getattr(self.config, "logits_scaling", None)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        logits = logits if scale is None else logits * scale
-        logits = logits if divisor is None else logits / divisor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
     def _masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor | dict[str, Tensor]:
@@ -293,8 +231,7 @@ class Target:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             self._tapped[index] = output[0] if isinstance(output, tuple) else output
 
-        embedding = self.decoder.get_input_embeddings()
-        module = embedding if index == 0 else self.decoder.layers[index - 1]
+        module = self.embedding if index == 0 else self.decoder.layers[index - 1]
         module.register_forward_hook(keep)
         self._taps.add(index)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import schema, schema_eagle, schema_measure
+from conf import schema, schema_capture, schema_eagle, schema_measure
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
@@ -16,6 +16,7 @@ ENTRIES = {
     "eval/acceptance.py": schema_measure.AcceptanceRun,
     "eval/speedup.py": schema_measure.SpeedupRun,
     "eval/tree_search.py": schema_measure.TreeSearchRun,
+    "scripts/capture.py": schema_capture.CaptureRun,
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema.PushRun,
@@ -23,7 +24,7 @@ ENTRIES = {
 }
 
 
-BENCHES = ("scripts/bench_engine.py", "scripts/bench_unroll.py")
+BENCHES = ("scripts/bench_capture.py", "scripts/bench_engine.py", "scripts/bench_unroll.py")
 
 
 def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

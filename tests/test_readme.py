@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import schema, schema_eagle, schema_measure
+from conf import schema, schema_capture, schema_eagle, schema_measure
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -17,6 +17,7 @@ SCHEMAS = {
     "acceptance": schema_measure.AcceptanceRun,
     "speedup": schema_measure.SpeedupRun,
     "tree_search": schema_measure.TreeSearchRun,
+    "capture": schema_capture.CaptureRun,
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,

@@ -1,24 +1,53 @@
 """What every training command does around its own head: checks, data, plan, loop, last words."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from conf.provenance import provenance
 from conf.schema import InputError, MedusaRun, TrainConfig
+from conf.schema_capture import CaptureRun
 from conf.schema_eagle import EagleRun
 from data.embedded import ensure_embedded
-from data.pack import PackedDataset, prepare
+from data.features import FeatureStore, StoredDataset
+from data.pack import DataReport, PackedDataset, prepare
+from heads.ends import TargetEnds
 from heads.load_target import load_target
-from heads.target import Target
+from heads.target import Reads
 from train import launch, loop, processes
-from train.replay import HeldoutReplay, heldout_prompts
+from train.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
+from train.stored import check_reads, load_ends, open_store
 
 Run = MedusaRun | EagleRun
-Build = Callable[[Target, PackedDataset], tuple[Any, list[str]]]
-"""From the target and the training data to the objective and what to say about it."""
+Build = Callable[[Any, Any], tuple[Any, list[str]]]
+"""From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
+objective and what to say about it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a head is trained on.
+
+    Attributes:
+        target: the whole of it, or its ends beside a feature store.
+        train: packed sequences, with the target's states or without.
+        heldout: the same, to evaluate on.
+        report: what became of the data.
+        lines: what to say about it.
+        replay: tau on held-out prompts, for a depth and what the head reads.
+    """
+
+    target: TargetEnds
+    train: PackedDataset | StoredDataset
+    heldout: PackedDataset | StoredDataset
+    report: DataReport
+    lines: list[str]
+    replay: Callable[[int, Reads], Replay]
 
 
 def train(config: Run, build: Build) -> None:
@@ -26,10 +55,43 @@ def train(config: Run, build: Build) -> None:
     out_dir = Path(config.out_dir)
     launch.check_out_dir(out_dir, config.train.resume)
     check_data(config)
+    store = None if config.data.features is None else open_store(config.data, config.target)
     accelerator = processes.start(config.train)
+    source = (
+        from_target(config, accelerator)
+        if store is None
+        else from_store(config, store, accelerator.device)
+    )
+    objective, lines = build(source.target, source.train)
+    if wants_compile(config.train, accelerator.device):
+        objective.compile_parts()
+    if store is not None:
+        check_reads(store, objective.head.reads)
+    if accelerator.is_main_process:
+        where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
+        print_plan(config, source.target.name, [*source.lines, *lines], where)
+    replay = source.replay(len(objective.weights), objective.head.reads)
+    job = loop.Job(
+        config=config.train,
+        log=config.log,
+        seed=config.seed,
+        out_dir=out_dir,
+        objective=objective,
+        train=source.train,
+        heldout=source.heldout,
+        provenance=provenance(config, source.target.name, source.report),
+        evaluate=replay if replay.prompts else None,
+    )
+    outcome = loop.fit(accelerator, job)
+    if accelerator.is_main_process:
+        print_end(outcome, out_dir)
+    accelerator.end_training()
+
+
+def from_target(config: Run, accelerator: Accelerator) -> Source:
+    """Loads the target and prepares the data."""
     with accelerator.main_process_first():
         fill_defaults(config, accelerator.is_main_process)
-
     target = load_target(config.target, accelerator.device)
     with accelerator.main_process_first():
         train_data, heldout, report = prepare(
@@ -40,30 +102,9 @@ def train(config: Run, build: Build) -> None:
             seed=config.seed,
             progress=accelerator.is_main_process,
         )
-    objective, lines = build(target, train_data)
-    if wants_compile(config.train, accelerator.device):
-        objective.compile_parts()
-    if accelerator.is_main_process:
-        where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
-        print_plan(config, [*report.lines(), *lines], where)
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
-    depth, reads = len(objective.weights), objective.head.reads
-    replay = HeldoutReplay(target, prompts, depth, reads)
-    job = loop.Job(
-        config=config.train,
-        log=config.log,
-        seed=config.seed,
-        out_dir=out_dir,
-        objective=objective,
-        train=train_data,
-        heldout=heldout,
-        provenance=provenance(config, target.name, report),
-        evaluate=replay if prompts else None,
-    )
-    outcome = loop.fit(accelerator, job)
-    if accelerator.is_main_process:
-        print_end(outcome, out_dir)
-    accelerator.end_training()
+    replay = partial(HeldoutReplay, target, prompts)
+    return Source(target, train_data, heldout, report, report.lines(), replay)
 
 
 def wants_compile(config: TrainConfig, device: torch.device) -> bool:
@@ -71,7 +112,16 @@ def wants_compile(config: TrainConfig, device: torch.device) -> bool:
     return device.type == "cuda" if config.compile is None else config.compile
 
 
-def check_data(config: Run) -> None:
+def from_store(config: Run, store: FeatureStore, device: torch.device) -> Source:
+    """Takes everything from a feature store."""
+    ends = load_ends(store, device)
+    replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
+    lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
+    report = store.manifest.report
+    return Source(ends, store.train, store.heldout, report, [*lines, *report.lines()], replay)
+
+
+def check_data(config: Run | CaptureRun) -> None:
     """Refuses a missing file before anything heavy is loaded.
 
     Raises:
@@ -86,7 +136,7 @@ def check_data(config: Run) -> None:
             raise InputError(f"data.{key}={path}: no such file or folder")
 
 
-def fill_defaults(config: Run, progress: bool) -> None:
+def fill_defaults(config: Run | CaptureRun, progress: bool) -> None:
     """Puts the embedded default where target or data are unset."""
     if config.target.path is None or config.data.path is None:
         embedded = ensure_embedded(progress=progress)
@@ -94,9 +144,9 @@ def fill_defaults(config: Run, progress: bool) -> None:
         config.data.path = config.data.path or embedded.train_path
 
 
-def print_plan(config: Run, lines: list[str], where: str) -> None:
+def print_plan(config: Run, target: str, lines: list[str], where: str) -> None:
     """Says what will be trained on what."""
-    print(f"target: {config.target.path}")  # noqa: T201
+    print(f"target: {target}")  # noqa: T201
     for line in lines:
         print(line)  # noqa: T201
     print(f"training: {config.train.max_steps} steps on {where}, to {config.out_dir}")  # noqa: T201

@@ -17,17 +17,19 @@ from torch.profiler import record_function
 from conf import entry
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
+from data.features import StoredDataset
+from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from data.pack import PackedDataset
 from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
-from heads.target import Target, TargetOutput
+from heads.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train import command
 from train.eagle_losses import MEASURES, EagleCriterion, Step, eagle_loss, step_weights
 from train.fused import Teacher
 from train.losses import Batch, Sums, answered, supervised, supervised_counts
-from train.states import with_states
+from train.states import states_of, with_states
 from train.teachers import HiddenTeacher, TopKTeacher
 
 
@@ -36,7 +38,7 @@ class EagleObjective(nn.Module):
 
     measures = MEASURES
 
-    def __init__(self, head: EagleHead, target: Target, config: EagleConfig) -> None:
+    def __init__(self, head: EagleHead, target: TargetEnds, config: EagleConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
@@ -89,7 +91,7 @@ class EagleObjective(nn.Module):
     def _unrolled(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
         """[N, H] outputs of each step at rows of a sequence."""
         head, ids = self.head, batch["input_ids"][0]
-        features = self._noisy(head.features(_output(batch))[0], batch)
+        features = self._noisy(head.features(states_of(batch))[0], batch)
         text = head.read(head.fuse(features), ids.roll(-1), batch["position_ids"][0])
         allowed = causal_rows(batch["document_ids"][0], rows)
         branches = Branches(text.keys[None], text.values[None], allowed)
@@ -98,10 +100,10 @@ class EagleObjective(nn.Module):
     def _teacher(self, batch: Batch, places: Tensor) -> tuple[Teacher, Tensor | None]:
         """What the target says after some tokens, and its features there if it was stored."""
         vocab = self.head.vocab
-        if "teacher.ids" in batch:
-            kept = batch["teacher.ids"][0, places], batch["teacher.log_probs"][0, places]
+        if TEACHER_IDS in batch:
+            kept = (batch[name][0, places] for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
             return TopKTeacher(vocab, *kept), None
-        hidden = batch["hidden_states"][0, places]
+        hidden = batch[HIDDEN][0, places]
         return HiddenTeacher(self.target, vocab, hidden), hidden
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
@@ -114,19 +116,12 @@ class EagleObjective(nn.Module):
         return features + (draws - 0.5).to(features) * width
 
 
-def _output(batch: Batch) -> TargetOutput:
-    layers = {
-        int(name.removeprefix("layers.")): states
-        for name, states in batch.items()
-        if name.startswith("layers.")
-    }
-    return TargetOutput(batch["hidden_states"], layers)
-
-
 def main(config: EagleRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: Target, train: PackedDataset) -> tuple[EagleObjective, list[str]]:
+    def build(
+        target: TargetEnds, train: PackedDataset | StoredDataset
+    ) -> tuple[EagleObjective, list[str]]:
         head, lines = make_head(config, target, train)
         return EagleObjective(head, target, config.head), lines
 
@@ -134,7 +129,7 @@ def main(config: EagleRun) -> None:
 
 
 def make_head(
-    config: EagleRun, target: Target, train: PackedDataset
+    config: EagleRun, target: TargetEnds, train: PackedDataset | StoredDataset
 ) -> tuple[EagleHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from conf import entry
 from conf.schema import Labels, MedusaConfig, MedusaRun
+from data.features import StoredDataset
+from data.layout import HIDDEN
 from data.pack import PackedDataset
+from heads.ends import TargetEnds
 from heads.medusa import MedusaHead
-from heads.target import Target
 from heads.vocab import DraftVocab
 from train import command
 from train.losses import (
@@ -31,7 +33,7 @@ class MedusaObjective(nn.Module):
 
     measures = ("top1", "top5")
 
-    def __init__(self, head: MedusaHead, target: Target, config: MedusaConfig) -> None:
+    def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
@@ -56,7 +58,7 @@ class MedusaObjective(nn.Module):
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
         # DeepSpeed casts the head's parameters to bfloat16 and does not autocast.
-        hidden = batch["hidden_states"].to(next(self.head.parameters()).dtype)
+        hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         teacher = None
         if self.soft:
             at = answered(batch).places
@@ -67,7 +69,9 @@ class MedusaObjective(nn.Module):
 def main(config: MedusaRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: Target, _train: PackedDataset) -> tuple[MedusaObjective, list[str]]:
+    def build(
+        target: TargetEnds, _train: PackedDataset | StoredDataset
+    ) -> tuple[MedusaObjective, list[str]]:
         head = make_head(config.head, target)
         size = sum(parameter.numel() for parameter in head.parameters())
         line = f"head: {head.num_heads} Medusa heads, {size / 1e6:.1f} M parameters"
@@ -76,7 +80,7 @@ def main(config: MedusaRun) -> None:
     command.train(config, build)
 
 
-def make_head(config: MedusaConfig, target: Target) -> MedusaHead:
+def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
     """Untrained heads, or saved ones that fit the target."""
     if config.path is None:
         return MedusaHead.from_target(target, config.num_heads, config.num_layers)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heads.target import Target
+from heads.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.divergences import Pair, Said
 
@@ -46,7 +46,7 @@ class HiddenTeacher:
         hidden: [P, D] last hidden states.
     """
 
-    target: Target
+    target: TargetEnds
     vocab: DraftVocab
     hidden: Tensor
 

@@ -1,0 +1,176 @@
+"""The two ends of a target, embedding and output head.
+
+Training a head on stored hidden states needs no more of it. Letters: D hidden, V vocabulary, W
+some of its rows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from conf.schema import InputError
+from heads.projection import Projection
+from heads.storage import atomic_folder, load_tensors
+
+WEIGHTS = "ends.safetensors"
+EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
+
+
+class TargetEnds:
+    """The frozen embedding and output head of a target, with its config and tokenizer.
+
+    Attributes:
+        config: of its text part.
+        embedding: V rows of D.
+        output_head: D to V.
+        generation_config: names the tokens that end a response.
+        tokenizer: its tokenizer.
+        name: Hub id or folder it came from.
+    """
+
+    def __init__(
+        self,
+        model_config: Any,
+        embedding: Any,
+        output_head: Any,
+        generation_config: Any,
+        tokenizer: Any,
+        name: str,
+    ) -> None:
+        self._model_config = model_config
+        self.config = model_config.get_text_config()
+        self.embedding = embedding
+        self.output_head = output_head
+        self.generation_config = generation_config
+        self.tokenizer = tokenizer
+        self.name = name
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of hidden states."""
+        return self.embedding.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the output head."""
+        return self.output_head.weight.shape[0]
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the output head is one matrix of floats: not quantised, without a bias."""
+        head = self.output_head
+        return head.weight.is_floating_point() and getattr(head, "bias", None) is None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Token ids that end a response, from the generation config and the tokenizer."""
+        ids = self.generation_config.eos_token_id
+        stops = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            stops.add(self.tokenizer.eos_token_id)
+        return sorted(stops)
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Token ids with a meaning of their own: the tokenizer's special ones and the stops."""
+        if self.tokenizer is None:
+            return self.stop_ids
+        added = self.tokenizer.added_tokens_decoder.items()
+        marked = {index for index, token in added if token.special}
+        return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[..., V] the frozen output head on [..., D] final hidden states of any dtype.
+
+        Gradients reach the hidden states, where the caller wants any.
+        """
+        weight = self.output_head.weight
+        if weight.is_floating_point():
+            hidden_states = hidden_states.to(weight.dtype)
+        return self.projection.scaled(self.output_head(hidden_states))
+
+    @property
+    def projection(self) -> Projection:
+        """The output head as numbers, which a quantised one is not."""
+        return Projection.of_target(self.output_head, self.config)
+
+    def save(self, folder: Path) -> None:
+        """Writes a folder that `load` reads, whole or not at all.
+
+        Raises:
+            InputError: the disk is full, or the output head is not one that can be kept.
+        """
+        head = self.output_head
+        if not all(
+            e.weight.is_floating_point() and not e.weight.is_meta for e in (self.embedding, head)
+        ):
+            raise InputError(
+                f"target.path={self.name}: its embedding or output head is quantised or offloaded, "
+                "and training without the target needs the weights as they are: name the model "
+                "before quantisation (target.quantization leaves these two alone), and a "
+                "target.device_map that keeps it in memory"
+            )
+        tensors = {EMBEDDING: self.embedding.weight}
+        if head.weight.data_ptr() != self.embedding.weight.data_ptr():
+            tensors[HEAD] = head.weight
+        if getattr(head, "bias", None) is not None:
+            tensors[BIAS] = head.bias
+        tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+        with atomic_folder(folder) as staging:
+            save_file(tensors, staging / WEIGHTS, metadata={"target": self.name})
+            self._model_config.save_pretrained(staging)
+            self.generation_config.save_pretrained(staging)
+            self.tokenizer.save_pretrained(staging)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> "TargetEnds":
+        """The ends of a target that `save` wrote.
+
+        Args:
+            folder: its own.
+            device: where they go.
+
+        Raises:
+            InputError: a file is missing or damaged.
+        """
+        tensors = {name: each.to(device) for name, each in load_tensors(folder / WEIGHTS).items()}
+        try:
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                name = file.metadata()["target"]
+            config = AutoConfig.from_pretrained(folder)
+            generation = GenerationConfig.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{folder}: cannot load the target's ends: {error}") from error
+        embedding = nn.Embedding.from_pretrained(tensors[EMBEDDING])
+        output_head = _linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
+        return cls(config, embedding, output_head, generation, tokenizer, name)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A frozen projection with these weights."""
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    head.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        head.bias = nn.Parameter(bias, requires_grad=False)
+    return head

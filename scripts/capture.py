@@ -1,0 +1,249 @@
+"""Runs a target once over a dataset and stores what draft heads read of it.
+
+    accelerate launch scripts/capture.py target.path=Qwen/Qwen3-8B data.path=chats.jsonl
+    accelerate launch train/eagle.py data.features=outputs/features
+
+Training then needs neither the target nor the data. Every process writes shards of its own, on
+several machines into a folder that all of them see; a second start continues.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import save
+from torch import Tensor
+from tqdm import tqdm
+
+from conf import entry
+from conf.launch import check_launch
+from conf.provenance import provenance
+from conf.schema import InputError
+from conf.schema_capture import CaptureRun
+from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
+from data.journal import locked, write_whole
+from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
+from data.retry import retried
+from data.shard import ShardIndex, file_checksum, is_whole
+from heads.ends import TargetEnds
+from heads.load_target import load_target, load_tokenizer
+from heads.target import Target
+from scripts.capture_plan import Work, check_disk, prepared, target_json
+from scripts.capture_states import Copies, StatesOf, states_from_target, stored, token_fields
+from train.command import check_data, fill_defaults
+from train.replay import greedy_answer
+
+ENDS_FOLDER = Path(ENDS).parent
+
+
+def main(config: CaptureRun) -> None:
+    """Writes a store to `out_dir`, or what is missing or damaged in one."""
+    capture(config, SHARD_BYTES)
+
+
+def capture(config: CaptureRun, shard_bytes: int) -> None:
+    """The same with shards of another size."""
+    check_data(config)
+    state = start()
+    with state.main_process_first():
+        fill_defaults(config, state.is_main_process)
+        work = prepared(config, state, shard_bytes)
+    check_plan(work.folder, work.plan)
+    check_disk(work, say=state.is_main_process)
+    state.wait_for_everyone()  # all have looked at what is there
+    work.folder.mkdir(parents=True, exist_ok=True)
+    lock = locked(work.folder / ".lock") if state.is_main_process else nullcontext()
+    with lock, speaking_up(work.folder, state):
+        if state.is_main_process:
+            begin(work.folder, work.plan)
+        state.wait_for_everyone()
+        write_shards(work, state)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            finish(work, state)
+    if state.is_main_process:
+        print(f"features saved to {work.folder}: train with data.features={work.folder}")
+
+
+def start() -> PartialState:
+    """Joins the processes of this launch.
+
+    Raises:
+        InputError: they do not see each other.
+    """
+    # A process that continues may wait for one that has all of its shards to write.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
+    check_launch(os.environ, state.num_processes)
+    return state
+
+
+@contextmanager
+def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
+    """Names what could not be written, in processes other than the first too, which are not heard.
+
+    Raises:
+        InputError: in place of an OSError.
+    """
+    try:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"out_dir={folder}: {error}; what is whole is kept: start again to continue"
+            ) from error
+    except InputError as error:
+        if not state.is_main_process:
+            print(f"error in process {state.process_index}: {error}", file=sys.stderr)
+        raise
+
+
+def write_shards(work: Work, state: PartialState) -> None:
+    """Writes this process's shards that are not whole; the first process the target's ends too."""
+    mine = work.shards[state.process_index :: state.num_processes]
+    quiet = not state.is_main_process
+    checked = tqdm(mine, desc="checking what is there", disable=quiet, unit="shard", leave=False)
+    todo = [shard for shard in checked if not is_whole(work.folder, shard.name)]
+    ends = work.folder / ENDS_FOLDER
+    lacks_ends = state.is_main_process and not ends.is_dir()
+    if not todo and not lacks_ends:
+        return
+    target = load_target(work.config.target, state.device)
+    for packed in work.sets.values():
+        packed.token_counts(target.vocab_size)  # refuses ids that the target does not have
+    if lacks_ends:
+        save_ends(target, ends)
+    total = sum(shard.num_tokens for shard in todo)
+    with (
+        Writers() as writers,
+        tqdm(total=total, desc="capturing", unit="token", unit_scale=True, disable=quiet) as bar,
+    ):
+        if state.num_processes > 1:
+            bar.set_postfix_str(f"each of {state.num_processes} processes")
+        for shard in todo:
+            capture_shard(work, shard, target, writers, bar)
+
+
+def save_ends(target: Target, folder: Path) -> None:
+    """Writes embedding and output head, and checks that they give the target's logits.
+
+    Raises:
+        InputError: they do not, or cannot be written.
+    """
+    target.save(folder)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(4, target.hidden_size, generator=generator).to(target.device)
+    with torch.no_grad():
+        same = torch.equal(
+            target.logits(states), TargetEnds.load(folder, target.device).logits(states)
+        )
+    if not same:
+        shutil.rmtree(folder)
+        raise InputError(
+            f"target.path={target.name}: its output head ({type(target.output_head).__name__}) is "
+            "more than a projection and cannot be stored; train without data.features"
+        )
+
+
+def capture_shard(work: Work, shard: Shard, target: Target, writers: Writers, bar: tqdm) -> None:
+    """Runs the target over the sequences of a shard and hands them to a writer."""
+    contents, copies = work.plan.contents, Copies(target.device)
+    states_of = states_source(work.config, target, contents.layers)
+    sequences = []
+    for rows in batches(work, shard, target):
+        writers.check()
+        states = states_of({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        for number, row in enumerate(rows):
+            tokens = token_fields(row)
+            num_tokens = len(tokens["input_ids"])
+            own = {name: each[number, :num_tokens] for name, each in states.items()}
+            sequences.append((tokens, copies.take(stored(target, contents, own, tokens))))
+            bar.update(num_tokens)
+
+    def write() -> None:
+        there = [tokens | copied.wait() for tokens, copied in sequences]
+        save_shard(work.folder, shard, contents.fields, there)
+
+    writers.submit(write)
+
+
+def states_source(config: CaptureRun, target: Target, layers: tuple[int, ...]) -> StatesOf:
+    """Where the hidden states of packed sequences come from."""
+    if config.engine is None:
+        return states_from_target(target, layers)
+    from data.engine_states import EngineStates
+
+    engine = EngineStates(config.engine, target.name, layers)
+
+    def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rows = [
+            engine.read_packed({name: each[number] for name, each in batch.items()})
+            for number in range(len(batch["input_ids"]))
+        ]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    return states_of
+
+
+def batches(work: Work, shard: Shard, target: Target) -> Iterator[list[dict[str, Tensor]]]:
+    """The sequences of a shard, as many at a time as run together."""
+    if shard.split == "replay":
+        for prompt in work.prompts[shard.first : shard.last]:
+            yield [answered(prompt, greedy_answer(target, prompt))]
+        return
+    size = work.config.micro_batch_size
+    for first in range(shard.first, shard.last, size):
+        last = min(first + size, shard.last)
+        yield [work.sets[shard.split][index] for index in range(first, last)]
+
+
+def answered(prompt: list[int], answer: list[int]) -> dict[str, Tensor]:
+    """A prompt and its answer as a packed sequence of one document, without padding."""
+    ids = torch.tensor(prompt + answer)
+    places = torch.arange(len(ids))
+    return {
+        "input_ids": ids,
+        "loss_mask": places >= len(prompt),
+        "position_ids": places,
+        "document_ids": torch.zeros_like(ids),
+    }
+
+
+def finish(work: Work, state: PartialState) -> None:
+    """Writes the manifest, once every shard is there.
+
+    Raises:
+        InputError: some are not: another machine writes elsewhere.
+    """
+    folder = work.folder
+    missing = [shard.name for shard in work.shards if not (folder / f"{shard.name}.json").exists()]
+    if missing:
+        raise InputError(
+            f"out_dir={folder}: {len(missing)} of {len(work.shards)} shards are not here, e.g. "
+            f"{missing[0]}: name a folder that all machines see"
+        )
+    ends = TargetEnds.load(folder / ENDS_FOLDER, torch.device("cpu"))
+    counts = {name: each.token_counts(ends.vocab_size) for name, each in work.sets.items()}
+    retried(partial(write_whole, folder / TOKEN_COUNTS, save(counts)))
+    entries = []
+    for shard in work.shards:
+        index = ShardIndex.read(folder, shard.name)
+        entries.append(ShardEntry(shard.name, shard.split, index.size, index.checksum))
+    files = {name: retried(partial(file_checksum, folder / name)) for name in (ENDS, TOKEN_COUNTS)}
+    origin = provenance(work.config, ends.name, work.report)
+    tokenizer = load_tokenizer(work.config.target)[1]
+    target = target_json(work.config, tokenizer, state.device, loaded=True)
+    Manifest(replace(work.plan, target=target), entries, files, origin).write(folder)
+
+
+if __name__ == "__main__":
+    entry.run(main, CaptureRun, "capture")

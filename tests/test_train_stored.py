@@ -1,0 +1,248 @@
+"""Training from a feature store: what fits it, and what comes out of it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stores import captured, save_inputs, settings
+from toys import noisy_head, save_target
+
+from conf.schema import DataConfig, Dtype, InputError, MedusaConfig, MedusaRun, TargetConfig
+from conf.schema_capture import TeacherKind
+from conf.schema_eagle import EagleConfig, EagleForm
+from data.features import StoredDataset
+from heads.eagle import EagleHead
+from heads.ends import TargetEnds
+from heads.load_target import load_target
+from heads.target import Reads
+from heads.vocab import DraftVocab
+from train import command, loop
+from train.medusa import make_head
+from train.replay import HeldoutReplay, StoredReplay
+from train.stored import check_reads, load_ends, open_store
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def store(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captured(inputs, tmp_path_factory.mktemp("store") / "hidden", dtype=Dtype.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def top_k(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without last hidden states."""
+    return captured(
+        inputs, tmp_path_factory.mktemp("store") / "top_k", dtype=Dtype.bfloat16,
+        teacher=TeacherKind.top_k,
+    )  # fmt: skip
+
+
+def open_with(store: Path, target: dict[str, Any] | None = None, **data: Any) -> None:
+    open_store(DataConfig(features=str(store), **data), TargetConfig(**(target or {})))
+
+
+def test_what_agrees_with_the_store_may_be_said_again(store: Path, inputs: Path) -> None:
+    open_with(store)
+    open_with(store, {"path": str(inputs / "target"), "dtype": Dtype.bfloat16})
+    open_with(store, path=str(inputs / "chat.jsonl"), max_length=128, eval_fraction=0.2)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"max_length": 64}, r"data\.max_length=64: .*captured with data\.max_length=128"),
+        ({"path": "other.jsonl"}, r"data\.path=other\.jsonl: .*captured with data\.path=.*chat"),
+        ({"num_prompts": 3}, r"data\.num_prompts=3: .*data\.num_prompts=None: leave it unset"),
+    ],
+)
+def test_settings_of_the_data_that_contradict_the_store(
+    store: Path, data: dict, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        open_with(store, **data)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"dtype": Dtype.float32}, r"target\.dtype=float32: .* captured in bfloat16"),
+        ({"adapter": "lora"}, r"target\.adapter=lora: .* captured with None"),
+        ({"revision": "v2"}, r"target\.revision=v2: .* captured with None"),
+    ],
+)
+def test_settings_of_the_target_that_contradict_the_store(
+    store: Path, target: dict, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        open_with(store, target)
+
+
+def change_config(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-5}))
+
+
+def change_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][-1]["lstrip"] = True
+    path.write_text(json.dumps(content))
+
+
+def change_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (change_config, "config"),
+        (change_tokenizer, "tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ 1 }}"), "template"),
+        (change_weights, "weights"),
+    ],
+)
+def test_another_target_is_refused(
+    store: Path, inputs: Path, tmp_path: Path, change: Callable[[Path], object], named: str
+) -> None:
+    shutil.copytree(inputs / "target", tmp_path / "copy")
+    open_with(store, {"path": str(tmp_path / "copy")})
+    change(tmp_path / "copy")
+    with pytest.raises(
+        InputError, match=rf"is not the target .* it has {named} \w+, not \w+\. Lea"
+    ):
+        open_with(store, {"path": str(tmp_path / "copy")})
+
+
+def test_a_store_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"data\.features={tmp_path}: no manifest"):
+        open_with(tmp_path)
+
+
+def test_damaged_ends_are_refused(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "store")
+    path = tmp_path / "store/target/ends.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    opened = open_store(DataConfig(features=str(tmp_path / "store")), TargetConfig())
+    with pytest.raises(InputError, match=r"ends\.safetensors: not the bytes that were written"):
+        load_ends(opened, CPU)
+
+
+def test_heads_that_read_what_is_not_stored_are_refused(store: Path, top_k: Path) -> None:
+    hidden, without = (
+        open_store(DataConfig(features=str(each)), TargetConfig()) for each in (store, top_k)
+    )
+    for fits in (Reads(), Reads((1,)), Reads((3, 1))):
+        check_reads(hidden, fits)
+    check_reads(without, Reads((1, 2, 3)))
+    with pytest.raises(InputError, match=r"head\.layers: .* \[4\], .* has \[1, 2, 3\]: .*=\[1,4\]"):
+        check_reads(hidden, Reads((4, 1)))
+    with pytest.raises(InputError, match="teacher=top_k and has no last hidden states"):
+        check_reads(without, Reads())
+
+
+def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> loop.Job:
+    """The job of a training run, which itself is left out."""
+    jobs: list[loop.Job] = []
+
+    def fit(_accelerator: object, job: loop.Job) -> loop.Outcome:
+        jobs.append(job)
+        return loop.Outcome(True, 0, {})
+
+    def build(target: Any, _train: Any) -> tuple[Any, list[str]]:
+        class Objective:
+            head = make_head(MedusaConfig(num_heads=2), target)
+            weights = torch.ones(2)
+
+        return Objective(), ["head: two"]
+
+    def stop(*_: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(loop, "fit", fit)
+    monkeypatch.setattr(command, "load_target", stop)
+    command.train(config, build)
+    return jobs[0]
+
+
+def test_a_run_from_a_store_needs_neither_target_nor_data(
+    store: Path,
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path / "none"))
+    config = MedusaRun(data=DataConfig(features=str(store)), out_dir=str(tmp_path / "out"))
+    job = fitted(config, monkeypatch)
+    assert isinstance(job.train, StoredDataset)
+    assert (job.train.split, len(job.train)) == ("train", 12)
+    assert len(job.heldout) == 3
+    assert job.provenance["target"] == str(inputs / "target")
+    assert job.provenance["data"]["num_records"] == 40
+    assert job.objective.head.config.target == str(inputs / "target")
+    assert job.evaluate is not None
+    assert job.evaluate(job.objective.head)["tau"] >= 1
+    said = capsys.readouterr().out
+    assert f"target: {inputs / 'target'}\n" in said
+    assert "bf16, last hidden state, layers 1, 2, 3, 521 bytes/token" in said
+    config = MedusaRun(data=config.data, out_dir=str(tmp_path / "out"))
+    config.train.num_replay_prompts = 0
+    assert fitted(config, monkeypatch).evaluate is None
+
+
+def eagle3(target: TargetEnds) -> EagleHead:
+    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+    config = EagleConfig(form=EagleForm.eagle3, layers=[1, 2, 3])
+    return EagleHead.from_target(target, config, DraftVocab.choose(counts, 100, [0]), seed=0)
+
+
+@pytest.mark.parametrize("teacher", ["store", "top_k"])
+def test_tau_from_a_store_is_that_of_the_target(
+    teacher: str, inputs: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(teacher)
+    opened = open_store(DataConfig(features=str(folder)), TargetConfig())
+    ends = load_ends(opened, CPU)
+    target = load_target(settings(inputs, folder, dtype=Dtype.bfloat16).target, CPU)
+    heads = [(eagle3(ends), eagle3(target))]
+    if teacher == "store":
+        heads.append((noisy_head(ends), noisy_head(target)))
+    for mine, theirs in heads:
+        stored = StoredReplay(ends, opened.replay, 16, 3, mine.reads)
+        live = HeldoutReplay(target, stored.prompts, 3, theirs.reads)
+        assert len(stored.prompts) == 2
+        assert [answer for answer, _ in stored.answers] == [answer for answer, _ in live.answers]
+        assert stored(mine.eval()) == live(theirs.eval())
+    assert len(StoredReplay(ends, opened.replay, 1, 3, Reads((1,))).prompts) == 1
+
+
+def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
+    for name, changes in (("tied", {"tie_word_embeddings": True}), ("biased", {})):
+        folder = save_target(tmp_path / name, **changes)
+        target = load_target(TargetConfig(path=str(folder)), CPU)
+        if name == "biased":
+            target.output_head.bias = torch.nn.Parameter(torch.arange(300.0))
+        target.save(tmp_path / f"{name}-ends")
+        ends = TargetEnds.load(tmp_path / f"{name}-ends", CPU)
+        shared = ends.output_head.weight.data_ptr() == ends.embedding.weight.data_ptr()
+        assert shared == (name == "tied")
+        assert ends.has_plain_head == (name == "tied")
+        states = torch.randn(2, 64)
+        assert torch.equal(ends.logits(states), target.logits(states))
+        assert torch.equal(ends.logits(states.bfloat16()), target.logits(states.bfloat16().float()))
