@@ -174,6 +174,8 @@ class TrainConfig:
     """Share of the steps in which the `wsd` schedule decays to zero."""
     dtype: Dtype = Dtype.auto
     """Autocast dtype of the head; its parameters and optimizer state stay float32."""
+    compile: bool | None = None
+    """torch.compile the loss and the head's layers; unset means on CUDA."""
     eval_steps: int = 200
     """Optimizer steps between evaluations."""
     num_eval_sequences: int = 32

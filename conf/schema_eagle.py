@@ -29,8 +29,14 @@ class Divergence(Enum):
 
     kl = "kl"
     """KL(p || q), p renormalised over the draft vocabulary."""
+    rkl = "rkl"
+    """KL(q || p), p likewise."""
+    js = "js"
+    """Jensen-Shannon, p likewise: the mean of both KL to the middle of p and q."""
+    tv = "tv"
+    """1 - alpha, alpha = sum of min(p, q): total variation over the whole vocabulary."""
     nla = "nla"
-    """-log alpha, alpha = sum of min(p, q) (LK losses, arXiv 2602.23881)."""
+    """-log alpha (LK losses, arXiv 2602.23881)."""
     hybrid = "hybrid"
     """lambda KL + (1 - lambda) (1 - alpha), lambda = exp(-lk_eta alpha) (the same)."""
 

@@ -48,16 +48,21 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     max_retries: int = 5
     timeout_s: float = 300.0
+    setting: str = "endpoint"
+    """Config key that `url` came from, for messages."""
 
     def __post_init__(self) -> None:
         try:
             parsed = httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise InputError(f"endpoint={self.url}: {error}") from error
-        if parsed.scheme not in {"http", "https"} or not parsed.host:
-            raise InputError(f"endpoint={self.url}: must be like http://localhost:8000/v1")
+            raise InputError(f"{self}: {error}") from error
         if parsed.userinfo:
-            raise InputError("endpoint: must not hold a password; set api_key_env instead")
+            raise InputError(f"{self.setting}: must not hold a password; set api_key_env instead")
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            raise InputError(f"{self}: must be like http://localhost:8000/v1")
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.url}"
 
 
 class Client:
@@ -87,15 +92,20 @@ class Client:
 
     async def first_model(self) -> str:
         """Returns the first model that the server lists."""
+        return str((await self.models())[0]["id"])
+
+    async def models(self) -> list[dict]:
+        """Returns what the server lists of its models, one or more, each with an `id`."""
         try:
-            listing = await self._request("GET", "models")
-            return str(listing["data"][0]["id"])
+            listed = (await self.request("GET", "models"))["data"]
+            named = [m for m in listed if isinstance(m, dict) and "id" in m]
         except (RowFailed, RowRefused) as error:
-            raise InputError(f"endpoint={self.endpoint.url}: {error}") from error
-        except (KeyError, IndexError, TypeError) as error:
-            raise InputError(
-                f"endpoint={self.endpoint.url}: lists no model; name one with model=..."
-            ) from error
+            raise InputError(f"{self.endpoint}: {error}") from error
+        except (KeyError, TypeError):
+            named = []
+        if not named:
+            raise InputError(f"{self.endpoint}: lists no model; name one with model=...")
+        return named
 
     async def answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
         """Asks for the next assistant message.
@@ -110,7 +120,7 @@ class Client:
             InputError: the server refuses every request: address, key or model is wrong.
         """
         body = {"model": self.endpoint.model, "messages": messages, "stream": False, **settings}
-        reply = await self._request("POST", "chat/completions", body)
+        reply = await self.request("POST", "chat/completions", body)
         try:
             choice = reply["choices"][0]
             text = choice["message"]["content"]
@@ -124,7 +134,22 @@ class Client:
             raise RowFailed("the reply holds half of a surrogate pair") from error
         return Answer(text, choice.get("finish_reason") == "length")
 
-    async def _request(self, method: str, path: str, body: dict | None = None) -> dict:
+    async def request(self, method: str, path: str, body: dict | None = None) -> dict:
+        """Sends one request until it holds.
+
+        Args:
+            method: of HTTP.
+            path: behind the base URL.
+            body: sent as JSON.
+
+        Returns:
+            The reply's JSON.
+
+        Raises:
+            RowRefused: the server refuses this body.
+            RowFailed: no answer in all attempts.
+            InputError: the server refuses every request.
+        """
         for attempt in itertools.count():
             wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
             try:

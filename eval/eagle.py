@@ -15,9 +15,9 @@ from torch import Tensor
 from eval.accept import GREEDY, Noise, Sampling
 from eval.draft import Draft
 from eval.engine import Seen
+from heads.branch_attention import Branches
 from heads.cache import SlotBuffer, Slots, upload
 from heads.eagle import EagleHead
-from heads.eagle_layer import Branches
 from heads.tree import Tree
 
 

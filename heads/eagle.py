@@ -19,10 +19,13 @@ from torch.nn import functional
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle_config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
-from heads.eagle_layer import Branches, EagleLayer, LlamaRMSNorm, causal_rows, normed
+from heads.eagle_layer import EagleLayer, LlamaRMSNorm, normed
+from heads.ends import TargetEnds
+from heads.projection import Projection
 from heads.storage import save_head
-from heads.target import Reads, Target, TargetOutput
+from heads.target import Reads, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
@@ -77,11 +80,11 @@ class EagleHead(nn.Module):
             self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
         self.reads = Reads(config.layers)
         # In a tuple, so that the target does not become a part of the head.
-        self._target: tuple[Target, ...] = ()
+        self._target: tuple[TargetEnds, ...] = ()
 
     @classmethod
     def from_target(
-        cls, target: Target, settings: EagleConfig, vocab: DraftVocab, seed: int
+        cls, target: TargetEnds, settings: EagleConfig, vocab: DraftVocab, seed: int
     ) -> "EagleHead":
         """An untrained float32 head, sized like a layer of the target and attached to it.
 
@@ -123,7 +126,7 @@ class EagleHead(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def attach(self, target: Target, dtype: torch.dtype | None = None) -> "EagleHead":
+    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "EagleHead":
         """Checks that the head fits a target, borrows its embedding and moves to its device.
 
         Args:
@@ -220,7 +223,7 @@ class EagleHead(nn.Module):
             position_ids: [N] int64, one more than the row's last.
             branches: gets the rows' new keys and values.
         """
-        fed = self.norm(outputs) if self.norm and self.config.norm_output else outputs
+        fed = self.normed(outputs) if self.config.norm_output else outputs
         text = self.read(fed, token_ids, position_ids)
         branches.own_keys.append(text.keys)
         branches.own_values.append(text.values)
@@ -252,9 +255,23 @@ class EagleHead(nn.Module):
             tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
             outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
 
+    def compile_layers(self) -> None:
+        """Compiles what is not attention, on first use."""
+        self.layer.mlp.compile(dynamic=True)
+
+    def normed(self, outputs: Tensor) -> Tensor:
+        """[..., H] outputs after the last norm, which EAGLE-1 has not."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def projection(self) -> Projection:
+        """From normed outputs to draft logits: the head's own, or the target's."""
+        if self.lm_head is not None:
+            return Projection(self.lm_head.weight)
+        return self._target[0].projection
+
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., W] draft logits of outputs [..., H]."""
-        states = outputs if self.norm is None else self.norm(outputs)
+        states = self.normed(outputs)
         if self.lm_head is not None:
             return self.lm_head(states)
         target = self._target[0]

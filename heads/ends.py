@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from conf.schema import InputError
+from heads.projection import Projection
 from heads.storage import atomic_folder, load_tensors
 
 WEIGHTS = "ends.safetensors"
@@ -98,25 +99,20 @@ class TargetEnds:
         marked = {index for index, token in added if token.special}
         return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
-    def logits(self, hidden_states: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[..., V] the frozen output head on [..., D] final hidden states.
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[..., V] the frozen output head on [..., D] final hidden states of any dtype.
 
         Gradients reach the hidden states, where the caller wants any.
-
-        Args:
-            hidden_states: in the target's dtype; stored ones in any.
-            rows: [W, D], some rows of a plain projection to use instead: gives [..., W].
         """
-        weight = self.output_head.weight if rows is None else rows
+        weight = self.output_head.weight
         if weight.is_floating_point():
             hidden_states = hidden_states.to(weight.dtype)
-        logits = self.output_head(hidden_states) if rows is None else hidden_states @ rows.T
-        scale = getattr(self.config, "logit_scale", None)
-        divisor = getattr(self.config, "logits_scaling", None)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        logits = logits if scale is None else logits * scale
-        logits = logits if divisor is None else logits / divisor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self.projection.scaled(self.output_head(hidden_states))
+
+    @property
+    def projection(self) -> Projection:
+        """The output head as numbers, which a quantised one is not."""
+        return Projection.of_target(self.output_head, self.config)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that `load` reads, whole or not at all.

@@ -14,8 +14,10 @@ from torch.nn import functional
 
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
+from heads.ends import TargetEnds
+from heads.projection import Projection
 from heads.storage import load_tensors, locate, save_head
-from heads.target import Reads, Target, TargetOutput
+from heads.target import Reads, TargetOutput
 
 WEIGHTS = "medusa_lm_head.safetensors"
 ROWS_PER_CHUNK = 256
@@ -74,7 +76,7 @@ class MedusaHead(nn.Module):
         return self.config.num_heads
 
     @classmethod
-    def from_target(cls, target: Target, num_heads: int, num_layers: int) -> "MedusaHead":
+    def from_target(cls, target: TargetEnds, num_heads: int, num_layers: int) -> "MedusaHead":
         """Untrained float32 heads, each equal to the target's own next-token head.
 
         Raises:
@@ -101,11 +103,25 @@ class MedusaHead(nn.Module):
         """
         return self.heads[k](hidden_states)
 
+    def compile_layers(self) -> None:
+        """Compiles the residual blocks, on first use."""
+        for head in self.heads:
+            for block in head[:-1]:  # type: ignore[index]
+                block.compile(dynamic=True)
+
+    def states(self, k: int, hidden_states: Tensor) -> Tensor:
+        """[N, D] what head k, counted from 0, projects."""
+        return self.heads[k][:-1](hidden_states)  # type: ignore[index]
+
+    def projection(self, k: int) -> Projection:
+        """The projection of head k, counted from 0."""
+        return Projection(self.heads[k][-1].weight)  # type: ignore[index]
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[K, ..., V] logits of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])
 
-    def attach(self, target: Target, dtype: torch.dtype | None = None) -> "MedusaHead":
+    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "MedusaHead":
         """Checks that the heads fit a target and moves to its device.
 
         Args:

@@ -1,9 +1,10 @@
-"""Memory and time of the training-time test's attention against steps J, and against full masks.
+"""Memory and time of the training-time test's attention against steps J, and against two others.
 
 `python scripts/bench_unroll.py` prints, for J = 1, 3, 5, 7, the peak of live memory and the
-median time of a forward and backward pass of `heads.eagle_layer.branch_attention` over a
-sequence, and the ratio to the baseline: one attention over [T, J * T] scores, as the mask of
-the training-time test is written down.
+median time of a forward and backward pass over one text: of `branch_attention` as training runs
+it, with fused kernels; of `plain_attention`, which writes the scores of some rows at a time and
+computes them again in the backward pass; and of one attention over [T, J * T] scores, as the
+mask of the training-time test is written down.
 """
 
 import sys
@@ -15,24 +16,29 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from heads.eagle_layer import Branches, branch_attention, causal_rows
+from heads.branch_attention import Branches, branch_attention, causal_rows, plain_attention
 
 STEPS = (1, 3, 5, 7)
 
 
-def ours(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def unrolled(
+    attend: Callable[[Tensor, Branches], Tensor], query: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """[J, T, Q, d]: every step over the text and its own earlier drafts."""
-    allowed = causal_rows(torch.zeros(len(query[0]), device=query.device), _places(query))
+    places = _places(query)
+    branches = Branches(keys[:1], values[:1], causal_rows(torch.zeros_like(places), places))
     outputs = []
     for step in range(len(query)):
-        own = slice(1, step + 1)
-        branches = Branches(keys[:1], values[:1], allowed, [*keys[own]], [*values[own]])
-        outputs.append(branch_attention(query[step], branches))
+        if step:
+            branches.own_keys.append(keys[step])
+            branches.own_values.append(values[step])
+        outputs.append(attend(query[step], branches))
     return torch.stack(outputs)
 
 
@@ -73,16 +79,13 @@ def peak_mib(run: Callable[[], None], device: torch.device) -> float:
     return peak / 2**20
 
 
-def median_seconds(run: Callable[[], None], repeats: int) -> float:
-    """Median over repeats."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def seconds_of(run: Callable[[], None]) -> float:
+    """Of one run."""
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -92,35 +95,40 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{options.tokens} tokens, {options.heads} heads on {options.kv_heads}, {device.type}")
-    print("   J  MiB ours  MiB full masks  ratio    s ours  s full masks  ratio")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    heads = f"{options.heads} heads on {options.kv_heads}"
+    print(f"{options.tokens} tokens, {heads}, {options.dtype}, {device}")
+    print("   J   MiB fused   plain    full   s fused   plain    full   plain/fused   full/fused")
     for num_steps in STEPS:
         torch.manual_seed(0)
-        heads = (options.heads, options.kv_heads, options.kv_heads)
         tensors = [
             torch.randn(num_steps, options.tokens, count, options.head_dim, device=device)
-            for count in heads
+            for count in (options.heads, options.kv_heads, options.kv_heads)
         ]
-        row = [_measure(attend, tensors, options.repeats) for attend in (ours, full_masks)]
-        (mib, seconds), (full_mib, full_seconds) = row
+        tensors = [each.to(getattr(torch, options.dtype)) for each in tensors]
+        mib, seconds = _measure(tensors, options.repeats)
+        fused, plain, full = seconds
         print(
-            f"{num_steps:4} {mib:9.0f} {full_mib:15.0f} {mib / full_mib:6.2f} "
-            f"{seconds:9.2f} {full_seconds:13.2f} {seconds / full_seconds:6.2f}"
+            f"{num_steps:4} {mib[0]:11.0f} {mib[1]:7.0f} {mib[2]:7.0f} {fused:9.2f} {plain:7.2f} "
+            f"{full:7.2f} {plain / fused:13.2f} {full / fused:12.2f}"
         )
 
 
-def _measure(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor], repeats: int
-) -> tuple[float, float]:
-    def run() -> None:
+def _measure(tensors: list[Tensor], repeats: int) -> tuple[list[float], list[float]]:
+    """MiB and seconds of the three, which take turns, so that a busy machine is busy for all."""
+
+    def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         query, keys, values = (tensor.clone().requires_grad_() for tensor in tensors)
         attend(query, keys, values).sum().backward()
 
-    run()
-    return peak_mib(run, tensors[0].device), median_seconds(run, repeats)
+    ways = (partial(unrolled, branch_attention), partial(unrolled, plain_attention), full_masks)
+    runs = [partial(run, way) for way in ways]
+    mib = [peak_mib(each, tensors[0].device) for each in runs]
+    turns = [[seconds_of(each) for each in runs] for _ in range(repeats)]
+    return mib, [statistics.median(column) for column in zip(*turns, strict=True)]
 
 
 if __name__ == "__main__":

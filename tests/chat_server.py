@@ -26,6 +26,9 @@ class ChatServer:
         most_at_once: the largest number of requests in flight.
     """
 
+    path = "/v1/chat/completions"
+    models: tuple[dict, ...] = ({"id": "toy"}, {"id": "other"})
+
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.faults: list[Fault] = []
@@ -52,6 +55,10 @@ class ChatServer:
         self._thread.join()
         self._server.server_close()
 
+    def answer(self, body: dict) -> dict:
+        message = {"role": "assistant", "content": self.reply(body)}
+        return {"choices": [{"message": message, "finish_reason": self.finish_reason(body)}]}
+
     def enter(self, body: dict) -> Fault | None:
         with self._lock:
             self._at_once += 1
@@ -72,13 +79,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._json({"data": [{"id": "toy"}, {"id": "other"}]})
+            self._json({"data": self.chat.models})
         else:
             self._json({"error": "no such page"}, 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v1/chat/completions":
+        if self.path != self.chat.path:
             self._json({"error": "no such page"}, 404)
             return
         self.chat.keys.add(self.headers.get("Authorization"))
@@ -97,9 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": f"injected, you sent {echo}"}, fault[0], fault[1])
         else:
             self.chat.bodies.append(body)
-            message = {"role": "assistant", "content": self.chat.reply(body)}
-            reason = self.chat.finish_reason(body)
-            self._json({"choices": [{"message": message, "finish_reason": reason}]})
+            self._json(self.chat.answer(body))
 
     def _json(
         self, value: object, status: int = 200, headers: dict[str, str] | None = None

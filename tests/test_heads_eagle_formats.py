@@ -12,10 +12,10 @@ from toys import noisy_head, random_model, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import EagleHeadConfig, llama_like
 from heads.eagle_formats import load_eagle
-from heads.eagle_layer import Branches, causal_rows
 from heads.load import load_head
 from heads.medusa import MedusaHead
 from heads.target import Target

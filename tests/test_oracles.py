@@ -2,12 +2,18 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import layouts
 import pytest
 import torch
@@ -17,17 +23,20 @@ from toys import eagle_head, random_target, save_target, texts, tokenizer
 
 from conf.schema import Dtype, TargetConfig
 from conf.schema_eagle import EagleForm
+from data.endpoint import Endpoint
+from data.engine_states import EngineStates, EngineTaps
 from eval.draft import Draft
 from eval.draft_model import DraftModel
 from eval.eagle import EagleChain
 from eval.engine import Drafter, NoDraft, decode
 from eval.lookup import PromptLookup
 from eval.replay import accepted_lengths, ranked_drafts
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
-from heads.eagle_layer import Branches, causal_rows
+from heads.layerless import final_norm, load_layerless
 from heads.load_target import load_target
-from heads.target import Target
+from heads.target import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab
 
@@ -266,3 +275,69 @@ def test_speculators_unrolls_the_logits_that_we_do(tmp_path: Path, settings) -> 
         num_rows = len(ids) - 1 - step
         wanted = theirs[f"step{step}"][:num_rows]
         torch.testing.assert_close(ours[:num_rows], wanted, rtol=0, atol=1e-4)
+
+
+@contextmanager
+def served(log: Path, *arguments: str) -> Iterator[str]:
+    """The base URL of vLLM's server, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [os.environ[VLLM], str(ORACLES / "vllm_states.py"), "--host", "127.0.0.1"]
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), *arguments],
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        while not answers(f"{url}/models"):
+            assert server.poll() is None, log.read_text()[-5000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
+
+
+@needs(VLLM)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_vllm_hands_out_the_states_that_we_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Documents that share their beginnings, up to the whole context, prefilled in pieces."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    folder = save_target(tmp_path / "target", family, num_hidden_layers=4)
+    target = opened(folder)
+    bare = load_layerless(TargetConfig(path=str(folder), dtype=Dtype.float32), target.device)
+    taps = EngineTaps((0, 3, 1), target.num_layers, target.hidden_size, final_norm(bare))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (127,), generator=generator).tolist()
+    ends = torch.randint(target.vocab_size, (6, 9), generator=generator).tolist()
+    documents = [ids, ids[:1], *(ids[: 20 * n] + end for n, end in enumerate(ends)), ids[:64]]
+    storage = tmp_path / "states"
+    options = ["--model", str(folder), "--dtype", "float32", "--enforce-eager"]
+    limits = ["--max-model-len", "128", "--max-num-batched-tokens", "48", "--max-num-seqs", "4"]
+    arguments = [*options, *limits, *taps.serve_options(storage)]
+    with (
+        served(tmp_path / "server.log", *arguments) as url,
+        EngineStates(Endpoint(url), taps, concurrency=4) as engine,
+    ):
+        assert engine.max_model_len == 128
+        found = list(engine.read_many(documents))
+        assert list((storage / "layers-0-1-3-4").iterdir()) == []
+    assert len(found) == len(documents)
+    for document, states in zip(documents, found, strict=True):
+        ours = target.read_text(document, Reads((0, 3, 1)))
+        wanted = {f"layers.{index}": layer[0] for index, layer in ours.layers.items()}
+        wanted["hidden_states"] = ours.hidden_states[0]
+        assert states.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(states[name], tensor, rtol=0, atol=1e-5, msg=name)

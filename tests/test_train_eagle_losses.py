@@ -9,32 +9,31 @@ from conf.schema_eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
-    OutputHead,
     StepNormalizer,
     TokenNormalizer,
 )
-from heads.eagle import EagleHead
-from heads.eagle_layer import Branches, causal_rows
+from heads.branch_attention import Branches, causal_rows
 from heads.vocab import DraftVocab
+from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective
-from train.eagle_losses import Teacher, acceptance, divergence, step_weights, top_k_loss
+from train.eagle_losses import step_weights
+from train.losses import Sums
+from train.teachers import HiddenTeacher, Table
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
 P = torch.tensor([[0.4, 0.2, 0.2]]).log()
-LOG_NORM = torch.zeros(1)
 Q = torch.tensor([[0.5, 0.25, 0.25]]).log()
 ALPHA = 0.4 + 0.2 + 0.2
 # Renormalised over the draft vocabulary p is (.5, .25, .25), which q is too; r is not.
 R = torch.tensor([[0.25, 0.5, 0.25]]).log()
 R_ALPHA = 0.25 + 0.2 + 0.2
 R_KL = 0.5 * log(2) - 0.25 * log(2)
+# The middle of p and r is (.375, .375, .25).
+R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
 
 
-def test_alpha_counts_what_the_draft_vocabulary_leaves_out() -> None:
-    assert acceptance(P, LOG_NORM, Q).item() == pytest.approx(ALPHA)
-    assert acceptance(P, LOG_NORM, R).item() == pytest.approx(R_ALPHA)
-    shifted = acceptance(P + 3, LOG_NORM + 3, R - 7)
-    assert shifted.item() == pytest.approx(R_ALPHA)
+def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> Pair:
+    return Table.of(log_p.argmax(-1), log_p.exp()).pair(torch.tensor([0]), Said.of(log_q))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +41,12 @@ def test_alpha_counts_what_the_draft_vocabulary_leaves_out() -> None:
     [
         (Divergence.kl, Q, 0.0),
         (Divergence.kl, R, R_KL),
+        (Divergence.rkl, Q, 0.0),
+        (Divergence.rkl, R, R_KL),  # p and r are one another's mirror image
+        (Divergence.js, Q, 0.0),
+        (Divergence.js, R, R_JS),
+        (Divergence.tv, Q, 1 - ALPHA),
+        (Divergence.tv, R, 1 - R_ALPHA),
         (Divergence.nla, Q, -log(ALPHA)),
         (Divergence.nla, R, -log(R_ALPHA)),
         (Divergence.hybrid, Q, (1 - exp(-3 * ALPHA)) * (1 - ALPHA)),
@@ -53,27 +58,26 @@ def test_alpha_counts_what_the_draft_vocabulary_leaves_out() -> None:
     ],
 )
 def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
-    config = EagleConfig(divergence=kind, lk_eta=3.0)
-    found = divergence(config, P, q, acceptance(P, LOG_NORM, q))
-    assert found.item() == pytest.approx(expected, abs=1e-6)
+    found = divergence(kind, pair(P, q), eta=3.0, want_grad=False)
+    assert found.loss.item() == pytest.approx(expected, abs=1e-6)
+    assert found.grad is None
 
 
 def test_the_mix_of_the_hybrid_loss_has_no_gradient() -> None:
-    logits = R.clone().requires_grad_()
-    alpha = acceptance(P, LOG_NORM, logits)
-    divergence(EagleConfig(divergence=Divergence.hybrid), P, logits, alpha).sum().backward()
+    found = divergence(Divergence.hybrid, pair(P, R), eta=3.0, want_grad=True)
     mix = exp(-3 * R_ALPHA)
-    q, p = R.exp()[0], P.exp()[0] / 0.8
-    below = (q <= P.exp()[0]).float()
+    q, p = R.exp(), P.exp() / 0.8
+    below = (q <= P.exp()).float()
     of_tv = -q * (below - (q * below).sum())  # d(1 - alpha) / d logits
-    torch.testing.assert_close(logits.grad[0], mix * (q - p) + (1 - mix) * of_tv)
+    torch.testing.assert_close(found.grad, mix * (q - p) + (1 - mix) * of_tv)
+    torch.testing.assert_close(total_variation(pair(P, R), True).grad, of_tv)
 
 
 def test_top_k_loss_by_hand() -> None:
-    p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.3, 0.5]])
+    both = pair(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.3, 0.5]]).log())
     expected = -(0.5 * log(0.2) + 0.3 * log(0.3))
-    assert top_k_loss(p.log(), q.log(), 2).item() == pytest.approx(expected)
-    assert top_k_loss(p.log(), q.log(), 10).item() == pytest.approx(expected - 0.2 * log(0.5))
+    assert top_k(both, 2, False).loss.item() == pytest.approx(expected)
+    assert top_k(both, 10, False).loss.item() == pytest.approx(expected - 0.2 * log(0.5))
 
 
 def test_step_weights() -> None:
@@ -104,6 +108,15 @@ def setting():
     target.model.generation_config.eos_token_id = None
     batch = packed(texts(target, 3, 9))
     return target, batch
+
+
+def run(objective: EagleObjective, batch: dict, only: int | None = None) -> Sums:
+    """The sums of a batch, with the total of all steps or `only` one."""
+    scale = torch.ones(len(objective.weights))
+    if only is not None:
+        scale = torch.zeros_like(scale)
+        scale[only] = 1.0
+    return objective(objective.prepare(batch), scale)
 
 
 def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
@@ -160,10 +173,10 @@ def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_
     config = EagleConfig(form=form, num_steps=4, **more)
     config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
     with torch.no_grad():
-        found = EagleObjective(head, target, config)(batch)
+        found = run(EagleObjective(head, target, config), batch).terms
         expected = torch.tensor(literal_sums(head, target, batch, config))
-    torch.testing.assert_close(torch.stack(found).T, expected, rtol=1e-4, atol=1e-4)
-    assert found.tokens.tolist() == [27.0, 27.0, 27.0, 24.0]
+    torch.testing.assert_close(found.T, expected, rtol=1e-4, atol=1e-4)
+    assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
 
 
 def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
@@ -175,32 +188,21 @@ def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
     assert EagleObjective(head, target, config).counts(batch).tolist() == [27, 27, 27, 24]
 
 
-def test_the_teacher_keeps_the_best_id_and_the_normaliser(setting) -> None:
-    target, _ = setting
-    head = eagle_head(target, EagleForm.eagle3, 40, num_updates=1)
-    hidden = target.read_text([5, 9, 7, 11]).hidden_states[0]
-    places = torch.tensor([2, 0])
-    teacher = Teacher(target, head, hidden, places)
-    logits = target.logits(hidden)
-    assert teacher.best[places].equal(logits[places].argmax(-1))
-    torch.testing.assert_close(teacher.log_norm[places], logits[places].logsumexp(-1))
-    torch.testing.assert_close(teacher.logits(places), logits[places][:, head.vocab.ids])
-
-
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_teacher_keeps_the_bias_of_an_output_head(has_bias: bool) -> None:
+def test_the_teacher_says_what_the_target_says(has_bias: bool) -> None:
     target = random_target(num_hidden_layers=4)
     plain = target.output_head
     target.output_head = torch.nn.Linear(64, 96, bias=has_bias)
     target.output_head.weight = plain.weight
     assert target.has_plain_head is not has_bias
     vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
-    config = EagleConfig(output_head=OutputHead.scratch)
-    head = EagleHead.from_target(target, config, vocab, seed=0)
     hidden = torch.randn(4, 64)
-    expected = target.logits(hidden)[:, vocab.ids]
-    teacher = Teacher(target, head, hidden, torch.arange(4))
-    torch.testing.assert_close(teacher.logits(torch.arange(4)), expected)
+    expected = target.logits(hidden).log_softmax(-1)
+    known = HiddenTeacher(target, vocab, hidden).known(1, 4)
+    assert known.best.equal(expected[1:].argmax(-1))
+    at = torch.tensor([2, 0, 2])
+    found = known.pair(at, Said.of(torch.zeros(3, 3))).p
+    torch.testing.assert_close(found, expected[1 + at][:, vocab.ids].exp())
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -211,9 +213,9 @@ def test_detached_features_cut_the_gradient_between_steps(setting, detach: bool)
     head = eagle_head(target, EagleForm.eagle1, num_updates=10)
     config = EagleConfig(form=EagleForm.eagle1, num_steps=2, detach_features=detach)
     objective = EagleObjective(head, target, config)
-    whole = torch.autograd.grad(objective(batch).loss[1], head.layer.mlp.down_proj.weight)[0]
+    whole = torch.autograd.grad(run(objective, batch, 1).total, head.layer.mlp.down_proj.weight)[0]
     config.detach_features = True
-    cut = torch.autograd.grad(objective(batch).loss[1], head.layer.mlp.down_proj.weight)[0]
+    cut = torch.autograd.grad(run(objective, batch, 1).total, head.layer.mlp.down_proj.weight)[0]
     assert torch.allclose(whole, cut) is detach
 
 
@@ -222,18 +224,37 @@ def test_noise_is_added_while_training_only(setting) -> None:
     head = eagle_head(target, EagleForm.eagle1, num_updates=1)
     objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2))
     features = torch.zeros(64, 8)
-    noisy = objective.train()._noisy(features)
-    assert 0.7 < noisy.abs().max() <= 0.5 * 0.2 * 512 / 64
-    assert objective.eval()._noisy(features).equal(features)
+    noisy = [objective.train()._noisy(features, {"noise_seed": seed}) for seed in (3, 4, 3)]
+    assert 0.7 < noisy[0].abs().max() <= 0.5 * 0.2 * 512 / 64
+    assert noisy[0].equal(noisy[2])
+    assert not noisy[0].equal(noisy[1])
+    assert objective.eval()._noisy(features, {}).equal(features)
 
 
 def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> None:
     target, batch = setting
     head = eagle_head(target, EagleForm.eagle3, num_updates=1)
     empty = {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
-    sums = EagleObjective(head, target, EagleConfig(num_steps=2))(empty)
-    sums.loss.sum().backward()
-    assert sums.tokens.tolist() == [0, 0]
+    sums = run(EagleObjective(head, target, EagleConfig(num_steps=2)), empty)
+    sums.total.backward()
+    assert sums.terms[1].tolist() == [0, 0]
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(Divergence))
+def test_a_compiled_loss_is_the_same(setting, kind: Divergence) -> None:
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, 40, num_updates=1)
+    config = EagleConfig(num_steps=3, divergence=kind, top_k_weight=0.5)
+    objective = EagleObjective(head, target, config)
+    plain = run(objective, batch)
+    leaf = head.layer.mlp.down_proj.weight
+    (expected,) = torch.autograd.grad(plain.total, leaf)
+    objective.compile_parts()
+    compiled = run(objective, batch)
+    (found,) = torch.autograd.grad(compiled.total, leaf)
+    torch.testing.assert_close(compiled.terms, plain.terms, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,34 +46,29 @@ class ToyObjective(nn.Module):
     def counts(self, batch: Batch) -> Tensor:
         return batch["loss_mask"].sum()[None].float()
 
-    def forward(self, batch: Batch) -> Sums:
-        x = batch["x"] + self.noise * torch.randn_like(batch["x"])
-        error = (self.head(x).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
-        zero = torch.zeros(1)
-        return Sums(error.sum()[None], self.counts(batch), zero, zero)
+    def prepare(self, batch: Batch) -> Batch:
+        draws = []
+        for seed in batch.get("noise_seed", [0] * len(batch["x"])):
+            generator = torch.Generator().manual_seed(int(seed))
+            draws.append(self.noise * torch.randn(T, D, generator=generator))
+        return {**batch, "x": batch["x"] + torch.stack(draws)}
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        error = (self.head(batch["x"]).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
+        terms = [error.sum(), batch["loss_mask"].sum(), torch.zeros(()), torch.zeros(())]
+        return Sums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
 
 
-class Rows(list[dict[str, Tensor]]):
-    """Sequences; `on_read` runs when one is taken."""
-
-    on_read: Callable[[int], None] | None = None
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.on_read is not None:
-            self.on_read(index)
-        return super().__getitem__(index)
-
-
-def rows(number: int) -> Rows:
+def rows(number: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return Rows(
+    return [
         {
             "x": torch.randn(T, D, generator=generator),
             "loss_mask": torch.rand(T, generator=generator) < 0.7,
             "document_ids": torch.zeros(T, dtype=torch.int64),
         }
         for _ in range(number)
-    )
+    ]
 
 
 def settings(**changes: Any) -> TrainConfig:
@@ -163,17 +157,18 @@ def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
     fit(tmp_path / "straight", settings(), noise=0.3)
-    data = rows(7)
-    taken: list[int] = []
+    objective = ToyObjective(0.3)
+    prepare, prepared = objective.prepare, []
 
-    def interrupt(index: int) -> None:
-        taken.append(index)
-        if len(taken) == 10:  # in the third step
+    def interrupt(batch: Batch) -> Batch:
+        prepared.append(batch)
+        if len(prepared) == 5:  # in the third step
             os.kill(os.getpid(), signal.SIGTERM)
+        return prepare(batch)
 
-    data.on_read = interrupt
+    objective.prepare = interrupt
     out_dir = tmp_path / "stopped"
-    stopped = fit(out_dir, settings(), noise=0.3, train=data)
+    stopped = fit(out_dir, settings(), objective=objective)
     assert (stopped.finished, stopped.step) == (False, 3)
     assert not (out_dir / "head").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

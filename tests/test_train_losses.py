@@ -6,17 +6,20 @@ import pytest
 import torch
 from torch import nn
 
+from heads.projection import Projection
+from train import fused
 from train.losses import (
+    answered,
     hits,
     medusa_loss,
     medusa_weights,
-    soft_cross_entropy,
     supervised,
     supervised_counts,
 )
+from train.teachers import Table
 
 
-class Table(nn.Module):
+class Heads(nn.Module):
     """Heads whose logits for token v at hidden state [x, ...] are a row of a table."""
 
     def __init__(self, num_heads: int, vocab: int) -> None:
@@ -25,8 +28,25 @@ class Table(nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.table = nn.Parameter(torch.randn(num_heads, 3, vocab, generator=generator))
 
-    def head_logits(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states @ self.table[k]
+    def states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def projection(self, k: int) -> Projection:
+        return Projection(self.table[k].T)
+
+
+class Given:
+    """A teacher whose logits are written down: [P, V]."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.p = logits.softmax(-1)
+        self.num_rows, self.num_columns = logits.shape
+
+    def known(self, begin: int, end: int) -> Table:
+        return Table.of(self.p[begin:end].argmax(-1), self.p[begin:end])
+
+
+ONES = torch.ones(3)
 
 
 def packed(mask: list[int], documents: list[int]) -> dict[str, torch.Tensor]:
@@ -67,19 +87,21 @@ def test_shorter_than_a_head_looks_ahead() -> None:
 
 
 def test_hand_computed_cross_entropy() -> None:
-    head = Table(2, 5)
+    head = Heads(2, 5)
     with torch.no_grad():
         head.table.zero_()
         head.table[0, 0, 2] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
     hidden = torch.tensor([[[1.0, 0, 0]] * 4])
     batch = packed([1, 1, 1, 1], [0] * 4)  # tokens 0 1 2 3
-    sums = medusa_loss(head, hidden, batch)
+    sums = medusa_loss(head, hidden, batch, ONES)
     # Head 1 at 0 and 1 predicts tokens 2 and 3; head 2 at 0 predicts token 3.
     expected = [math.log(2.0) + math.log(8.0), math.log(5.0)]
-    assert sums.loss.tolist() == pytest.approx(expected, abs=1e-6)
-    assert sums.tokens.tolist() == [2.0, 1.0]
-    assert sums.top1.tolist() == [1.0, 0.0]
-    assert sums.top5.tolist() == [2.0, 1.0]
+    loss, tokens, top1, top5 = sums.terms.tolist()
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert (tokens, top1, top5) == ([2.0, 1.0], [1.0, 0.0], [2.0, 1.0])
+    assert sums.total.item() == pytest.approx(sum(expected), abs=1e-6)
+    halved = medusa_loss(head, hidden, batch, torch.tensor([0.5, 0.0]))
+    assert halved.total.item() == pytest.approx(expected[0] / 2, abs=1e-6)
 
 
 def test_weights() -> None:
@@ -88,50 +110,48 @@ def test_weights() -> None:
 
 def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> None:
     """Teacher logits are the hidden state itself, so each position is recognisable."""
-    head = Table(2, 3)
+    head = Heads(2, 3)
     with torch.no_grad():
         head.table.copy_(torch.eye(3).expand(2, 3, 3))
     hidden = torch.tensor([[[0.0, 0, 0], [1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [0, 0, 0]]])
     batch = packed([0, 0, 0, 1, 0], [0] * 5)  # only token 3 is in the mask
     batch["input_ids"] %= 3
-    sums = medusa_loss(head, hidden, batch, teacher=lambda states: states)
-    p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)  # the target at position 2 predicts token 3
-    first = -(p * torch.tensor([1.0, 0, 0]).log_softmax(0)).sum()  # head 1 at position 1
-    second = -(p * torch.tensor([0.0, 0, 0]).log_softmax(0)).sum()  # head 2 at position 0
-    assert sums.loss.tolist() == pytest.approx([first.item(), second.item()], abs=1e-6)
-
-
-def test_soft_cross_entropy_is_least_for_the_teacher_itself() -> None:
-    teacher = torch.tensor([[0.5, -1.0, 2.0]])
-    logits = teacher.clone().requires_grad_()
-    soft_cross_entropy(logits, teacher).backward()
-    assert logits.grad is not None
-    assert logits.grad.abs().max() < 1e-6
+    assert answered(batch).places.tolist() == [2]
+    sums = medusa_loss(head, hidden, batch, ONES, Given(hidden[0, [2]]))
+    # The target at position 2 predicts token 3; so do head 1 at 1 and head 2 at 0.
+    p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)
+    first = (p * (p.log() - torch.tensor([1.0, 0, 0]).log_softmax(0))).sum()
+    second = (p * (p.log() - torch.tensor([0.0, 0, 0]).log_softmax(0))).sum()
+    assert sums.terms[0].tolist() == pytest.approx([first.item(), second.item()], abs=1e-6)
 
 
 def test_a_tie_has_one_first_choice_and_five_among_the_first_five() -> None:
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     top1, top5 = hits(logits, torch.tensor([0, 1]))
-    assert (top1.item(), top5.item()) == (1.0, 2.0)
-    assert hits(torch.zeros(8, 8), torch.arange(8))[1].item() == 5.0
+    assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])
+    assert hits(torch.zeros(8, 8), torch.arange(8))[1].sum() == 5.0
     six = torch.tensor([[6.0, 5, 4, 3, 2, 1]] * 2)
-    assert hits(six, torch.tensor([4, 5]))[1].item() == 1.0
+    assert hits(six, torch.tensor([4, 5]))[1].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_chunks_and_batching_do_not_change_sums_or_gradients(soft: bool) -> None:
+def test_chunks_and_batching_do_not_change_sums_or_gradients(
+    soft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, batch = random_batch(4)
     projection = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    teacher = (lambda states: states @ projection) if soft else None
 
-    def run(parts: list[slice], chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        head = Table(3, 5)
+    def run(parts: list[slice], rows_per_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * 5 * rows_per_chunk)
+        head = Heads(3, 5)
         total = torch.zeros(4, 3)
         for part in parts:
             piece = {name: value[part] for name, value in batch.items()}
-            sums = medusa_loss(head, hidden[part], piece, teacher, chunk)
-            sums.loss.sum().backward()
-            total += torch.stack([term.detach() for term in sums])
+            places = answered(piece).places
+            logits = hidden[part].flatten(0, 1)[places] @ projection
+            sums = medusa_loss(head, hidden[part], piece, ONES, Given(logits) if soft else None)
+            sums.total.backward()
+            total += sums.terms
         assert head.table.grad is not None
         return total, head.table.grad
 
@@ -143,23 +163,8 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(soft: bool) -> None
 
 
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
-    head = Table(2, 5)
-    sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4))
-    sums.loss.sum().backward()
+    head = Heads(2, 5)
+    sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)
+    sums.total.backward()
     assert head.table.grad is not None
-    assert sums.loss.tolist() == [0.0, 0.0]
-
-
-def test_logits_of_the_whole_batch_never_live() -> None:
-    """The graph keeps hidden states of the rows, not their logits."""
-    head = Table(2, 5)
-    hidden, batch = random_batch(4)
-    kept: list[torch.Size] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.shape)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        medusa_loss(head, hidden, batch, chunk=4)
-    assert not [shape for shape in kept if len(shape) == 2 and shape[-1] == 5 and shape[0] > 3]
+    assert sums.terms[0].tolist() == [0.0, 0.0]

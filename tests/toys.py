@@ -16,6 +16,7 @@ from heads.medusa import MedusaHead
 from heads.target import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
+from train.losses import supervised_counts
 
 VOCAB_SIZE = 96
 SMALL = {
@@ -94,11 +95,12 @@ def eagle_head(
     )
     objective = EagleObjective(head, target, config)
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
-    batch = packed(texts(target, 6, 40))
+    batch = objective.prepare(packed(texts(target, 6, 40)))
+    counts = supervised_counts(batch, len(objective.weights))
+    scale = objective.weights / counts.clamp_min(1)
     for _ in range(num_updates):
         optimizer.zero_grad()
-        sums = objective(batch)
-        (objective.weights * sums.loss / sums.tokens.clamp_min(1)).sum().backward()
+        objective(batch, scale).total.backward()
         optimizer.step()
     optimizer.zero_grad()
     return head.eval()

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from conf.provenance import provenance
-from conf.schema import InputError, MedusaRun
+from conf.schema import InputError, MedusaRun, TrainConfig
 from conf.schema_capture import CaptureRun
 from conf.schema_eagle import EagleRun
 from data.embedded import ensure_embedded
@@ -63,6 +63,8 @@ def train(config: Run, build: Build) -> None:
         else from_store(config, store, accelerator.device)
     )
     objective, lines = build(source.target, source.train)
+    if wants_compile(config.train, accelerator.device):
+        objective.compile_parts()
     if store is not None:
         check_reads(store, objective.head.reads)
     if accelerator.is_main_process:
@@ -103,6 +105,11 @@ def from_target(config: Run, accelerator: Accelerator) -> Source:
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
     return Source(target, train_data, heldout, report, report.lines(), replay)
+
+
+def wants_compile(config: TrainConfig, device: torch.device) -> bool:
+    """`train.compile`, or whether the device is CUDA."""
+    return device.type == "cuda" if config.compile is None else config.compile
 
 
 def from_store(config: Run, store: FeatureStore, device: torch.device) -> Source:

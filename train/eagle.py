@@ -8,34 +8,48 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from conf import entry
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
+from data.features import StoredDataset
+from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from data.pack import PackedDataset
+from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
-from heads.eagle_layer import Branches, causal_rows
-from heads.target import Target, TargetOutput
+from heads.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train import command
-from train.eagle_losses import StepSums, Teacher, step_loss, step_weights
-from train.losses import Batch, supervised, supervised_counts
+from train.eagle_losses import MEASURES, EagleCriterion, Step, eagle_loss, step_weights
+from train.fused import Teacher
+from train.losses import Batch, Sums, answered, supervised, supervised_counts
+from train.states import states_of, with_states
+from train.teachers import HiddenTeacher, TopKTeacher
 
 
 class EagleObjective(nn.Module):
-    """The training-time test of a batch, with features taken from the target on the way."""
+    """The training-time test of a batch."""
 
-    measures = StepSums._fields[2:]
+    measures = MEASURES
 
-    def __init__(self, head: EagleHead, target: Target, config: EagleConfig) -> None:
+    def __init__(self, head: EagleHead, target: TargetEnds, config: EagleConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
         self.config = config
         self.weights = step_weights(config)
+        self.criterion = EagleCriterion(config, head.vocab)
+
+    def compile_parts(self) -> None:
+        """From now on compiles the loss, and the parts of the layer that fuse well."""
+        self.criterion.compiled = True
+        self.head.compile_layers()
 
     def counts(self, batch: Batch) -> Tensor:
         """[J] float32, what the summed loss of each step is divided by."""
@@ -44,55 +58,70 @@ class EagleObjective(nn.Module):
         num_tokens = (batch["document_ids"] >= 0).sum().float()
         return num_tokens.expand(self.config.num_steps)
 
-    def forward(self, batch: Batch) -> StepSums:
-        """The sums of each step over `batch`, a dict of [B, T] tensors."""
-        output = self.target.read(
-            batch["input_ids"], batch["position_ids"], batch["document_ids"], self.head.reads
-        )
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with the target's states."""
+        return with_states(self.target, batch, self.head.reads)
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What the head gives on a prepared batch; `scale` [J] weighs the losses of the steps."""
         sequences = []
         for index in range(len(batch["input_ids"])):
             one = {name: rows[index : index + 1] for name, rows in batch.items()}
-            sequences.append(self._sequence(one, _pick(output, index)))
-        return StepSums(*(torch.stack(column).sum(0) for column in zip(*sequences, strict=True)))
+            sequences.append(self._sequence(one, scale))
+        return Sums(*(torch.stack(column).sum(0) for column in zip(*sequences, strict=True)))
 
-    def _sequence(self, batch: Batch, output: TargetOutput) -> StepSums:
-        """The sums of each step over one packed sequence."""
+    def _sequence(self, batch: Batch, scale: Tensor) -> Sums:
+        """One packed sequence."""
         config, head = self.config, self.head
         learnt = [supervised(batch, d)[0] for d in range(1, config.num_steps + 1)]
         # One row that nothing is learnt from keeps every parameter in the graph.
         rows = torch.stack(learnt).any(0).nonzero().squeeze(1)
         rows = rows if len(rows) else rows.new_zeros(1)
-        ids, documents = batch["input_ids"][0], batch["document_ids"][0]
-        features = self._noisy(head.features(output))
-        text = head.read(head.fuse(features), ids.roll(-1), batch["position_ids"][0])
-        branches = Branches(text.keys[None], text.values[None], causal_rows(documents, rows))
-        outputs = head.unroll(text, ids, rows, branches, config.detach_features)
-        before_learnt = batch["loss_mask"][0, 1:].nonzero().squeeze(1)
-        teacher = Teacher(self.target, head, output.hidden_states, before_learnt)
-        steps = []
-        for d, (mask, found) in enumerate(zip(learnt, outputs, strict=False), start=1):
-            mine = mask[rows]
-            loss, top1, alpha = step_loss(config, head, found[mine], teacher, rows[mine] + d)
-            steps.append((loss, mine.sum().float(), top1, alpha))
-        return StepSums(*(torch.stack(column) for column in zip(*steps, strict=True)))
+        places, number = answered(batch)
+        with record_function("head"):
+            outputs = self._unrolled(batch, rows)
+            steps = [
+                Step(next(outputs)[mask[rows]], number[mask.nonzero().squeeze(1) + d])
+                for d, mask in enumerate(learnt, start=1)
+            ]
+        with record_function("loss"):
+            teacher, features = self._teacher(batch, places)
+            return eagle_loss(self.criterion, head, steps, teacher, features, scale)
 
-    def _noisy(self, features: Tensor) -> Tensor:
+    def _unrolled(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
+        """[N, H] outputs of each step at rows of a sequence."""
+        head, ids = self.head, batch["input_ids"][0]
+        features = self._noisy(head.features(states_of(batch))[0], batch)
+        text = head.read(head.fuse(features), ids.roll(-1), batch["position_ids"][0])
+        allowed = causal_rows(batch["document_ids"][0], rows)
+        branches = Branches(text.keys[None], text.values[None], allowed)
+        return head.unroll(text, ids, rows, branches, self.config.detach_features)
+
+    def _teacher(self, batch: Batch, places: Tensor) -> tuple[Teacher, Tensor | None]:
+        """What the target says after some tokens, and its features there if it was stored."""
+        vocab = self.head.vocab
+        if TEACHER_IDS in batch:
+            kept = (batch[name][0, places] for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
+            return TopKTeacher(vocab, *kept), None
+        hidden = batch[HIDDEN][0, places]
+        return HiddenTeacher(self.target, vocab, hidden), hidden
+
+    def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
         """Adds U(-noise / 2, noise / 2) * 512 / T while training (EAGLE, `train/main.py`)."""
         if not self.training or not self.config.noise:
             return features
         width = self.config.noise * 512 / len(features)
-        return features + (torch.rand_like(features) - 0.5) * width
-
-
-def _pick(output: TargetOutput, index: int) -> TargetOutput:
-    layers = {layer: states[index] for layer, states in output.layers.items()}
-    return TargetOutput(output.hidden_states[index], layers)
+        generator = torch.Generator(features.device).manual_seed(int(batch["noise_seed"]))
+        draws = torch.rand(features.shape, generator=generator, device=features.device)
+        return features + (draws - 0.5).to(features) * width
 
 
 def main(config: EagleRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: Target, train: PackedDataset) -> tuple[EagleObjective, list[str]]:
+    def build(
+        target: TargetEnds, train: PackedDataset | StoredDataset
+    ) -> tuple[EagleObjective, list[str]]:
         head, lines = make_head(config, target, train)
         return EagleObjective(head, target, config.head), lines
 
@@ -100,7 +129,7 @@ def main(config: EagleRun) -> None:
 
 
 def make_head(
-    config: EagleRun, target: Target, train: PackedDataset
+    config: EagleRun, target: TargetEnds, train: PackedDataset | StoredDataset
 ) -> tuple[EagleHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 

@@ -1,75 +1,44 @@
-"""Losses of EAGLE heads: divergences from the target's distribution, features, top tokens.
+"""The loss of EAGLE heads: divergences from the target's distribution, features, top tokens.
 
 Sums over supervised tokens, as in `train.losses`. A step d (from 1) of the training-time test
-predicts x_{t+1+d} from token t, so it is supervised where Medusa's head d is.
+predicts x_{t+1+d} from token t, so it is supervised where Medusa's head d is, and is compared
+with what the target says at t + d.
 
-Letters: N rows, T tokens, D hidden, V vocabulary, W draft vocabulary, J steps.
+Letters: N rows, M rows of all steps, P answered places, H hidden, V vocabulary, W draft
+vocabulary, J steps.
 """
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from conf.schema_eagle import Divergence, EagleConfig, StepNormalizer
+from conf.schema_eagle import EagleConfig, StepNormalizer
 from heads.eagle import EagleHead
-from heads.target import Target
+from heads.vocab import DraftVocab
+from train.divergences import Found, Pair, Said, divergence, top_k
+from train.fused import Part, Teacher, Verdict, fused_linear
+from train.losses import Sums, term_sums
+from train.teachers import Distribution
 
-ROWS_PER_CHUNK = 1024
+MEASURES = ("top1", "alpha")
+"""Tokens where the head's and the target's first choice agree; and the sum over the whole
+vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
 
 
-class StepSums(NamedTuple):
-    """Per step, summed over its supervised tokens; each [J] float32.
+class Step(NamedTuple):
+    """The supervised rows of one step.
 
     Attributes:
-        loss: the only one with a gradient. Tokens whose likeliest continuation lies outside
-            the draft vocabulary add nothing.
-        tokens: supervised tokens, those among them.
-        top1: tokens where the head's and the target's first choice agree.
-        alpha: sum over the whole vocabulary of min(p, q): the probability that a drafted
-            token is accepted at temperature 1.
+        outputs: [N, H] of the head.
+        rows: [N] int64, the teacher's row that each is compared with.
     """
 
-    loss: Tensor
-    tokens: Tensor
-    top1: Tensor
-    alpha: Tensor
-
-
-class Teacher:
-    """The target's distribution, over its vocabulary and over the draft vocabulary.
-
-    What needs all V columns, once per token, is kept as two numbers: the likeliest id, and the
-    log of the normaliser. The W columns that each step compares are computed when needed.
-
-    Args:
-        target: the frozen target.
-        head: whose draft vocabulary counts.
-        hidden_states: [T, D] final hidden states.
-        places: [P] int64, the tokens that will be asked for.
-    """
-
-    def __init__(
-        self, target: Target, head: EagleHead, hidden_states: Tensor, places: Tensor
-    ) -> None:
-        self.target, self.hidden, self.vocab = target, hidden_states, head.vocab
-        plain = target.has_plain_head and not head.vocab.full
-        self.rows = target.output_head.weight[head.vocab.ids] if plain else None
-        self.best = torch.zeros(len(hidden_states), dtype=torch.int64, device=places.device)
-        self.log_norm = torch.zeros(len(hidden_states), device=places.device)
-        """[T] int64 and [T] float32."""
-        for part in places.split(ROWS_PER_CHUNK):
-            logits = target.logits(hidden_states[part]).float()
-            self.best[part] = logits.argmax(-1)
-            self.log_norm[part] = logits.logsumexp(-1)
-
-    def logits(self, places: Tensor) -> Tensor:
-        """[N, W] float32 over the draft vocabulary at tokens [N]."""
-        logits = self.target.logits(self.hidden[places], self.rows).float()
-        whole = self.rows is not None or self.vocab.full
-        return logits if whole else logits[:, self.vocab.ids]
+    outputs: Tensor
+    rows: Tensor
 
 
 def step_weights(config: EagleConfig) -> Tensor:
@@ -78,95 +47,67 @@ def step_weights(config: EagleConfig) -> Tensor:
     return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
 
 
-def divergence(config: EagleConfig, teacher: Tensor, logits: Tensor, alpha: Tensor) -> Tensor:
-    """[N] how far q is from p.
+def eagle_loss(
+    criterion: "EagleCriterion",
+    head: EagleHead,
+    steps: Sequence[Step],
+    teacher: Teacher,
+    features: Tensor | None,
+    scale: Tensor,
+) -> Sums:
+    """The losses of all steps of a text.
 
     Args:
-        config: `divergence` and `lk_eta`.
-        teacher: [N, W] float32 logits of p over the draft vocabulary.
-        logits: [N, W] float32 logits of q.
-        alpha: [N] float32 sum of min(p, q), with a gradient.
+        criterion: weights and formulas.
+        head: its norm and output head are used.
+        steps: J of them.
+        teacher: what the target says after its P answered places.
+        features: [P, H], the target's hidden states there, for the regression loss.
+        scale: [J] float32, the weight of each step's sum in the total.
 
-    Source: EAGLE-3, arXiv 2503.01840, up to the entropy of p, which has no gradient; LK
-    losses, arXiv 2602.23881, with lambda per token and without a gradient.
+    Returns:
+        `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
+        vocabulary add nothing to the loss.
     """
-    # 1e-6 keeps -log alpha finite where q has nothing of p in float32.
-    if config.divergence is Divergence.nla:
-        return -alpha.clamp_min(1e-6).log()
-    log_p, log_q = teacher.log_softmax(-1), logits.log_softmax(-1)
-    kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-    if config.divergence is Divergence.kl:
-        return kl
-    mix = torch.exp(-config.lk_eta * alpha.detach())
-    return mix * kl + (1 - mix) * (1 - alpha)
+    outputs = torch.cat([step.outputs for step in steps])
+    rows = torch.cat([step.rows for step in steps])
+    sizes = [len(step.rows) for step in steps]
+    scales = torch.cat([each.expand(size) for each, size in zip(scale, sizes, strict=True)])
+    part = Part(head.normed(outputs), head.projection(), rows, scales)
+    total, (found,) = fused_linear([part], teacher, criterion, criterion.compiled)
+    weight = criterion.config.regression_weight
+    if weight:
+        assert features is not None
+        wanted = features[rows].float()
+        near = weight * F.smooth_l1_loss(outputs.float(), wanted, reduction="none").mean(-1)
+        total = total + (near * scales).sum()
+        found[0] += near.detach()
+    return Sums(total, torch.stack([term_sums(each) for each in found.split(sizes, 1)], dim=1))
 
 
-def acceptance(teacher: Tensor, log_norm: Tensor, logits: Tensor) -> Tensor:
-    """[N] alpha = sum of min(p, q), p over the target's whole vocabulary.
+class EagleCriterion:
+    """The weighted divergence and top-k loss of a row; compiled on first use if asked for."""
 
-    Args:
-        teacher: [N, W] float32 logits of p over the draft vocabulary.
-        log_norm: [N] float32 logsumexp of the logits of p over the whole vocabulary.
-        logits: [N, W] float32 logits of q.
-    """
-    p = torch.exp(teacher - log_norm.unsqueeze(1))
-    return torch.minimum(p, logits.softmax(-1)).sum(-1)
+    num_measures = len(MEASURES)
 
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, compiled: bool = False) -> None:
+        self.config, self.vocab, self.compiled = config, vocab, compiled
 
-def top_k_loss(teacher: Tensor, logits: Tensor, k: int) -> Tensor:
-    """[N] -sum of p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
-    best = teacher.topk(min(k, teacher.shape[1])).indices
-    p, log_q = teacher.softmax(-1).gather(1, best), logits.log_softmax(-1).gather(1, best)
-    return -(p * log_q).sum(-1)
+    def __call__(self, known: Distribution, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+        """See `train.fused.Criterion`."""
+        best = known.best[at]
+        top1 = self.vocab.to_target(said.best) == best
+        pair = known.pair(at, said)
+        alpha = torch.minimum(pair.p, pair.q).sum(-1)
+        found = self._loss(pair, want_grad).where(self.vocab.to_draft(best) >= 0)
+        return Verdict(found.loss, found.grad, torch.stack([top1.to(alpha), alpha]))
 
-
-def step_loss(
-    config: EagleConfig, head: EagleHead, outputs: Tensor, teacher: Teacher, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, top-1 and alpha of one step, summed over rows.
-
-    Args:
-        config: weights and formulas.
-        head: its output head is used.
-        outputs: [N, H] of the head.
-        teacher: of the same sequence.
-        places: [N] int64, the token after which the target and these outputs predict.
-    """
-    terms = []
-    # An empty split still runs once: every parameter needs a gradient under DDP.
-    parts = zip(outputs.split(ROWS_PER_CHUNK), places.split(ROWS_PER_CHUNK), strict=True)
-    for rows, at in parts:
-
-        def compute(rows: Tensor, at: Tensor = at) -> tuple[Tensor, Tensor, Tensor]:
-            return _chunk(config, head, rows, teacher, at)
-
-        if torch.is_grad_enabled():
-            terms.append(checkpoint(compute, rows, use_reentrant=False, preserve_rng_state=False))
-        else:
-            terms.append(compute(rows))
-    loss, top1, alpha = (torch.stack(column).sum() for column in zip(*terms, strict=True))
-    return loss, top1, alpha
-
-
-def _chunk(
-    config: EagleConfig, head: EagleHead, outputs: Tensor, teacher: Teacher, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits, p_logits = head.logits(outputs).float(), teacher.logits(places)
-    best = teacher.best[places]
-    differentiable = config.divergence is not Divergence.kl
-    q_logits = logits if differentiable else logits.detach()
-    alpha = acceptance(p_logits, teacher.log_norm[places], q_logits)
-    loss = torch.zeros_like(alpha)
-    if config.divergence_weight:
-        loss = loss + config.divergence_weight * divergence(config, p_logits, logits, alpha)
-    if config.top_k_weight:
-        loss = loss + config.top_k_weight * top_k_loss(p_logits, logits, config.top_k)
-    if config.regression_weight:
-        wanted = teacher.hidden[places].float()
-        near = F.smooth_l1_loss(outputs.float(), wanted, reduction="none").mean(-1)
-        loss = loss + config.regression_weight * near
-    reachable = head.vocab.to_draft(best) >= 0
-    # Not a product: a loss that is not finite where nothing is learnt must not spread.
-    loss = torch.where(reachable, loss, 0.0).sum()
-    agree = (head.vocab.to_target(logits.argmax(-1)) == best).sum().float()
-    return loss, agree, alpha.detach().sum()
+    def _loss(self, pair: Pair, want_grad: bool) -> Found:
+        config, terms = self.config, []
+        if config.divergence_weight:
+            found = divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(found.times(config.divergence_weight))
+        if config.top_k_weight:
+            terms.append(top_k(pair, config.top_k, want_grad).times(config.top_k_weight))
+        nothing = Found(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q))
+        return reduce(Found.plus, terms) if terms else nothing

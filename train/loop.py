@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError, LogConfig, TrainConfig
 from train import checkpoint, schedule
+from train.feed import Feed
 from train.launch import stop_signals
 from train.losses import Batch, Sums
 from train.processes import sync_if
@@ -48,14 +50,18 @@ class Objective(Protocol):
     weights: Tensor
     """[K] float32, the weight of each term."""
     measures: tuple[str, ...]
-    """Names of what `Sums` holds after the losses and the tokens."""
+    """Names of the rows of `Sums.terms` after losses and tokens."""
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32, what the sum of each term is divided by, over the optimizer step."""
         ...
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Sums over a micro batch, each [K] float32: losses, supervised tokens, measures."""
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with what the target gives; needs no gradient and no head."""
+        ...
+
+    def __call__(self, batch: Batch, scale: Tensor) -> Sums:
+        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
         ...
 
 
@@ -105,7 +111,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         InputError: the checkpoint to resume does not fit, the disk is full, or the loss became
             NaN or infinite.
     """
-    run = _Run(accelerator, job)
+    run = Run(accelerator, job)
     run.resume()
     accelerator.wait_for_everyone()
     try:
@@ -115,7 +121,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         run.close()
 
 
-class _Run:
+class Run:
     """The state of a run between its optimizer steps."""
 
     def __init__(self, accelerator: Accelerator, job: Job) -> None:
@@ -149,7 +155,7 @@ class _Run:
             tqdm.write(text)
 
     def resume(self) -> None:
-        """Loads the checkpoint that `train.resume` names, and opens the metrics."""
+        """Loads the checkpoint that `train.resume` names; opens the feed and the metrics."""
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
@@ -160,6 +166,8 @@ class _Run:
             self._check_same(progress, path)
             self.step, self.tokens = progress.step, progress.tokens
             self.say(f"continuing from {path}")
+        prepare, last = self.job.objective.prepare, self.config.max_steps
+        self.feed = Feed(self._load, prepare, self.device, self.step, last)
         # Nobody may write before everybody has looked at what is there.
         self.accelerator.wait_for_everyone()
         if self.rank == 0:
@@ -203,7 +211,7 @@ class _Run:
                 if self._stop_agreed():
                     self._save()
                     return Outcome(False, self.step, self.evaluation)
-                loss = self._optimizer_step()
+                loss = self.optimizer_step()
                 self.step += 1
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
                 bar.update()
@@ -229,23 +237,21 @@ class _Run:
         """The sum of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="sum")
 
-    def _optimizer_step(self) -> float:
+    def optimizer_step(self) -> float:
         """One optimizer step; returns its loss."""
         config = self.config
-        indices = schedule.sequences(
-            self.step, config.batch_size, len(self.job.train), self.job.seed
-        )
-        micro = schedule.micro_batches(indices, self.rank, self.world, config.micro_batch_size)
-        batches = [self._load(self.job.train, group) for group in micro]
-        totals = self._count(batches)
+        totals = self._count(self.feed.next_step())
         # DDP averages gradients over processes; their sum is wanted.
         scale = self.world * self.weights / totals[1:].clamp_min(1).float()
-        sums = self._accumulate(batches, scale)
-        step_sums = self._check_finite(sums, indices)
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
-            self._stop_on("the gradient's norm", float(norm), indices)
-        self.optimizer.step()
+        sums = self._accumulate(scale)
+        step_sums = self._check_finite(sums, self._indices(self.step))
+        with record_function("optimizer"):
+            norm = self.accelerator.clip_grad_norm_(
+                self.objective.parameters(), config.max_grad_norm
+            )
+            if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+                self._stop_on("the gradient's norm", float(norm), self._indices(self.step))
+            self.optimizer.step()
         self._rate = self.parts.optimizer.param_groups[0]["lr"]
         self.parts.scheduler.step()
         self.optimizer.zero_grad()
@@ -253,9 +259,22 @@ class _Run:
         self.window.append(step_sums)
         return float((self.weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
 
-    def _load(self, dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
-        rows = [dataset[index] for index in indices]
-        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+    def _indices(self, step: int) -> list[int]:
+        """The sequences of a step over all processes."""
+        return schedule.sequences(step, self.config.batch_size, len(self.job.train), self.job.seed)
+
+    def _load(self, step: int) -> list[dict[str, Tensor]]:
+        """The micro batches of this process in a step, on the CPU.
+
+        Each sequence gets a seed for what is drawn for it, made of its number and the step: not
+        of the process, so draws are the same on any number of them, and after a stop.
+        """
+        size = self.config.micro_batch_size
+        batches = []
+        for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
+            seeds = [hash((self.job.seed, step, index)) % (1 << 63) for index in group]
+            batches.append(stacked(self.job.train, group) | {"noise_seed": torch.tensor(seeds)})
+        return batches
 
     def _count(self, batches: list[dict[str, Tensor]]) -> Tensor:
         """[1 + K] tokens seen and supervised tokens per term, of the whole optimizer step."""
@@ -263,30 +282,28 @@ class _Run:
             torch.cat([_num_tokens(batch)[None], self.job.objective.counts(batch).double()])
             for batch in batches
         ]
-        return self._sum(torch.stack(counts).sum(0))
+        return self._sum(torch.stack(counts).sum(0).to(self.device))
 
-    def _accumulate(self, batches: list[dict[str, Tensor]], scale: Tensor) -> Tensor:
-        """Runs every micro batch forward and backward; [M, 4, K] what each gave."""
-        found = []
-        for number, batch in enumerate(batches):
-            # Draws depend on the place in the run alone: not on the number of processes, and
-            # not on whether the run was stopped in between.
-            first = self.rank * len(batches) + number
-            torch.manual_seed(hash((self.job.seed, self.step, first)) % (1 << 63))
-            last = number == len(batches) - 1
+    def _accumulate(self, scale: Tensor) -> Tensor:
+        """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
+        found: list[Tensor] = []
+        num_micro = self.config.batch_size // (self.world * self.config.micro_batch_size)
+        for batch in self.feed.micro_batches():
+            last = len(found) == num_micro - 1
             with sync_if(last, self.accelerator, self.objective):
-                sums: Sums = self.objective(batch)
-                self.accelerator.backward((scale * sums.loss).sum())
-            found.append(torch.stack([term.detach().float() for term in sums]))
+                sums: Sums = self.objective(batch, scale)
+                with record_function("backward"):
+                    self.accelerator.backward(sums.total)
+            found.append(sums.terms)
         return torch.stack(found)
 
     def _check_finite(self, sums: Tensor, indices: list[int]) -> Tensor:
-        """[4, K] sums of the step over all processes; stops if one of them is not finite."""
+        """[2 + L, K] sums of the step over all processes; stops if one of them is not finite."""
         num_micro = len(sums)
         losses = torch.zeros(self.world * num_micro, device=self.device)
         losses[self.rank * num_micro :][:num_micro] = sums[:, 0].sum(1)
         packed = self._sum(torch.cat([losses, sums.sum(0).flatten()]))
-        losses, totals = packed[: len(losses)], packed[len(losses) :].view(4, -1)
+        losses, totals = packed[: len(losses)], packed[len(losses) :].view_as(sums[0])
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if bad:
             size = self.config.micro_batch_size
@@ -319,13 +336,14 @@ class _Run:
         """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
         objective, config = self.job.objective, self.config
         objective.eval()
-        sums = torch.zeros(4, len(self.weights), device=self.device)
+        sums = torch.zeros(2 + len(objective.measures), len(self.weights), device=self.device)
         mine = list(range(min(len(self.job.heldout), config.num_eval_sequences)))
         mine = mine[self.rank :: self.world]
         for begin in range(0, len(mine), config.micro_batch_size):
-            batch = self._load(self.job.heldout, mine[begin : begin + config.micro_batch_size])
+            rows = mine[begin : begin + config.micro_batch_size]
+            batch = on(self.device, stacked(self.job.heldout, rows))
             with self.accelerator.autocast():
-                sums += torch.stack([term.float() for term in objective(batch)])
+                sums += objective(objective.prepare(batch), self.weights).terms
         measures = objective.measures
         self.evaluation = figures("eval", self._sum(sums), self.weights, measures)
         if self.rank == 0 and self.job.evaluate is not None:
@@ -348,9 +366,21 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Lets the tracker finish."""
+        """Ends the loading, and lets the tracker finish."""
+        self.feed.close()
         if self.metrics is not None:
             self.metrics.close()
+
+
+def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
+    """Some sequences as one batch."""
+    rows = [dataset[index] for index in indices]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch on a device."""
+    return {name: each.to(device) for name, each in batch.items()}
 
 
 def _num_tokens(batch: Mapping[str, Tensor]) -> Tensor:

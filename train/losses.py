@@ -1,52 +1,54 @@
-"""Losses of draft heads, as sums over supervised tokens.
+"""Losses of draft heads, as sums over supervised tokens; and that of Medusa.
 
-A loss is returned as a sum and a count, never as a mean: the loop divides by the count over
-all processes and micro batches of an optimizer step, so the result does not depend on how
-sequences fall on them.
+A loss is a sum and a count, never a mean: the loop divides by the count over all processes and
+micro batches of an optimizer step, so the result does not depend on how sequences fall on them.
 
-Shapes: B batch, T tokens, D hidden, V vocab, K heads, N supervised rows of one head.
+Shapes: B batch, T tokens, D hidden, V vocab, K terms (heads or steps), P answered places.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.profiler import record_function
 
-ROWS_PER_CHUNK = 1024
+from heads.projection import Projection
+from train.divergences import Said, kl
+from train.fused import Part, Teacher, Verdict, fused_linear
+from train.teachers import Distribution
+
 Batch = Mapping[str, Tensor]
-Teacher = Callable[[Tensor], Tensor]
-"""Hidden states [N, D] to the target's logits [N, V]."""
 
 
 class Sums(NamedTuple):
-    """Per term of the loss (for Medusa: per head), summed over its supervised tokens.
+    """What a batch gave.
 
     Attributes:
-        loss: [K] float32, the only one with a gradient.
-        tokens: [K] float32, supervised tokens.
-        top1: [K] float32, tokens that were the head's first choice.
-        top5: [K] float32, tokens that were among its first five.
+        total: [] float32, the loss of each term times its scale; the only one with a gradient.
+        terms: [2 + L, K] float32, summed over the supervised tokens of each term: the loss,
+            the tokens, and L measures.
     """
 
-    loss: Tensor
-    tokens: Tensor
-    top1: Tensor
-    top5: Tensor
+    total: Tensor
+    terms: Tensor
 
 
-class HeadLogits(Protocol):
-    """What the Medusa loss needs from a head."""
+class MedusaHeads(Protocol):
+    """What the Medusa loss needs of heads."""
 
     @property
     def num_heads(self) -> int:
         """K."""
         ...
 
-    def head_logits(self, k: int, hidden_states: Tensor, /) -> Tensor:
-        """Logits of head k, counted from 0: hidden states [N, D] to [N, V]."""
+    def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
+        """What head k, from 0, projects: [N, D] of final hidden states [N, D]."""
+        ...
+
+    def projection(self, k: int, /) -> Projection:
+        """The projection of head k, from 0."""
         ...
 
 
@@ -59,7 +61,7 @@ def supervised(batch: Batch, k: int) -> Tensor:
 
     Args:
         batch: `loss_mask` [B, T] bool, `document_ids` [B, T] int, -1 on padding.
-        k: head, from 1.
+        k: head, from 1; 0 is the target itself, which predicts x_{t+1} at t.
 
     Returns:
         [B, T] bool, false in the last k + 1 columns.
@@ -92,88 +94,122 @@ def medusa_weights(num_heads: int, decay: float) -> Tensor:
     return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
 
 
+class Answered(NamedTuple):
+    """The tokens whose continuation is learnt, over a flattened batch.
+
+    Attributes:
+        places: [P] int64, of the tokens.
+        number: [B * T] int64, from a token to its number among them; elsewhere meaningless.
+    """
+
+    places: Tensor
+    number: Tensor
+
+
+def answered(batch: Batch) -> Answered:
+    """The tokens before those in the loss mask; depth d reads those d after its own."""
+    before = supervised(batch, 0).flatten()
+    return Answered(before.nonzero().squeeze(1), before.cumsum(0) - 1)
+
+
 def medusa_loss(
-    head: HeadLogits,
+    heads: MedusaHeads,
     hidden: Tensor,
     batch: Batch,
+    scale: Tensor,
     teacher: Teacher | None = None,
-    chunk: int = ROWS_PER_CHUNK,
+    compiled: bool = False,
 ) -> Sums:
-    """Cross-entropy of every head against the text, or against the target's distribution.
-
-    Rows outside the mask are dropped before the projection, and logits live for `chunk` rows
-    of one head at a time, in the backward pass too.
+    """Cross-entropy of every head against the text, or KL from the target's distribution.
 
     Args:
-        head: the heads.
+        heads: the heads.
         hidden: [B, T, D], the target's last hidden states.
         batch: `input_ids` [B, T] and what `supervised` reads.
-        teacher: the target's output head. With it head k at t learns the distribution that
-            the target gives at t + k, its own prediction of x_{t+1+k}. Accuracies are against
-            the text either way.
-        chunk: rows per projection.
+        scale: [K] float32, the weight of each head's sum in the total.
+        teacher: of `answered(batch)`. With it head k at t learns the distribution that the
+            target gives at t + k, its own prediction of x_{t+1+k}. Accuracies are against the
+            text either way.
+        compiled: compile the loss on first use.
+
+    Returns:
+        Measures are tokens that were the head's first choice, and among its first five.
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
-    flat_hidden = hidden.flatten(0, 1)
-    flat_ids = batch["input_ids"].flatten()
-    per_head = []
-    for k in range(1, head.num_heads + 1):
-        rows = supervised(batch, k).flatten().nonzero().squeeze(1)
-        terms = []
-        # An empty split still runs once: every parameter needs a gradient under DDP.
-        for part in rows.split(chunk) if len(rows) else (rows,):
-            teacher_hidden = None if teacher is None else flat_hidden[part + k]
-            labels = flat_ids[part + 1 + k]
-            terms.append(_chunk(head, k - 1, flat_hidden[part], labels, teacher_hidden, teacher))
-        loss, top1, top5 = (torch.stack(column).sum() for column in zip(*terms, strict=True))
-        tokens = torch.tensor(float(len(rows)), device=hidden.device)
-        per_head.append((loss, tokens, top1, top5))
-    return Sums(*(torch.stack(column) for column in zip(*per_head, strict=True)))
+    flat = hidden.flatten(0, 1)
+    places, number = answered(batch)
+    labels = batch["input_ids"].flatten().roll(-1)[places]
+    parts = []
+    with record_function("head"):
+        for k in range(1, heads.num_heads + 1):
+            rows = supervised(batch, k).flatten().nonzero().squeeze(1)
+            states = heads.states(k - 1, flat[rows])
+            scales = scale[k - 1].expand(len(rows))
+            parts.append(Part(states, heads.projection(k - 1), number[rows + k], scales))
+    with record_function("loss"):
+        total, found = fused_linear(parts, TextTeacher(labels, teacher), text_criterion, compiled)
+    return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
 
 
-def _chunk(
-    head: HeadLogits,
-    k: int,
-    hidden: Tensor,
-    labels: Tensor,
-    teacher_hidden: Tensor | None,
-    teacher: Teacher | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    def compute(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = head.head_logits(k, hidden).float()
-        if teacher is None or teacher_hidden is None:
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-        else:
-            loss = soft_cross_entropy(logits, _logits_of(teacher, teacher_hidden))
-        return loss, *hits(logits.detach(), labels)
-
-    if not torch.is_grad_enabled():
-        return compute(hidden)
-    return checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
+def term_sums(found: Tensor) -> Tensor:
+    """[2 + L] float32 loss, tokens and measures of a term, from those of its rows [1 + L, N]."""
+    sums = found.sum(1, dtype=torch.float32)
+    return torch.cat([sums[:1], sums.new_tensor([float(found.shape[1])]), sums[1:]])
 
 
-@torch.no_grad()
-def _logits_of(teacher: Teacher, hidden: Tensor) -> Tensor:
-    return teacher(hidden).float()
+@dataclass(frozen=True)
+class TextTeacher:
+    """The text itself, and maybe a distribution beside it.
 
-
-def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Sum over rows of -sum_v p(v) log q(v); its gradient is that of KL(p || q).
-
-    Args:
-        logits: [N, V] float32, of q.
-        teacher_logits: [N, V] float32, of p.
-
-    Returns:
-        [] float32.
+    Attributes:
+        labels: [P] int64, the token that comes.
+        soft: what is learnt instead of it.
     """
-    return F.cross_entropy(logits, teacher_logits.softmax(-1), reduction="sum")
+
+    labels: Tensor
+    soft: Teacher | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.labels)
+
+    @property
+    def num_columns(self) -> int:
+        """V, or one if there are labels only."""
+        return 1 if self.soft is None else self.soft.num_columns
+
+    def known(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
+        """Labels, and the distribution, of rows begin..end."""
+        soft = None if self.soft is None else self.soft.known(begin, end)
+        return self.labels[begin:end], soft
 
 
-@torch.no_grad()
+class _TextCriterion:
+    """Cross-entropy against the text or KL from a distribution; top-1 and top-5 of the text."""
+
+    num_measures = 2
+
+    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+        labels, soft = known[0][at], known[1]
+        measures = torch.stack(hits(said.logits, labels))
+        if soft is not None:
+            found = kl(soft.pair(at, said), want_grad)
+            return Verdict(found.loss, found.grad, measures)
+        column = labels.unsqueeze(1)
+        loss = -said.log_q_at(column).squeeze(1)
+        # The gradient is q - 1 at the label.
+        minus_one = said.q.new_full(column.shape, -1.0)
+        grad = said.q.scatter_add_(1, column, minus_one) if want_grad else None
+        return Verdict(loss, grad, measures)
+
+
+text_criterion = _TextCriterion()
+
+
 def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """How many labels are the first choice, and how many are among the first five.
+    """Which labels are the first choice, and which are among the first five.
 
     Exactly one id is first and five are among the first five, also where logits tie, which is
     common in bfloat16; counting all of a tie would flatter.
@@ -183,8 +219,8 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         labels: [N] int.
 
     Returns:
-        Two [] float32 tensors.
+        Two [N] tensors of 0 and 1, in the dtype of the logits.
     """
+    best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
     first = logits.argmax(1) == labels
-    five = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    return first.sum().float(), five.any(1).sum().float()
+    return first.to(logits.dtype), best.any(1).to(logits.dtype)

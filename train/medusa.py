@@ -9,41 +9,69 @@ from torch import Tensor, nn
 
 from conf import entry
 from conf.schema import Labels, MedusaConfig, MedusaRun
+from data.features import StoredDataset
+from data.layout import HIDDEN
 from data.pack import PackedDataset
+from heads.ends import TargetEnds
 from heads.medusa import MedusaHead
-from heads.target import Target
+from heads.vocab import DraftVocab
 from train import command
-from train.losses import Batch, Sums, medusa_loss, medusa_weights, supervised_counts
+from train.losses import (
+    Batch,
+    Sums,
+    answered,
+    medusa_loss,
+    medusa_weights,
+    supervised_counts,
+)
+from train.states import with_states
+from train.teachers import HiddenTeacher
 
 
 class MedusaObjective(nn.Module):
-    """The Medusa loss of a batch, with hidden states taken from the target on the way."""
+    """The Medusa loss of a batch."""
 
-    measures = Sums._fields[2:]
+    measures = ("top1", "top5")
 
-    def __init__(self, head: MedusaHead, target: Target, config: MedusaConfig) -> None:
+    def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
+        self.soft = config.labels is Labels.soft
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
-        self.teacher = target.logits if config.labels is Labels.soft else None
+        self.compiled = False
+        self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
+
+    def compile_parts(self) -> None:
+        """From now on compiles the loss, and the blocks of the heads."""
+        self.compiled = True
+        self.head.compile_layers()
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32 supervised tokens of each head."""
         return supervised_counts(batch, self.head.num_heads)
 
-    def forward(self, batch: Batch) -> Sums:
-        """The sums of each head over `batch`, a dict of [B, T] tensors."""
-        output = self.target.read(batch["input_ids"], batch["position_ids"], batch["document_ids"])
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with the target's states."""
+        return with_states(self.target, batch, self.head.reads)
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
         # DeepSpeed casts the head's parameters to bfloat16 and does not autocast.
-        hidden = output.hidden_states.to(next(self.head.parameters()).dtype)
-        return medusa_loss(self.head, hidden, batch, self.teacher)
+        hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
+        teacher = None
+        if self.soft:
+            at = answered(batch).places
+            teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[at])
+        return medusa_loss(self.head, hidden, batch, scale, teacher, self.compiled)
 
 
 def main(config: MedusaRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: Target, _train: PackedDataset) -> tuple[MedusaObjective, list[str]]:
+    def build(
+        target: TargetEnds, _train: PackedDataset | StoredDataset
+    ) -> tuple[MedusaObjective, list[str]]:
         head = make_head(config.head, target)
         size = sum(parameter.numel() for parameter in head.parameters())
         line = f"head: {head.num_heads} Medusa heads, {size / 1e6:.1f} M parameters"
@@ -52,7 +80,7 @@ def main(config: MedusaRun) -> None:
     command.train(config, build)
 
 
-def make_head(config: MedusaConfig, target: Target) -> MedusaHead:
+def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
     """Untrained heads, or saved ones that fit the target."""
     if config.path is None:
         return MedusaHead.from_target(target, config.num_heads, config.num_layers)

@@ -1,0 +1,201 @@
+"""How fast heads train, where the time goes, and how much of the hardware is used.
+
+`python scripts/bench_train.py [medusa|eagle1|eagle3] [--hidden 4096 --layers 32 ...]` runs the
+training loop itself on a random target of that shape and on random documents of chat-like
+lengths. It prints tokens per second (padding not counted), peak memory, padding, the share of
+time in each part, and model FLOP utilisation: the FLOPs of the target's forward pass and of
+the head's forward and backward pass, counted on a step, over the time of a step and the FLOP/s
+of a square matrix product measured in the same run.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import argparse
+import math
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
+from conf.schema_eagle import EagleConfig, EagleForm
+from data.chat import Sample
+from data.pack import PackedDataset
+from heads.eagle import EagleHead
+from heads.medusa import MedusaHead
+from heads.target import Target
+from heads.vocab import DraftVocab
+from train import loop, processes
+from train.eagle import EagleObjective
+from train.medusa import MedusaObjective
+
+PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
+NUM_WARM_UP = 2
+MEAN_DOCUMENT_TOKENS = 400
+
+
+def arguments() -> argparse.Namespace:
+    """The settings; the defaults suit a CPU."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("head", nargs="?", default="eagle3", choices=("medusa", "eagle1", "eagle3"))
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a step")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--compile", action="store_true")
+    return parser.parse_args()
+
+
+def random_target(options: argparse.Namespace, device: torch.device) -> Target:
+    """A Llama of 128-wide heads, four of them to a key-value head."""
+    torch.manual_seed(0)
+    num_heads = max(4, options.hidden // 128)
+    config = LlamaConfig(
+        vocab_size=options.vocab, hidden_size=options.hidden,
+        intermediate_size=int(3.5 * options.hidden), num_hidden_layers=options.layers,
+        num_attention_heads=num_heads, num_key_value_heads=max(1, num_heads // 4),
+        max_position_embeddings=options.max_length, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config).to(getattr(torch, options.dtype))
+    return Target(model, None, "random")
+
+
+def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
+    """Random tokens; lengths are log-normal, and the first third is a prompt."""
+    generator = random.Random(0)
+    left = num_sequences * options.max_length
+    while left > 0:
+        spread = generator.lognormvariate(math.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0)
+        length = max(8, min(options.max_length, int(spread)))
+        ids = [generator.randrange(options.vocab) for _ in range(length)]
+        yield Sample(ids, [i >= length // 3 for i in range(length)], False)
+        left -= length
+
+
+def make_objective(options: argparse.Namespace, target: Target, train: PackedDataset) -> Any:
+    """What the entry scripts train."""
+    if options.head == "medusa":
+        head = MedusaHead.from_target(target, MedusaConfig().num_heads, 1)
+        return MedusaObjective(head, target, MedusaConfig())
+    eagle1 = options.head == "eagle1"
+    config = EagleConfig(num_steps=1, regression_weight=1.0) if eagle1 else EagleConfig()
+    config.form = EagleForm(options.head)
+    size = None if eagle1 else options.draft_vocab
+    vocab = DraftVocab.choose(train.token_counts(target.vocab_size), size, [])
+    return EagleObjective(EagleHead.from_target(target, config, vocab, 0), target, config)
+
+
+def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
+    """A run that was started and has made no step."""
+    num_steps = NUM_WARM_UP + 2 * options.steps + 2
+    config = TrainConfig(
+        max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
+        micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype),
+    )  # fmt: skip
+    accelerator = processes.start(config)
+    target = random_target(options, accelerator.device)
+    samples = documents(options, max(64, options.batch_size))
+    train = PackedDataset(samples, options.max_length, seed=0)
+    objective = make_objective(options, target, train)
+    if options.compile:
+        objective.compile_parts()
+    job = loop.Job(config, LogConfig(), 0, out_dir, objective, train, train)
+    return loop.Run(accelerator, job), train
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Of a product of two square matrices, the median of several."""
+    size = 8192 if device.type == "cuda" else 1536
+    a = torch.randn(size, size, device=device).to(dtype)
+    times = [timed(lambda: a @ a, device) for _ in range(8)]
+    return 2 * size**3 / statistics.median(times[2:])
+
+
+def timed(act: Callable[[], object], device: torch.device) -> float:
+    """Seconds that something takes, the device's work included."""
+    began = time.perf_counter()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
+    """The share of each part in the time of some steps, under the profiler."""
+    cuda = run.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiler:
+        whole = sum(timed(run.optimizer_step, run.device) for _ in range(num_steps))
+    found = dict.fromkeys(PARTS, 0.0)
+    for event in profiler.key_averages():
+        # On CUDA a part is told twice: what the host spent on it, and the device.
+        on_device = event.device_type != torch.autograd.DeviceType.CPU
+        if event.key in found and on_device == (cuda and event.key != "waiting"):
+            spent = event.device_time_total if on_device else event.cpu_time_total
+            found[event.key] += spent / 1e6 / whole
+    return found
+
+
+def peak_gib(device: torch.device) -> float:
+    """Of the device's memory, or of the process's on a CPU, weights included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    """Prints the table."""
+    options = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        run, train = start(options, Path(folder) / "out")
+        run.resume()
+        for _ in range(NUM_WARM_UP):
+            run.optimizer_step()
+        with FlopCounterMode(display=False) as counter:
+            run.optimizer_step()
+        tokens, times = run.tokens, []
+        for _ in range(options.steps):
+            times.append(timed(run.optimizer_step, run.device))
+        tokens = run.tokens - tokens
+        parts = shares(run, options.steps)
+        run.close()
+    rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
+    flops = counter.get_total_flops()
+    slots = len(train) * options.max_length
+    size = sum(p.numel() for p in run.job.objective.head.parameters()) / 1e6
+    where = f"{run.device.type}, {torch.get_num_threads()} threads, {options.dtype}"
+    table = Table("figure", "value", title=f"{options.head}, head of {size:.1f} M, {where}")
+    step_s = statistics.median(times)
+    table.add_row("time of a step", f"{1000 * step_s:.0f} ms")
+    table.add_row("tokens per second", f"{tokens / sum(times):,.0f}")
+    table.add_row("peak memory", f"{peak_gib(run.device):.2f} GiB")
+    table.add_row("padding", f"{1 - train.num_tokens / slots:.1%}")
+    for name, share in parts.items():
+        table.add_row(f"time: {name}", f"{share:.1%}")
+    table.add_row("time: rest", f"{1 - sum(parts.values()):.1%}")
+    table.add_row("matmul", f"{rate / 1e12:.2f} TFLOP/s")
+    table.add_row("model FLOP utilisation", f"{flops / step_s / rate:.1%}")
+    Console(width=80).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toys import FAMILIES, random_model
+
+from conf.schema import Dtype, InputError, Quantization, TargetConfig
+from heads.layerless import final_norm, load_layerless
+from heads.target import Reads, Target
+
+CPU = torch.device("cpu")
+
+
+def layerless(folder: Path, **settings):
+    return load_layerless(TargetConfig(path=str(folder), dtype=Dtype.float32, **settings), CPU)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_target_with_the_layers_taken_out(family: str, tmp_path: Path) -> None:
+    model = random_model(family)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)  # norms of ones show nothing
+    model.save_pretrained(tmp_path)
+    bare = layerless(tmp_path)
+    assert len(bare.get_decoder().layers) == 0
+    assert bare.config.num_hidden_layers == model.config.num_hidden_layers
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        assert torch.equal(getattr(bare, part)().weight, getattr(model, part)().weight)
+    target = Target(model, None, family)
+    output = target.read_text([5, 9, 7, 11], Reads((target.num_layers,)))
+    assert torch.equal(final_norm(bare)(output.layers[target.num_layers]), output.hidden_states)
+
+
+def test_an_output_head_tied_to_the_embedding_is_there(tmp_path: Path) -> None:
+    model = random_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(layerless(tmp_path).lm_head.weight, model.get_input_embeddings().weight)
+
+
+def test_how_the_layers_are_quantised_does_not_matter(tmp_path: Path) -> None:
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    stated = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | stated))
+    assert torch.equal(layerless(tmp_path).lm_head.weight, model.lm_head.weight)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks \['model.norm.weight'\]"):
+        layerless(tmp_path)
+    with pytest.raises(InputError, match=r"target.path=.*nowhere: cannot load it"):
+        layerless(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shown"),
+    [
+        ("adapter", "lora", "lora"),
+        ("device_map", "auto", "auto"),
+        ("quantization", Quantization.int8, "int8"),
+    ],
+)
+def test_settings_of_layers_are_the_engine_s(tmp_path: Path, setting, value, shown) -> None:
+    message = f"target.{setting}={shown}: .* the engine runs those; unset it"
+    with pytest.raises(InputError, match=message):
+        layerless(tmp_path, **{setting: value})

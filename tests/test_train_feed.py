@@ -1,0 +1,82 @@
+"""Batches come in order, one step ahead, and what goes wrong in the thread is told."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from train.feed import Feed
+
+CPU = torch.device("cpu")
+
+
+def load(step: int) -> list[dict[str, Tensor]]:
+    return [{"x": torch.tensor([10 * step + number])} for number in range(2)]
+
+
+def double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch, "y": 2 * batch["x"]}
+
+
+def taken(feed: Feed, num_steps: int) -> list[list[int]]:
+    found = []
+    for _ in range(num_steps):
+        raw = feed.next_step()
+        prepared = list(feed.micro_batches())
+        assert [int(batch["y"]) for batch in prepared] == [2 * int(batch["x"]) for batch in raw]
+        found.append([int(batch["x"]) for batch in prepared])
+    feed.close()
+    return found
+
+
+def test_batches_of_the_steps_asked_for_in_order() -> None:
+    assert taken(Feed(load, double, CPU, 3, 6), 3) == [[30, 31], [40, 41], [50, 51]]
+
+
+def test_the_next_step_is_loaded_while_this_one_runs() -> None:
+    loaded = [threading.Event() for _ in range(3)]
+
+    def telling(step: int) -> list[dict[str, Tensor]]:
+        loaded[step].set()
+        return load(step)
+
+    feed = Feed(telling, double, CPU, 0, 3)
+    feed.next_step()
+    assert loaded[1].wait(5)
+    assert not loaded[2].is_set()
+    feed.close()
+
+
+def test_an_error_while_loading_comes_where_the_step_is_asked_for() -> None:
+    def broken(step: int) -> list[dict[str, Tensor]]:
+        if step == 1:
+            raise OSError("stale file handle")
+        return load(step)
+
+    feed = Feed(broken, double, CPU, 0, 3)
+    feed.next_step()
+    assert len(list(feed.micro_batches())) == 2
+    with pytest.raises(OSError, match="stale file handle"):
+        feed.next_step()
+    feed.close()
+
+
+@pytest.mark.gpu
+def test_a_target_on_a_stream_of_its_own_gives_the_same() -> None:
+    device = torch.device("cuda")
+    weight = torch.randn(512, 512, device=device)
+
+    def slow(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = batch["x"].float().expand(512, 512) / 100
+        for _ in range(50):
+            x = torch.tanh(x @ weight)
+        return {**batch, "y": x}
+
+    feed = Feed(load, slow, device, 0, 5)
+    for step in range(5):
+        feed.next_step()
+        for batch, raw in zip(feed.micro_batches(), load(step), strict=True):
+            alone = slow({"x": raw["x"].to(device)})["y"]
+            torch.testing.assert_close(batch["y"], alone)
+    feed.close()

@@ -1,0 +1,251 @@
+"""Fused losses against the naive formula: all logits at once, gradients by autograd, float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import random_target
+
+from conf.schema_eagle import Divergence, EagleConfig
+from heads.projection import Projection
+from heads.vocab import DraftVocab
+from train import fused
+from train.divergences import Said
+from train.eagle_losses import EagleCriterion
+from train.fused import Part, fused_linear
+from train.losses import TextTeacher, text_criterion
+from train.teachers import HiddenTeacher, Table, TopKTeacher
+
+NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
+DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+class Exact:
+    """A teacher in float64 whose table is written down."""
+
+    def __init__(self, vocab: DraftVocab, log_p: Tensor) -> None:
+        self.vocab, self.whole = vocab, log_p
+        self.num_rows, self.num_columns = log_p.shape
+
+    def known(self, begin: int, end: int) -> Table:
+        rows = self.whole[begin:end]
+        return Table.of(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
+
+
+def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+    """[M] the loss as the papers write it."""
+    q, full = logits.softmax(-1), whole_p[:, ids]
+    p = full / full.sum(-1, keepdim=True)
+    alpha = torch.minimum(full, q).sum(-1)
+    kl = (p * (p.log() - q.log())).sum(-1)
+    middle = (p + q) / 2
+    mix = torch.exp(-config.lk_eta * alpha.detach())
+    of_kind = {
+        Divergence.kl: kl,
+        Divergence.rkl: (q * (q.log() - p.log())).sum(-1),
+        Divergence.js: 0.5 * (p * (p / middle).log() + q * (q / middle).log()).sum(-1),
+        Divergence.tv: 1 - alpha,
+        Divergence.nla: -alpha.log(),
+        Divergence.hybrid: mix * kl + (1 - mix) * (1 - alpha),
+    }
+    best = p.topk(config.top_k).indices
+    top = -(p.gather(1, best) * q.gather(1, best).log()).sum(-1)
+    loss = config.divergence_weight * of_kind[config.divergence] + config.top_k_weight * top
+    return torch.where(torch.isin(whole_p.argmax(-1), ids), loss, 0.0)
+
+
+def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(total, leaves))
+
+
+@pytest.fixture(params=[1, 3, 1000])
+def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * VOCAB * request.param)
+    monkeypatch.setattr(fused, "TILE_BYTES", 4 * WIDTH * 5)
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+@pytest.mark.parametrize("kind", list(Divergence))
+@pytest.mark.parametrize(("scale", "cap", "top_k_weight"), [(1.0, None, 0.0), (0.5, 3.0, 0.7)])
+def test_loss_and_gradients_are_those_of_the_naive_formula(
+    kind: Divergence, scale: float, cap: float | None, top_k_weight: float
+) -> None:
+    config = EagleConfig(divergence=kind, top_k_weight=top_k_weight, top_k=4, divergence_weight=0.6)
+    hidden = random(NUM_STUDENTS, WIDTH, seed=0).requires_grad_()
+    weight = random(len(DRAFTED), WIDTH, seed=1).requires_grad_()
+    bias = random(len(DRAFTED), seed=2)
+    log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
+    scales = random(NUM_STUDENTS, seed=4)
+    rows = torch.randint(NUM_ROWS, (NUM_STUDENTS,), generator=torch.Generator().manual_seed(5))
+    vocab = DraftVocab(DRAFTED, VOCAB)
+
+    part = Part(hidden, Projection(weight, bias, scale, cap), rows, scales)
+    total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
+
+    logits = scale * (hidden @ weight.T + bias)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    loss = naive(config, log_p.exp()[rows], DRAFTED, logits)
+    expected = (scales * loss).sum()
+    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    pairs = zip(
+        gradients(3 * total, hidden, weight), gradients(3 * expected, hidden, weight), strict=True
+    )
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert found[1].sum() == (DRAFTED[logits.argmax(-1)] == log_p[rows].argmax(-1)).sum()
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+def test_hard_labels_and_several_projections() -> None:
+    """Medusa: two heads with weights of their own over the same text."""
+    labels = torch.randint(VOCAB, (NUM_ROWS,), generator=torch.Generator().manual_seed(0))
+    parts, leaves, expected = [], [], torch.zeros((), dtype=torch.float64)
+    for number in range(2):
+        hidden = random(7, WIDTH, seed=number).requires_grad_()
+        weight = random(VOCAB, WIDTH, seed=10 + number).requires_grad_()
+        rows = torch.arange(7) + 2 * number
+        scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
+        parts.append(Part(hidden, Projection(weight), rows, scales))
+        leaves += [hidden, weight]
+        loss = F.cross_entropy(hidden @ weight.T, labels[rows], reduction="none")
+        expected = expected + (scales * loss).sum()
+    total, found = fused_linear(parts, TextTeacher(labels), text_criterion)
+    torch.testing.assert_close(total, expected)
+    for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert [tuple(each.shape) for each in found] == [(3, 7), (3, 7)]
+
+
+def bucketed(config: EagleConfig, kept: Tensor, p: Tensor, rest: Tensor, logits: Tensor) -> Tensor:
+    """The naive loss over the kept ids and one more that stands for all others."""
+    q = logits.softmax(-1)
+    q_kept = q.gather(1, kept)
+    q = torch.cat([q_kept, 1 - q_kept.sum(-1, keepdim=True)], dim=1)
+    whole = torch.cat([p, rest], dim=1)
+    return naive(config, whole, torch.arange(whole.shape[1]), q.log())
+
+
+@pytest.mark.parametrize("kind", list(Divergence))
+def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Divergence) -> None:
+    config = EagleConfig(divergence=kind, top_k=4)
+    hidden = random(NUM_ROWS, WIDTH, seed=0).requires_grad_()
+    weight = random(VOCAB, WIDTH, seed=1).requires_grad_()
+    kept = random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1).topk(4)
+    vocab = DraftVocab.everything(VOCAB)
+    # What was kept is float32, and so is the rest's mass.
+    log_probs = kept.values.float()
+    teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
+    part = Part(hidden, Projection(weight), torch.arange(NUM_ROWS), torch.ones(NUM_ROWS))
+    total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
+    p = log_probs.double().exp()
+    rest = 1 - p.sum(-1, keepdim=True)
+    loss = bucketed(config, kept.indices, p, rest, hidden @ weight.T)
+    torch.testing.assert_close(total, loss.sum(), rtol=1e-6, atol=1e-6)
+    expected = gradients(loss.sum(), hidden, weight)
+    for mine, theirs in zip(gradients(total, hidden, weight), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_ids_outside_the_draft_vocabulary_are_left_out_of_a_top_k_teacher() -> None:
+    vocab = DraftVocab(torch.tensor([1, 3, 5]), 8)
+    ids = torch.tensor([[3, 0, 5], [7, 6, 0]])
+    probs = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]])
+    log_q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]).log()
+    known = TopKTeacher(vocab, ids, probs.log()).known(0, 2)
+    found = known.pair(torch.tensor([0, 1]), Said.of(log_q))
+    # Row 0: 3 and 5 are kept, .2 is left for id 1. Row 1: all of .1 is spread as q is.
+    expected = torch.tensor([[0.2, 0.5, 0.1], [0.02, 0.03, 0.05]])
+    torch.testing.assert_close(found.p, expected)
+    torch.testing.assert_close(found.mass, expected.sum(-1))
+    torch.testing.assert_close(found.p_log_p, (expected * expected.log()).sum(-1))
+    assert known.best.tolist() == [3, 7]
+
+
+def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> None:
+    vocab = DraftVocab(torch.tensor([0, 1]), 3)
+    log_p = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -1.0, -9.0]]).double()
+    hidden = random(2, WIDTH, seed=0).requires_grad_()
+    weight = random(2, WIDTH, seed=1)
+    part = Part(hidden, Projection(weight), torch.arange(2), torch.ones(2))
+    criterion = EagleCriterion(EagleConfig(), vocab)
+    total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
+    (grad,) = gradients(total, hidden)
+    assert torch.isfinite(total)
+    assert found[0, 0] == 0
+    assert not grad[0].any()
+    assert grad[1].any()
+
+
+def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[Tensor]]:
+    target = random_target()
+    vocab = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    states = random(40, target.hidden_size, seed=0).float()
+    teacher = HiddenTeacher(target, vocab, states)
+    hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
+    weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
+    weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
+    part = Part(hidden, Projection(weight), torch.arange(40), torch.ones(40))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
+    return total, gradients(total, hidden, weight)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_near_float32_and_gradients_have_their_tensors_dtype(autocast: bool) -> None:
+    exact, exact_grads = loss_of_a_target(torch.float32, False)
+    total, grads = loss_of_a_target(torch.bfloat16, autocast)
+    assert total.item() == pytest.approx(exact.item(), rel=0.02)
+    wanted = [torch.bfloat16, torch.float32 if autocast else torch.bfloat16]
+    assert [grad.dtype for grad in grads] == wanted
+    for grad, expected in zip(grads, exact_grads, strict=True):
+        assert (grad.float() - expected).norm() < 0.05 * expected.norm()
+
+
+class _Largest(TorchDispatchMode):
+    """The largest number of elements that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        given = func(*args, **(kwargs or {}))
+        for each in given if isinstance(given, tuple | list) else [given]:
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return given
+
+
+def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rows, width, vocab_size = 512, 8, 1024
+    monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * vocab_size * 32)
+    vocab = DraftVocab.everything(vocab_size)
+    hidden = random(num_rows, width, seed=0).float().requires_grad_()
+    weight = random(vocab_size, width, seed=1).float().requires_grad_()
+    with _Largest() as largest:
+        target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
+        teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
+        part = Part(hidden, Projection(weight), torch.arange(num_rows), torch.ones(num_rows))
+        total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
+        total.backward()
+    assert largest.numel == 32 * vocab_size
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
+    part = Part(hidden, Projection(weight), torch.arange(4), torch.ones(4))
+    with torch.no_grad():
+        total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
+    assert not total.requires_grad
+    assert not found.requires_grad

@@ -1,0 +1,151 @@
+"""What a draft head is compared with: the text, or the target's own distribution.
+
+Row r of a teacher is what comes after one token of the text. A draft of depth d from token t
+is compared with the row of token t + d, so heads and steps share rows, and each is computed
+once. Letters: P rows, c of a chunk, D hidden, V vocabulary, W draft vocabulary, k kept ids.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from heads.ends import TargetEnds
+from heads.vocab import DraftVocab
+from train.divergences import Pair, Said
+
+LEAST_MASS = 1e-6
+
+
+class Distribution(Protocol):
+    """The target's distribution after c tokens."""
+
+    @property
+    def best(self) -> Tensor:
+        """[c] int64, the likeliest id of the whole vocabulary."""
+        ...
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        """It and what students say, over the draft vocabulary.
+
+        Args:
+            at: [r] int64, rows of the chunk.
+            said: of r rows.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class HiddenTeacher:
+    """The target's distribution, from its hidden states.
+
+    Attributes:
+        target: its output head.
+        vocab: the draft vocabulary.
+        hidden: [P, D] last hidden states.
+    """
+
+    target: TargetEnds
+    vocab: DraftVocab
+    hidden: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.hidden)
+
+    @property
+    def num_columns(self) -> int:
+        """V."""
+        return self.target.vocab_size
+
+    def known(self, begin: int, end: int) -> Distribution:
+        """The distribution after rows begin..end."""
+        logits = self.target.logits(self.hidden[begin:end]).float()
+        best, p = logits.argmax(-1), logits.softmax(-1)
+        p = p if self.vocab.full else p[:, self.vocab.ids]
+        return Table.of(best, p)
+
+
+class Table(NamedTuple):
+    """A distribution that is written down.
+
+    Attributes:
+        best: [c] int64.
+        p: [c, W], normalised over the whole vocabulary.
+        mass: [c], the sum of p.
+        p_log_p: [c], the sum of p log p.
+    """
+
+    best: Tensor
+    p: Tensor
+    mass: Tensor
+    p_log_p: Tensor
+
+    @classmethod
+    def of(cls, best: Tensor, p: Tensor) -> "Table":
+        """From its probabilities."""
+        return cls(best, p, p.sum(-1), torch.special.entr(p).sum(-1).neg())
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        """See `Distribution`."""
+        return Pair(self.p[at], self.mass[at], self.p_log_p[at], said)
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """The target's distribution, of which only the k likeliest ids were kept.
+
+    The rest's mass is known, its shape is not: it is taken to be the student's own. A
+    divergence of the form sum of q f(p / q) then has the value and the gradient that it has
+    over the k ids and one bucket for the rest; KL and the others here are such. Ids outside
+    the draft vocabulary are left out, and no part of the rest's mass.
+
+    Attributes:
+        vocab: the draft vocabulary.
+        ids: [P, k] int, likeliest first.
+        log_probs: [P, k], normalised over the whole vocabulary.
+    """
+
+    vocab: DraftVocab
+    ids: Tensor
+    log_probs: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.ids)
+
+    @property
+    def num_columns(self) -> int:
+        """W, of what `log_p` makes."""
+        return len(self.vocab.ids)
+
+    def known(self, begin: int, end: int) -> Distribution:
+        """The distribution after rows begin..end."""
+        ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
+        rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
+        return _TopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
+
+
+class _TopK(NamedTuple):
+    best: Tensor
+    columns: Tensor
+    """[c, k] int64, -1 outside the draft vocabulary."""
+    probs: Tensor
+    """[c, k]."""
+    rest: Tensor
+    """[c, 1]."""
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        columns, rest = self.columns[at], self.rest[at]
+        inside = columns >= 0
+        columns = columns.clamp_min(0)
+        probs = self.probs[at].to(said.q).masked_fill(~inside, 0.0)
+        kept = torch.zeros_like(said.q).scatter_add_(1, columns, probs)
+        others = said.q.masked_fill(kept > 0, 0.0)
+        left = others.sum(-1, keepdim=True).clamp_min(LEAST_MASS)
+        p = others.mul_(rest / left).add_(kept)
+        mass = probs.sum(-1) + rest.squeeze(1)
+        return Pair(p, mass, torch.special.entr(p).sum(-1).neg(), said)
