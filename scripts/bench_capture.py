@@ -62,8 +62,9 @@ def bare(work: Work, target: Target, with_logits: bool, shard: Shard) -> None:
 
 def written(work: Work, target: Target, shard: Shard) -> None:
     """The shard, on disk."""
+    states_of = states_from_target(target, work.plan.contents.layers)
     with Writers() as writers:
-        capture_shard(work, shard, target, writers, tqdm(disable=True))
+        capture_shard(work, shard, target, states_of, writers, tqdm(disable=True))
 
 
 def seconds(run: Callable[[], None]) -> float:

@@ -10,8 +10,8 @@ several machines into a folder that all of them see; a second start continues.
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -40,7 +40,14 @@ from heads.ends import TargetEnds
 from heads.load_target import load_target, load_tokenizer
 from heads.target import Target
 from scripts.capture_plan import Work, check_disk, prepared, target_json
-from scripts.capture_states import Copies, StatesOf, states_from_target, stored, token_fields
+from scripts.capture_states import (
+    Copies,
+    StatesOf,
+    states_from_engine,
+    states_from_target,
+    stored,
+    token_fields,
+)
 from train.command import check_data, fill_defaults
 from train.replay import greedy_answer
 
@@ -126,13 +133,14 @@ def write_shards(work: Work, state: PartialState) -> None:
         save_ends(target, ends)
     total = sum(shard.num_tokens for shard in todo)
     with (
+        states_source(work.config, target, work.plan.contents.layers) as states_of,
         Writers() as writers,
         tqdm(total=total, desc="capturing", unit="token", unit_scale=True, disable=quiet) as bar,
     ):
         if state.num_processes > 1:
             bar.set_postfix_str(f"each of {state.num_processes} processes")
         for shard in todo:
-            capture_shard(work, shard, target, writers, bar)
+            capture_shard(work, shard, target, states_of, writers, bar)
 
 
 def save_ends(target: Target, folder: Path) -> None:
@@ -156,10 +164,11 @@ def save_ends(target: Target, folder: Path) -> None:
         )
 
 
-def capture_shard(work: Work, shard: Shard, target: Target, writers: Writers, bar: tqdm) -> None:
-    """Runs the target over the sequences of a shard and hands them to a writer."""
+def capture_shard(
+    work: Work, shard: Shard, target: Target, states_of: StatesOf, writers: Writers, bar: tqdm
+) -> None:
+    """Takes the states of the sequences of a shard and hands them to a writer."""
     contents, copies = work.plan.contents, Copies(target.device)
-    states_of = states_source(work.config, target, contents.layers)
     sequences = []
     for rows in batches(work, shard, target):
         writers.check()
@@ -178,22 +187,13 @@ def capture_shard(work: Work, shard: Shard, target: Target, writers: Writers, ba
     writers.submit(write)
 
 
-def states_source(config: CaptureRun, target: Target, layers: tuple[int, ...]) -> StatesOf:
+def states_source(
+    config: CaptureRun, target: Target, layers: tuple[int, ...]
+) -> AbstractContextManager[StatesOf]:
     """Where the hidden states of packed sequences come from."""
     if config.engine is None:
-        return states_from_target(target, layers)
-    from data.engine_states import EngineStates
-
-    engine = EngineStates(config.engine, target.name, layers)
-
-    def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        rows = [
-            engine.read_packed({name: each[number] for name, each in batch.items()})
-            for number in range(len(batch["input_ids"]))
-        ]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    return states_of
+        return nullcontext(states_from_target(target, layers))
+    return states_from_engine(config.engine, target, layers)
 
 
 def batches(work: Work, shard: Shard, target: Target) -> Iterator[list[dict[str, Tensor]]]:

@@ -5,12 +5,16 @@ Letters: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from data.endpoint import Endpoint
+from data.engine_states import EngineStates, EngineTaps
 from data.layout import (
     HIDDEN,
     NO_PROBABILITY,
@@ -27,6 +31,7 @@ from heads.target import Reads, Target
 ROWS_PER_CHUNK = 1024
 GROUP = 8
 NUM_COPIES = 2
+NUM_REQUESTS = 16
 
 StatesOf = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
@@ -47,6 +52,31 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
         }
 
     return states_of
+
+
+@contextmanager
+def states_from_engine(url: str, target: Target, layers: tuple[int, ...]) -> Iterator[StatesOf]:
+    """The passes of a server that has the same target.
+
+    Args:
+        url: base URL of the server.
+        target: gives its final norm, which the server leaves out.
+        layers: to read.
+
+    Raises:
+        InputError: the server does not write these states.
+    """
+    norm = deepcopy(target.final_norm).cpu()
+    taps = EngineTaps(layers, target.num_layers, target.hidden_size, norm)
+    with EngineStates(Endpoint(url, setting="engine"), taps, NUM_REQUESTS) as engine:
+
+        def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            names, columns = batch.keys(), batch.values()
+            rows = [dict(zip(names, each, strict=True)) for each in zip(*columns, strict=True)]
+            found = list(engine.read_rows(rows))
+            return {name: torch.stack([states[name] for states in found]) for name in found[0]}
+
+        yield states_of
 
 
 @torch.no_grad()

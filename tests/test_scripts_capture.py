@@ -15,15 +15,19 @@ import pytest
 import torch
 from stores import SHARD_BYTES, captured, files, save_inputs, settings
 from test_train_launch import ENV, TWO
+from torch import Tensor
 
 from conf.schema import DataConfig, Dtype, InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data import shard
+from data.endpoint import Endpoint
+from data.engine_states import EngineTaps
 from data.features import FeatureStore, restore
 from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
 from scripts import capture as script
+from scripts import capture_states
 from scripts.capture import capture
 from scripts.capture_states import largest
 from train.replay import greedy_answer
@@ -353,28 +357,40 @@ def test_an_output_head_that_is_more_than_a_projection_is_refused(
 
 
 def test_states_may_come_from_an_engine(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target = load_target(settings(inputs, tmp_path).target, CPU)
+
     class EngineStates:
-        def __init__(self, endpoint: str, model: str, layers: tuple[int, ...]) -> None:
-            assert (endpoint, model) == ("http://here/v1", str(inputs / "target"))
-            self.layers = layers
+        """Gives states before the final norm, as the real one does."""
 
-        def read_packed(self, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            shape = (len(row["input_ids"]), 64)
-            found = {f"layers.{i}": torch.full(shape, float(i)) for i in self.layers}
-            return found | {
-                "hidden_states": (row["input_ids"] % 200)[:, None].expand(shape).float()
-            }
+        def __init__(self, endpoint: Endpoint, taps: EngineTaps, concurrency: int) -> None:
+            assert str(endpoint) == "engine=http://here/v1"
+            self.taps = taps
 
-    module = ModuleType("data.engine_states")
-    module.EngineStates = EngineStates  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "data.engine_states", module)
-    captured(inputs, tmp_path / "store", engine="http://here/v1", num_replay_prompts=0)
-    row = FeatureStore(tmp_path / "store").train[0]
-    real = row["document_ids"] >= 0
-    assert row["layers.3"][real].eq(3).all()
-    assert torch.equal(row["hidden_states"][:, 5][real].long(), row["input_ids"][real] % 200)
+        def __enter__(self) -> "EngineStates":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def read_rows(self, rows: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+            written = tuple(self.taps.written)
+            for row in rows:
+                names = ("input_ids", "position_ids", "document_ids")
+                output = target.read(*(row[name][None] for name in names), Reads(written))
+                yield self.taps.named(torch.stack([output.layers[i][0] for i in written], 1))
+
+    monkeypatch.setattr(capture_states, "EngineStates", EngineStates)
+    captured(inputs, tmp_path / "store", engine="http://here/v1")
+    store, local = FeatureStore(tmp_path / "store"), FeatureStore(whole)
+    for index in range(len(store.train)):
+        expected = local.train[index]
+        for name, found in store.train[index].items():
+            torch.testing.assert_close(found, expected[name], rtol=2**-7, atol=1e-5)
+    assert len(store.replay) == 2
+    with pytest.raises(InputError, match=r"target\.by_engine was True, is False"):
+        captured(inputs, tmp_path / "store")
 
 
 def test_the_manifest_says_where_a_store_is_from(whole: Path, inputs: Path) -> None:

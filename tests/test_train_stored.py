@@ -15,16 +15,24 @@ from stores import captured, save_inputs, settings
 from test_scripts_push import hub_env
 from toys import noisy_head, save_target
 
-from conf.schema import DataConfig, Dtype, InputError, MedusaConfig, MedusaRun, TargetConfig
-from conf.schema_capture import TeacherKind
-from conf.schema_eagle import EagleConfig, EagleForm
+from conf.schema import (
+    DataConfig,
+    Dtype,
+    InputError,
+    MedusaConfig,
+    MedusaRun,
+    TargetConfig,
+    TrainConfig,
+)
+from conf.schema_capture import StateFormat, TeacherKind
+from conf.schema_eagle import EagleConfig, EagleForm, EagleRun
 from data.features import StoredDataset
 from heads.eagle import EagleHead
 from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
 from heads.vocab import DraftVocab
-from train import command, loop
+from train import command, eagle, loop, medusa
 from train.medusa import make_head
 from train.replay import HeldoutReplay, StoredReplay
 from train.stored import check_reads, load_ends, open_store
@@ -248,6 +256,24 @@ def test_tau_from_a_store_is_that_of_the_target(
         assert [answer for answer, _ in stored.answers] == [answer for answer, _ in live.answers]
         assert stored(mine.eval()) == live(theirs.eval())
     assert len(StoredReplay(ends, opened.replay, 1, 3, Reads((1,))).prompts) == 1
+
+
+def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
+    settled = {"max_steps": 3, "batch_size": 2, "warmup_steps": 1, "num_eval_sequences": 2}
+    common = {"train": TrainConfig(**settled, num_replay_prompts=1)}
+    form = {"format": StateFormat.int8, "num_replay_prompts": 1}
+    hidden = captured(inputs, tmp_path / "hidden", **form)
+    medusa.main(
+        MedusaRun(data=DataConfig(features=str(hidden)), out_dir=str(tmp_path / "medusa"), **common)
+    )
+    top_k = captured(inputs, tmp_path / "top_k", teacher=TeacherKind.top_k, **form)
+    eagle.main(
+        EagleRun(data=DataConfig(features=str(top_k)), out_dir=str(tmp_path / "eagle"), **common)
+    )
+    for name in ("medusa", "eagle"):
+        assert (tmp_path / name / "head/config.json").is_file()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["eval/tau"] >= 1
 
 
 def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
