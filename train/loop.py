@@ -5,6 +5,7 @@ divides its sums by the number of supervised tokens of the whole optimizer step,
 all processes and micro batches before the first of them runs.
 """
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -21,7 +22,7 @@ from conf.schema import InputError, LogConfig, TrainConfig
 from train import checkpoint, schedule
 from train.launch import stop_signals
 from train.losses import Batch, Sums
-from train.processes import sync_if
+from train.placement import Placement, place
 from train.tracking import Metrics, as_line, figures
 
 
@@ -123,19 +124,7 @@ class _Run:
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
         self.checkpoints = job.out_dir / "checkpoints"
-        parameters = [p for p in job.objective.head.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=self.config.learning_rate,
-            betas=(0.9, self.config.adam_beta2),
-            weight_decay=self.config.weight_decay,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: schedule.rate(self.config, step)
-        )
-        self.parts = checkpoint.Parts(job.objective.head, optimizer, scheduler)
-        # The scheduler stays outside: accelerate would step it once per process.
-        self.objective, self.optimizer = accelerator.prepare(job.objective, optimizer)
+        self.placement: Placement
         self.weights = job.objective.weights.to(self.device)
         self.step = self.tokens = 0
         self.stop = {"asked": False}
@@ -149,16 +138,17 @@ class _Run:
             tqdm.write(text)
 
     def resume(self) -> None:
-        """Loads the checkpoint that `train.resume` names, and opens the metrics."""
+        """Loads the checkpoint that `train.resume` names, places the head, opens the metrics."""
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
         elif self.config.resume is not None:
             path = Path(self.config.resume)
+        moments = {} if path is None else self._restore(path)
+        self._check_agreed()
+        self.placement = place(self.accelerator, self.job.objective, self.config)
         if path is not None:
-            progress = checkpoint.restore(path, self.parts)
-            self._check_same(progress, path)
-            self.step, self.tokens = progress.step, progress.tokens
+            self.placement.restore(self.step, moments)
             self.say(f"continuing from {path}")
         # Nobody may write before everybody has looked at what is there.
         self.accelerator.wait_for_everyone()
@@ -168,12 +158,32 @@ class _Run:
             self.metrics = Metrics(self.job.out_dir, self.job.log, settings, self.say)
             self.metrics.forget_after(self.step)
 
+    def _restore(self, path: Path) -> dict[str, Tensor]:
+        """Sets progress and the head; returns the moments of its optimizer, not made yet."""
+        head = self.job.objective.head
+        progress, tensors = checkpoint.read(path, head)
+        self._check_same(progress, path)
+        head.load_state_dict(tensors.head)
+        self.step, self.tokens = progress.step, progress.tokens
+        return tensors.moments
+
+    def _check_agreed(self) -> None:
+        steps = torch.zeros(self.world, device=self.device)
+        steps[self.rank] = self.step
+        found = self._sum(steps).int().tolist()
+        if len(set(found)) > 1:
+            raise InputError(
+                f"train.resume={self.config.resume}: the processes found checkpoints of steps "
+                f"{found}: out_dir={self.job.out_dir} must be one folder that all nodes share"
+            )
+
     def _same(self) -> dict[str, Any]:
         return {
             "seed": self.job.seed,
             "train.batch_size": self.config.batch_size,
             "train.learning_rate": self.config.learning_rate,
             "train.weight_decay": self.config.weight_decay,
+            "train.adam_beta2": self.config.adam_beta2,
             "packed sequences": len(self.job.train),
             "checksum of the first sequence": self._checksum(),
         }
@@ -238,17 +248,14 @@ class _Run:
         micro = schedule.micro_batches(indices, self.rank, self.world, config.micro_batch_size)
         batches = [self._load(self.job.train, group) for group in micro]
         totals = self._count(batches)
-        # DDP averages gradients over processes; their sum is wanted.
+        # Gradients become a mean over the processes; their sum is wanted.
         scale = self.world * self.weights / totals[1:].clamp_min(1).float()
         sums = self._accumulate(batches, scale)
         step_sums = self._check_finite(sums, indices)
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
-            self._stop_on("the gradient's norm", float(norm), indices)
-        self.optimizer.step()
-        self._rate = self.parts.optimizer.param_groups[0]["lr"]
-        self.parts.scheduler.step()
-        self.optimizer.zero_grad()
+        self._rate = config.learning_rate * schedule.rate(config, self.step)
+        norm = self.placement.step(self._rate)
+        if not math.isfinite(norm):
+            self._stop_on("the gradient's norm", norm, indices)
         self.tokens += int(totals[0])
         self.window.append(step_sums)
         return float((self.weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
@@ -274,9 +281,9 @@ class _Run:
             first = self.rank * len(batches) + number
             torch.manual_seed(hash((self.job.seed, self.step, first)) % (1 << 63))
             last = number == len(batches) - 1
-            with sync_if(last, self.accelerator, self.objective):
-                sums: Sums = self.objective(batch)
-                self.accelerator.backward((scale * sums.loss).sum())
+            with self.placement.micro_batch(last):
+                sums: Sums = self.placement.objective(batch)
+                self.placement.backward((scale * sums.loss).sum())
             found.append(torch.stack([term.detach().float() for term in sums]))
         return torch.stack(found)
 
@@ -317,34 +324,43 @@ class _Run:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
-        objective, config = self.job.objective, self.config
+        objective = self.job.objective
         objective.eval()
-        sums = torch.zeros(4, len(self.weights), device=self.device)
-        mine = list(range(min(len(self.job.heldout), config.num_eval_sequences)))
-        mine = mine[self.rank :: self.world]
-        for begin in range(0, len(mine), config.micro_batch_size):
-            batch = self._load(self.job.heldout, mine[begin : begin + config.micro_batch_size])
-            with self.accelerator.autocast():
-                sums += torch.stack([term.float() for term in objective(batch)])
-        measures = objective.measures
-        self.evaluation = figures("eval", self._sum(sums), self.weights, measures)
-        if self.rank == 0 and self.job.evaluate is not None:
-            more = self.job.evaluate(objective.head)
-            self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
+        with self.placement.gathered():
+            sums = self._heldout_sums()
+            more: dict[str, float] = {}
+            if self.rank == 0 and self.job.evaluate is not None:
+                more = self.job.evaluate(objective.head)
         objective.train()
+        self.evaluation = figures("eval", self._sum(sums), self.weights, objective.measures)
+        self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
 
+    def _heldout_sums(self) -> Tensor:
+        """[4, K] over this process's share of the held-out sequences."""
+        size = self.config.micro_batch_size
+        sums = torch.zeros(4, len(self.weights), device=self.device)
+        mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
+        mine = mine[self.rank :: self.world]
+        for begin in range(0, len(mine), size):
+            batch = self._load(self.job.heldout, mine[begin : begin + size])
+            # Not a call: the hooks of a strategy would wait for processes that have no batch left.
+            sums += torch.stack([term.float() for term in self.job.objective.forward(batch)])
+        return sums
+
     def _save(self) -> None:
-        if self.rank == 0 and self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+        tensors = self.placement.tensors()
+        if self.rank == 0:
             position = self.step * self.config.batch_size
             progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
-            checkpoint.save(self.checkpoints, self.parts, progress, self.config.num_checkpoints)
+            checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
 
     def _save_head(self) -> None:
-        if self.rank == 0:
-            self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
+        with self.placement.gathered():
+            if self.rank == 0:
+                self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
