@@ -1,8 +1,10 @@
 """One run, laid out in every way: plain, DDP, FSDP2, DeepSpeed; and moved from one to another."""
 
+import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from conf.schema import InputError, LogConfig
 from train import loop, processes
-from train.placement import Placement, place
+from train.placement import Placement, Sharded, place
 
 __all__ = ["inputs"]
 LAYOUTS = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -184,13 +186,36 @@ def test_two_machines_of_one_process_each(straight: Path, inputs: Path, tmp_path
     assert_same_run(tmp_path / "out", straight)
 
 
-def placed(**changes: Any) -> Placement:
-    config = settings(weight_decay=0.1, **changes)
+@pytest.fixture(params=["plain", "fsdp2"])
+def layout(
+    request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[type[Placement]]:
+    """The class of `placed` in this process alone; FSDP2 with all of its shards."""
+    if request.param == "plain":
+        yield Placement
+        return
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield Sharded
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def placed() -> Placement:
+    config = settings(weight_decay=0.1)
     return place(processes.start(config), ToyObjective(), config)
 
 
 def batch(row: int) -> dict[str, Tensor]:
     return {name: values[None] for name, values in rows(4)[row].items()}
+
+
+def values(placement: Placement) -> list[list[float]]:
+    tensors = placement.tensors()
+    return [value.flatten().tolist() for value in (tensors.head | tensors.moments).values()]
 
 
 def one_step(placement: Placement, row: int) -> float:
@@ -199,8 +224,9 @@ def one_step(placement: Placement, row: int) -> float:
     return placement.step(learning_rate=0.1)
 
 
-def test_steps_are_those_of_torch() -> None:
+def test_steps_are_those_of_torch(layout: type[Placement]) -> None:
     placement, plain = placed(), ToyObjective()
+    assert type(placement) is layout
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
     for row in range(3):
         plain(batch(row)).loss.sum().backward()
@@ -208,12 +234,13 @@ def test_steps_are_those_of_torch() -> None:
         assert one_step(placement, row) == norm
         optimizer.step()
         optimizer.zero_grad()
-    for mine, theirs in zip(placement.head.parameters(), plain.head.parameters(), strict=True):
-        assert mine.equal(theirs)
+    with placement.gathered():
+        for name, theirs in plain.head.named_parameters():
+            assert placement.head.get_parameter(name).equal(theirs), name
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_what_is_restored_goes_on_as_what_was_saved(steps: int) -> None:
+def test_what_is_restored_goes_on_as_what_was_saved(layout: type[Placement], steps: int) -> None:
     saved = placed()
     for row in range(steps):
         one_step(saved, row)
@@ -222,22 +249,21 @@ def test_what_is_restored_goes_on_as_what_was_saved(steps: int) -> None:
     assert sorted(tensors.moments) == [
         "bias.exp_avg", "bias.exp_avg_sq", "weight.exp_avg", "weight.exp_avg_sq",
     ]  # fmt: skip
-    restored = placed()
-    restored.head.load_state_dict(tensors.head)
+    objective, config = ToyObjective(), settings(weight_decay=0.1)
+    objective.head.load_state_dict(tensors.head)
+    restored = place(processes.start(config), objective, config)
     restored.restore(steps, tensors.moments)
     one_step(saved, 3), one_step(restored, 3)
-    for mine, theirs in zip(restored.head.parameters(), saved.head.parameters(), strict=True):
-        assert mine.equal(theirs)
+    assert values(restored) == values(saved)
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
+def test_a_gradient_that_is_not_finite_is_not_applied(layout: type[Placement]) -> None:
     placement = placed()
-    before = placement.tensors()
-    placement.backward(placement.head(torch.full((1, 4), torch.inf)).sum())
-    assert placement.step(learning_rate=0.1) == float("inf")
-    after = placement.tensors()
-    assert all(after.head[name].equal(before.head[name]) for name in before.head)
-    assert all(not value.any() for value in after.moments.values())
+    before = values(placement)
+    bad = batch(0) | {"x": torch.full((1, 6, 4), torch.inf), "loss_mask": torch.ones(1, 6)}
+    placement.backward(placement.objective(bad).loss.sum())
+    assert not math.isfinite(placement.step(learning_rate=0.1))
+    assert values(placement) == before
 
 
 def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -277,6 +303,7 @@ def test_other_kinds_of_fsdp_are_refused(
         ("DEEPSPEED", {"zero_stage": 0}, {}, "zero_stage=0: allowed: 1, 2, 3"),
         ("DEEPSPEED", {"offload_param_device": "cpu"}, {}, "offload_param_device=cpu: allowed"),
         ("DEEPSPEED", {}, {"optimizer": {}}, "deepspeed config: remove optimizer"),
+        ("DEEPSPEED", {}, {"bf16": {"enabled": True}}, "deepspeed config: remove bf16"),
     ],
 )
 def test_deepspeed_settings_that_would_change_a_run_are_refused(

@@ -98,7 +98,7 @@ class Outcome:
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:
-    """Trains to `max_steps`, or until SIGTERM or SIGINT, which save a checkpoint first.
+    """Trains to `max_steps`, or until SIGTERM, SIGUSR1 or SIGINT, which save a checkpoint.
 
     Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
 

@@ -41,7 +41,7 @@ def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Pla
         objective.forward = torch.autocast(accelerator.device.type, dtype)(objective.forward)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return Zero(accelerator, objective, config)
-    if uses_fsdp() and accelerator.num_processes > 1:
+    if uses_fsdp() and torch.distributed.is_initialized():
         return Sharded(accelerator, objective, config)
     return Placement(accelerator, objective, config)
 

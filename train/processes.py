@@ -26,11 +26,16 @@ def start(config: TrainConfig) -> Accelerator:
         _set_up_fsdp()
     cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
     gloo = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
-    accelerator = Accelerator(
-        cpu=not cuda and not deepspeed,
-        mixed_precision="no",  # `placement` autocasts, alike under every strategy
-        kwargs_handlers=gloo,
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=not cuda and not deepspeed,
+            mixed_precision="no",  # `placement` autocasts, alike under every strategy
+            kwargs_handlers=gloo,
+        )
+    except ValueError as error:
+        raise InputError(
+            f"accelerate refuses this launch (train.dtype sets dtypes): {error}"
+        ) from error
     check_launch(os.environ, accelerator.num_processes)
     check_batch(config, accelerator.num_processes)
     if deepspeed:
@@ -80,15 +85,19 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
             raise InputError(
                 f"deepspeed {name}={getattr(plugin, name)}: allowed: none (a head is small)"
             )
-    for name in ("optimizer", "scheduler"):
-        if name in settings:
-            raise InputError(f"deepspeed config: remove {name}; train.* sets it")
+    dtypes = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled") is True]
+    for name in (*dtypes, *(name for name in ("optimizer", "scheduler") if name in settings)):
+        raise InputError(f"deepspeed config: remove {name}; train.* sets it")
+    zero = settings["zero_optimization"]
+    # Left to DeepSpeed; accelerate would look for a hidden size.
+    for name in [name for name, value in zero.items() if value == "auto"]:
+        del zero[name]
     settings["gradient_accumulation_steps"] = 1  # micro batches are counted by the loop
     settings["train_micro_batch_size_per_gpu"] = config.micro_batch_size
     settings["train_batch_size"] = config.micro_batch_size * accelerator.num_processes
     settings["gradient_clipping"] = config.max_grad_norm
     # Otherwise ZeRO-3 puts its own in place of `torch.nn.functional.linear`, with other rounding.
-    settings["zero_optimization"]["memory_efficient_linear"] = False
+    zero["memory_efficient_linear"] = False
     # DeepSpeed calls what torch 2.13 deprecates, at every step.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     # Under ZeRO-3 transformers would load the target in shards.
