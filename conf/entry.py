@@ -33,7 +33,8 @@ def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None
         try:
             main(_checked(composed))
         except InputError as error:
-            if os.environ.get("RANK", "0") == "0":
+            # On every node: what is wrong may be wrong on one of them only.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr)  # noqa: T201
             sys.exit(2)
 

@@ -309,9 +309,10 @@ class EagleHead(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The names of the original layout, with `d2t` and `t2d` for a reduced vocabulary."""
         prefix = LAYER_NAMES[self.config.form]
+        # Not `state_dict`, which FSDP takes as a wish for shards.
         named = {
-            prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
-            for name, tensor in self.state_dict().items()
+            prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: p.detach()
+            for name, p in self.named_parameters()
         }
         if not self.vocab.full:
             named |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}

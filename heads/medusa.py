@@ -165,7 +165,8 @@ class MedusaHead(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Original names: `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`."""
-        return {name.removeprefix("heads."): tensor for name, tensor in self.state_dict().items()}
+        # Not `state_dict`, which FSDP takes as a wish for shards.
+        return {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
 
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
         """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.

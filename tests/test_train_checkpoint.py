@@ -14,50 +14,38 @@ from torch import nn
 from conf.schema import InputError
 from heads.storage import atomic_folder
 from train import checkpoint
-from train.checkpoint import Parts, Progress
+from train.checkpoint import Progress, Tensors
 
 RUN = {"seed": 0}
 
 
-def parts(seed: int = 0, width: int = 4) -> Parts:
-    torch.manual_seed(seed)
+def head_of(width: int = 4) -> nn.Linear:
     head = nn.Linear(width, 3)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return Parts(head, optimizer, scheduler)
+    head.bias.requires_grad_(False)
+    return head
 
 
-def step(made: Parts) -> None:
-    made.optimizer.zero_grad()
-    made.head(torch.randn(2, made.head.in_features)).pow(2).sum().backward()  # type: ignore[arg-type]
-    made.optimizer.step()
-    made.scheduler.step()
+def tensors(width: int = 4, value: float = 0.5) -> Tensors:
+    weights = {"weight": torch.full((3, width), value), "bias": torch.arange(3.0)}
+    keys = ("weight.exp_avg", "weight.exp_avg_sq")
+    return Tensors(weights, {key: torch.full((3, width), value + 1) for key in keys})
 
 
-def save(folder: Path, made: Parts, number: int, keep: int = 2) -> Path:
+def save(folder: Path, made: Tensors, number: int, keep: int = 2) -> Path:
     return checkpoint.save(folder, made, Progress(number, 10 * number, 2 * number, RUN), keep)
 
 
-def weights(made: Parts) -> list[float]:
-    return [value for p in made.head.parameters() for value in p.flatten().tolist()]
-
-
-def test_continuing_equals_never_having_stopped(tmp_path: Path) -> None:
-    straight = parts()
-    step(straight)
-    path = save(tmp_path, straight, 1)
-    step(straight)
-    resumed = parts(seed=9)
-    progress = checkpoint.restore(path, resumed)
-    step(resumed)
+def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
+    progress, found = checkpoint.read(save(tmp_path, tensors(), 1), head_of())
     assert progress == Progress(1, 10, 2, RUN)
-    assert weights(resumed) == weights(straight)
-    assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
+    assert sorted(found.head) == ["bias", "weight"]
+    assert sorted(found.moments) == ["weight.exp_avg", "weight.exp_avg_sq"]
+    assert found.head["bias"].tolist() == [0.0, 1.0, 2.0]
+    assert found.moments["weight.exp_avg"].equal(torch.full((3, 4), 1.5))
 
 
 def test_only_safetensors_and_json_and_the_newest_are_kept(tmp_path: Path) -> None:
-    made = parts()
-    step(made)
+    made = tensors()
     for number in (1, 2, 3):
         save(tmp_path, made, number)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
@@ -66,7 +54,7 @@ def test_only_safetensors_and_json_and_the_newest_are_kept(tmp_path: Path) -> No
 
 
 def test_later_checkpoints_of_a_run_given_up_go(tmp_path: Path) -> None:
-    made = parts()
+    made = tensors()
     for number in (2, 4, 1):
         save(tmp_path, made, number, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
@@ -75,8 +63,7 @@ def test_later_checkpoints_of_a_run_given_up_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["head.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage: str) -> None:
-    made = parts()
-    step(made)
+    made = tensors()
     older = save(tmp_path, made, 1)
     file = save(tmp_path, made, 2) / name
     content = bytearray(file.read_bytes())
@@ -91,30 +78,45 @@ def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage
     assert checkpoint.latest(tmp_path, said.append) == older
     assert "step-000002 is damaged" in said[0]
     with pytest.raises(InputError, match="is damaged"):
-        checkpoint.restore(tmp_path / "step-000002", made)
+        checkpoint.read(tmp_path / "step-000002", head_of())
 
 
 def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path, print) is None
-    (save(tmp_path, parts(), 1) / "head.safetensors").write_bytes(b"")
+    (save(tmp_path, tensors(), 1) / "head.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="every checkpoint"):
         checkpoint.latest(tmp_path, print)
 
 
 def test_half_written_folder_is_not_accepted(tmp_path: Path) -> None:
-    whole = save(tmp_path, parts(), 1)
+    whole = save(tmp_path, tensors(), 1)
     (tmp_path / ".writing-step-000002").mkdir()
     (tmp_path / "step-000003").mkdir()
     assert checkpoint.latest(tmp_path, lambda _text: None) == whole
 
 
-def test_checkpoint_of_another_head(tmp_path: Path) -> None:
-    path = save(tmp_path, parts(), 1)
-    with pytest.raises(InputError, match="of another head"):
-        checkpoint.restore(path, parts(width=5))
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (head_of(5), r"weight has shape \[3, 4\] there and \[3, 5\] here.* 3 tensors differ"),
+        (nn.Linear(4, 3), r"bias.exp_avg has shape none there and \[3\] here"),
+        (nn.Linear(4, 3, bias=False), r"bias has shape \[3\] there and none here"),
+    ],
+)
+def test_checkpoint_of_another_head(tmp_path: Path, head: nn.Module, message: str) -> None:
+    with pytest.raises(InputError, match=f"of another head: {message}"):
+        checkpoint.read(save(tmp_path, tensors(), 1), head)
 
 
-def check_full(folder: Path, made: Parts, older: Path, match: str) -> None:
+def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
+    path = save(tmp_path, tensors(), 1)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "format": 1}))
+    with pytest.raises(InputError, match="format 1, this version reads 2"):
+        checkpoint.read(path, head_of())
+
+
+def check_full(folder: Path, made: Tensors, older: Path, match: str) -> None:
     with pytest.raises(InputError, match=match) as caught:
         save(folder, made, 2)
     assert str(folder / "step-000002") in str(caught.value)
@@ -125,7 +127,7 @@ def check_full(folder: Path, made: Parts, older: Path, match: str) -> None:
 def test_full_disk_keeps_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = parts()
+    made = tensors()
     older = save(tmp_path, made, 1)
 
     def full(*_args: object) -> None:
@@ -137,7 +139,7 @@ def test_full_disk_keeps_the_earlier_checkpoint(
 
 def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
     """The same through the real writer, stopped by a limit on the size of files."""
-    made = parts(width=4000)
+    made = tensors(width=4000)
     older = save(tmp_path, made, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -157,8 +159,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("may not mount a small file system here")
     try:
-        made = parts(width=16_000)
-        older = checkpoint.save(tmp_path / "c", parts(), Progress(1, 1, 1, RUN), 2)
+        made = tensors(width=16_000)
+        older = checkpoint.save(tmp_path / "c", tensors(), Progress(1, 1, 1, RUN), 2)
         check_full(tmp_path / "c", made, older, "No space left on device")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -177,5 +179,5 @@ def test_folder_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_state_is_readable_json(tmp_path: Path) -> None:
-    state = json.loads((save(tmp_path, parts(), 7) / "state.json").read_text())
+    state = json.loads((save(tmp_path, tensors(), 7) / "state.json").read_text())
     assert (state["step"], state["tokens"], state["position"]) == (7, 70, 14)

@@ -145,21 +145,6 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
         torch.testing.assert_close(weights(tmp_path / "out")[name], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-def test_deepspeed_zero_2_equals_one_process(straight: Path, inputs: Path, tmp_path: Path) -> None:
-    zero2 = [*LAUNCH, "--config_file", str(ROOT / "conf/accelerate/zero2.yaml")]
-    said = trained([*zero2, *arguments(inputs, tmp_path / "out")], tmp_path)
-    assert "no checkpoints are written" in said
-    assert curve(tmp_path / "out", "train/loss") == pytest.approx(
-        curve(straight, "train/loss"), rel=1e-5
-    )
-    expected = weights(straight)
-    for name, tensor in weights(tmp_path / "out").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
-    refused = run([*zero2, *arguments(inputs, tmp_path / "more", "train.resume=auto")], tmp_path)
-    assert "train.resume=auto: not under DeepSpeed" in refused.stderr
-
-
 def test_kill_9_then_resume_equals_an_uninterrupted_run(
     straight: Path, inputs: Path, tmp_path: Path
 ) -> None:

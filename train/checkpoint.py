@@ -3,6 +3,10 @@
 A folder is written under a temporary name, synced and renamed. `state.json` comes last and
 holds size and CRC-32 of every other file, so a truncated or altered file is noticed. Tensors
 are safetensors, the rest is JSON; nothing is ever unpickled.
+
+Tensors are whole and named after parameters, so a checkpoint fits any number of processes and
+any way the head lies on them. Learning rate, order of sequences and random draws follow from
+the step alone, so nothing of them is kept.
 """
 
 import json
@@ -13,15 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from conf.schema import InputError
 from heads.storage import atomic_folder
 
-_FORMAT = 1
-_FILES = ("head.safetensors", "optimizer.safetensors", "random.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter, besides the number of steps."""
+_FORMAT = 2
+_FILES = ("head.safetensors", "optimizer.safetensors")
 Say = Callable[[str], None]
 
 
@@ -43,15 +48,19 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a checkpoint saves and restores in place."""
+class Tensors:
+    """A head and its optimizer, whole, on the CPU.
 
-    head: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    Attributes:
+        head: parameters by name, frozen ones too.
+        moments: by `<parameter>.<moment>`, of each trained parameter.
+    """
+
+    head: dict[str, Tensor]
+    moments: dict[str, Tensor]
 
 
-def save(folder: Path, parts: Parts, progress: Progress, keep: int) -> Path:
+def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
     """Writes a checkpoint and removes all but the newest `keep`.
 
     Checkpoints of later steps go too: they are of a run that was given up when this one
@@ -59,7 +68,7 @@ def save(folder: Path, parts: Parts, progress: Progress, keep: int) -> Path:
 
     Args:
         folder: `out_dir/checkpoints`.
-        parts: what to save.
+        tensors: what to save.
         progress: where the run stands.
         keep: checkpoints to keep, this one included.
 
@@ -70,10 +79,8 @@ def save(folder: Path, parts: Parts, progress: Progress, keep: int) -> Path:
         InputError: the disk is full; earlier checkpoints are intact.
     """
     final = folder / f"step-{progress.step:06d}"
-    tensors, groups = _flatten(parts.optimizer.state_dict())
     with atomic_folder(final) as temporary:
-        head = {name: _stored(value) for name, value in parts.head.state_dict().items()}
-        for name, content in zip(_FILES, (head, tensors, _random_state()), strict=True):
+        for name, content in zip(_FILES, (tensors.head, tensors.moments), strict=True):
             save_file(content, temporary / name)
         state = {
             "format": _FORMAT,
@@ -81,8 +88,6 @@ def save(folder: Path, parts: Parts, progress: Progress, keep: int) -> Path:
             "tokens": progress.tokens,
             "position": progress.position,
             "run": progress.run,
-            "param_groups": groups,
-            "scheduler": _plain(parts.scheduler.state_dict()),
             "files": {name: _fingerprint(temporary / name) for name in _FILES},
         }
         (temporary / "state.json").write_text(json.dumps(state, indent=1))
@@ -132,31 +137,42 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def restore(path: Path, parts: Parts) -> Progress:
-    """Loads a checkpoint.
+def read(path: Path, head: nn.Module) -> tuple[Progress, Tensors]:
+    """Reads a checkpoint; its tensors are mapped, and come from the disk as they are used.
 
-    Effects: overwrites the head's parameters, the optimizer's and the scheduler's state, and
-    torch's random state.
+    Args:
+        path: the checkpoint's folder.
+        head: what it must fit, with whole parameters.
 
     Raises:
-        InputError: the checkpoint is damaged, or of another head.
+        InputError: it is damaged, of another format, or of another head.
     """
     damage = damage_of(path)
     if damage is not None:
         raise InputError(f"checkpoint {path} is damaged: {damage}")
     state = json.loads((path / "state.json").read_text())
-    try:
-        parts.head.load_state_dict(load_file(path / "head.safetensors"))
-        parts.optimizer.load_state_dict(
-            _unflatten(load_file(path / "optimizer.safetensors"), state["param_groups"])
+    tensors = Tensors(*(load_file(path / name) for name in _FILES))
+    _check_fits(path, tensors, head)
+    return Progress(state["step"], state["tokens"], state["position"], state["run"]), tensors
+
+
+def _check_fits(path: Path, tensors: Tensors, head: nn.Module) -> None:
+    expected = {name: parameter.shape for name, parameter in head.named_parameters()}
+    trained = [(name, p.shape) for name, p in head.named_parameters() if p.requires_grad]
+    expected |= {f"{name}.{key}": shape for name, shape in trained for key in MOMENTS}
+    found = {name: value.shape for name, value in (tensors.head | tensors.moments).items()}
+    wrong = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
+    if wrong:
+        name = wrong[0]
+        raise InputError(
+            f"checkpoint {path} is of another head: {name} has shape "
+            f"{_written(found.get(name))} there and {_written(expected.get(name))} here, and so "
+            f"{len(wrong)} tensors differ; use the settings head.* of the run it is of"
         )
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"checkpoint {path} is of another head: {error}") from error
-    # The schedule's functions are the code's; None means keep them.
-    lambdas = [None] * len(state["param_groups"])
-    parts.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": lambdas})
-    _set_random_state(load_file(path / "random.safetensors"))
-    return Progress(state["step"], state["tokens"], state["position"], state["run"])
+
+
+def _written(shape: Size | None) -> str:
+    return "none" if shape is None else str(list(shape))
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -170,48 +186,3 @@ def _fingerprint(path: Path) -> dict[str, int]:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
     return {"bytes": path.stat().st_size, "crc32": crc}
-
-
-def _stored(value: Tensor) -> Tensor:
-    # A clone, because safetensors refuses tensors that share memory.
-    return value.detach().to("cpu", copy=True).contiguous()
-
-
-def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """An optimizer's state as named tensors `<parameter>.<key>` and JSON groups."""
-    tensors = {
-        f"{index}.{key}": _stored(torch.as_tensor(value))
-        for index, values in state["state"].items()
-        for key, value in values.items()
-    }
-    return tensors, [_plain(group) for group in state["param_groups"]]
-
-
-def _unflatten(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = value
-    tuples = [
-        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        for group in groups
-    ]
-    return {"state": state, "param_groups": tuples}
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what JSON cannot hold (the schedule's function, which the code supplies)."""
-    return {key: value for key, value in values.items() if key != "lr_lambdas"}
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().cpu()
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

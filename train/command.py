@@ -158,7 +158,5 @@ def print_end(outcome: loop.Outcome, out_dir: Path) -> None:
         tau = outcome.evaluation.get("eval/tau")
         measured = "" if tau is None else f", tau {tau:.2f} on held-out prompts (chain)"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
-    elif (out_dir / "checkpoints").is_dir():
-        print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201
     else:
-        print(f"stopped at step {outcome.step}; no checkpoint was written")  # noqa: T201
+        print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201

@@ -5,15 +5,37 @@ waited for only if it is slower than training. On CUDA the target reads the next
 a stream of its own beside the head's step on this one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from train.losses import Batch
+
+
+class Dataset(Protocol):
+    """Packed sequences."""
+
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        """One of them, as [T] tensors."""
+        ...
+
+
+def stacked(
+    dataset: Dataset, indices: list[int], device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Some sequences as one batch, on a device if one is named."""
+    rows = [dataset[index] for index in indices]
+    return {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+
 
 Load = Callable[[int], list[dict[str, Tensor]]]
 Prepare = Callable[[Batch], Batch]

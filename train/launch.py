@@ -48,7 +48,7 @@ def check_out_dir(out_dir: Path, resume: str | None) -> None:
 
 @contextmanager
 def stop_signals(stop: dict[str, bool]) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a stop instead of ending the process.
+    """SIGTERM, SIGUSR1 and SIGINT ask for a stop instead of ending the process.
 
     Launchers pass one on, so the same signal may come twice at once; a second SIGINT later
     than two seconds after the first is a person who does not want to wait.
@@ -61,7 +61,8 @@ def stop_signals(stop: dict[str, bool]) -> Iterator[None]:
         if number == signal.SIGINT and first[-1] - first[0] > 2:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield
     finally:

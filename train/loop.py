@@ -5,6 +5,7 @@ divides its sums by the number of supervised tokens of the whole optimizer step,
 all processes and micro batches before the first of them runs.
 """
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,30 +14,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError, LogConfig, TrainConfig
 from train import checkpoint, schedule
-from train.feed import Feed
+from train.feed import Dataset, Feed, stacked
 from train.launch import stop_signals
 from train.losses import Batch, Sums
-from train.processes import sync_if
+from train.placement import Placement, place
 from train.tracking import Metrics, as_line, figures
 
-
-class Dataset(Protocol):
-    """Packed sequences."""
-
-    def __len__(self) -> int:
-        """How many."""
-        ...
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        """One of them, as [T] tensors."""
-        ...
+TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
 Evaluate = Callable[[Any], dict[str, float]]
@@ -103,7 +94,7 @@ class Outcome:
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:
-    """Trains to `max_steps`, or until SIGTERM or SIGINT, which save a checkpoint first.
+    """Trains to `max_steps`, or until SIGTERM, SIGUSR1 or SIGINT, which save a checkpoint.
 
     Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
 
@@ -129,19 +120,7 @@ class Run:
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
         self.checkpoints = job.out_dir / "checkpoints"
-        parameters = [p for p in job.objective.head.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=self.config.learning_rate,
-            betas=(0.9, self.config.adam_beta2),
-            weight_decay=self.config.weight_decay,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: schedule.rate(self.config, step)
-        )
-        self.parts = checkpoint.Parts(job.objective.head, optimizer, scheduler)
-        # The scheduler stays outside: accelerate would step it once per process.
-        self.objective, self.optimizer = accelerator.prepare(job.objective, optimizer)
+        self.placement: Placement
         self.weights = job.objective.weights.to(self.device)
         self.step = self.tokens = 0
         self.stop = {"asked": False}
@@ -155,16 +134,17 @@ class Run:
             tqdm.write(text)
 
     def resume(self) -> None:
-        """Loads the checkpoint that `train.resume` names; opens the feed and the metrics."""
+        """Loads the checkpoint that `train.resume` names; opens feed and metrics."""
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
         elif self.config.resume is not None:
             path = Path(self.config.resume)
+        moments = {} if path is None else self._restore(path)
+        self._check_agreed()
+        self.placement = place(self.accelerator, self.job.objective, self.config)
         if path is not None:
-            progress = checkpoint.restore(path, self.parts)
-            self._check_same(progress, path)
-            self.step, self.tokens = progress.step, progress.tokens
+            self.placement.restore(self.step, moments)
             self.say(f"continuing from {path}")
         prepare, last = self.job.objective.prepare, self.config.max_steps
         self.feed = Feed(self._load, prepare, self.device, self.step, last)
@@ -176,19 +156,40 @@ class Run:
             self.metrics = Metrics(self.job.out_dir, self.job.log, settings, self.say)
             self.metrics.forget_after(self.step)
 
+    def _restore(self, path: Path) -> dict[str, Tensor]:
+        """Sets progress and the head; returns the moments of its optimizer, not made yet."""
+        head = self.job.objective.head
+        progress, tensors = checkpoint.read(path, head)
+        self._check_same(progress, path)
+        head.load_state_dict(tensors.head)
+        self.step, self.tokens = progress.step, progress.tokens
+        return tensors.moments
+
+    def _check_agreed(self) -> None:
+        steps = torch.zeros(self.world, device=self.device)
+        steps[self.rank] = self.step
+        found = self._sum(steps).int().tolist()
+        if len(set(found)) > 1:
+            raise InputError(
+                f"train.resume={self.config.resume}: the processes found checkpoints of steps "
+                f"{found}: out_dir={self.job.out_dir} must be one folder that all nodes share"
+            )
+
     def _same(self) -> dict[str, Any]:
         return {
             "seed": self.job.seed,
             "train.batch_size": self.config.batch_size,
             "train.learning_rate": self.config.learning_rate,
             "train.weight_decay": self.config.weight_decay,
+            "train.adam_beta2": self.config.adam_beta2,
             "packed sequences": len(self.job.train),
             "checksum of the first sequence": self._checksum(),
         }
 
     def _checksum(self) -> int:
+        """Of the first sequence's tokens; states, if a store has them, may come in any format."""
         first = self.job.train[0]
-        return sum(zlib.crc32(first[name].cpu().numpy().tobytes()) for name in sorted(first))
+        return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
 
     def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
         for key, now in self._same().items():
@@ -241,20 +242,15 @@ class Run:
         """One optimizer step; returns its loss."""
         config = self.config
         totals = self._count(self.feed.next_step())
-        # DDP averages gradients over processes; their sum is wanted.
+        # Gradients become a mean over the processes; their sum is wanted.
         scale = self.world * self.weights / totals[1:].clamp_min(1).float()
         sums = self._accumulate(scale)
         step_sums = self._check_finite(sums, self._indices(self.step))
+        self._rate = config.learning_rate * schedule.rate(config, self.step)
         with record_function("optimizer"):
-            norm = self.accelerator.clip_grad_norm_(
-                self.objective.parameters(), config.max_grad_norm
-            )
-            if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
-                self._stop_on("the gradient's norm", float(norm), self._indices(self.step))
-            self.optimizer.step()
-        self._rate = self.parts.optimizer.param_groups[0]["lr"]
-        self.parts.scheduler.step()
-        self.optimizer.zero_grad()
+            norm = self.placement.step(self._rate)
+        if not math.isfinite(norm):
+            self._stop_on("the gradient's norm", norm, self._indices(self.step))
         self.tokens += int(totals[0])
         self.window.append(step_sums)
         return float((self.weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
@@ -289,11 +285,10 @@ class Run:
         found: list[Tensor] = []
         num_micro = self.config.batch_size // (self.world * self.config.micro_batch_size)
         for batch in self.feed.micro_batches():
-            last = len(found) == num_micro - 1
-            with sync_if(last, self.accelerator, self.objective):
-                sums: Sums = self.objective(batch, scale)
+            with self.placement.micro_batch(len(found) == num_micro - 1):
+                sums: Sums = self.placement.objective(batch, scale)
                 with record_function("backward"):
-                    self.accelerator.backward(sums.total)
+                    self.placement.backward(sums.total)
             found.append(sums.terms)
         return torch.stack(found)
 
@@ -334,35 +329,43 @@ class Run:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
-        objective, config = self.job.objective, self.config
+        objective = self.job.objective
         objective.eval()
-        sums = torch.zeros(2 + len(objective.measures), len(self.weights), device=self.device)
-        mine = list(range(min(len(self.job.heldout), config.num_eval_sequences)))
-        mine = mine[self.rank :: self.world]
-        for begin in range(0, len(mine), config.micro_batch_size):
-            rows = mine[begin : begin + config.micro_batch_size]
-            batch = on(self.device, stacked(self.job.heldout, rows))
-            with self.accelerator.autocast():
-                sums += objective(objective.prepare(batch), self.weights).terms
-        measures = objective.measures
-        self.evaluation = figures("eval", self._sum(sums), self.weights, measures)
-        if self.rank == 0 and self.job.evaluate is not None:
-            more = self.job.evaluate(objective.head)
-            self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
+        with self.placement.gathered():
+            sums = self._heldout_sums()
+            more: dict[str, float] = {}
+            if self.rank == 0 and self.job.evaluate is not None:
+                more = self.job.evaluate(objective.head)
         objective.train()
+        self.evaluation = figures("eval", self._sum(sums), self.weights, objective.measures)
+        self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
 
+    def _heldout_sums(self) -> Tensor:
+        """[2 + L, K] over this process's share of the held-out sequences."""
+        objective, size = self.job.objective, self.config.micro_batch_size
+        sums = torch.zeros(2 + len(objective.measures), len(self.weights), device=self.device)
+        mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
+        mine = mine[self.rank :: self.world]
+        for begin in range(0, len(mine), size):
+            batch = stacked(self.job.heldout, mine[begin : begin + size], self.device)
+            # Not a call: the hooks of a strategy would wait for processes that have no batch left.
+            sums += objective.forward(objective.prepare(batch), self.weights).terms
+        return sums
+
     def _save(self) -> None:
-        if self.rank == 0 and self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+        tensors = self.placement.tensors()
+        if self.rank == 0:
             position = self.step * self.config.batch_size
             progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
-            checkpoint.save(self.checkpoints, self.parts, progress, self.config.num_checkpoints)
+            checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
 
     def _save_head(self) -> None:
-        if self.rank == 0:
-            self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
+        with self.placement.gathered():
+            if self.rank == 0:
+                self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
@@ -370,17 +373,6 @@ class Run:
         self.feed.close()
         if self.metrics is not None:
             self.metrics.close()
-
-
-def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
-    """Some sequences as one batch."""
-    rows = [dataset[index] for index in indices]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch on a device."""
-    return {name: each.to(device) for name, each in batch.items()}
 
 
 def _num_tokens(batch: Mapping[str, Tensor]) -> Tensor:

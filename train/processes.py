@@ -1,12 +1,11 @@
-"""The processes of a launch: joining them, and when their gradients meet."""
+"""Joining the processes of a launch: one, DDP, FSDP2 or DeepSpeed."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
-from torch import nn
+from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.launch import check_launch
 from conf.schema import Dtype, InputError, TrainConfig
@@ -17,20 +16,26 @@ def start(config: TrainConfig) -> Accelerator:
     """Joins the processes of this launch.
 
     Raises:
-        InputError: they do not see each other, the batch does not divide among them, or the
-            dtype cannot be trained in.
+        InputError: they do not see each other, the batch does not divide among them, the dtype
+            cannot be trained in, or the launch file asks for what is not supported.
     """
     if config.dtype is Dtype.float16:
         raise InputError("train.dtype=float16 is not trained in; allowed: auto, float32, bfloat16")
-    cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
     deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
-    bfloat16 = config.dtype is Dtype.bfloat16 or (config.dtype is Dtype.auto and cuda)
+    if uses_fsdp():
+        _set_up_fsdp()
+    cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
     gloo = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
-    accelerator = Accelerator(
-        cpu=not cuda and not deepspeed,
-        mixed_precision="bf16" if bfloat16 else "no",
-        kwargs_handlers=gloo,
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=not cuda and not deepspeed,
+            mixed_precision="no",  # `placement` autocasts, alike under every strategy
+            kwargs_handlers=gloo,
+        )
+    except ValueError as error:
+        raise InputError(
+            f"accelerate refuses this launch (train.dtype sets dtypes): {error}"
+        ) from error
     check_launch(os.environ, accelerator.num_processes)
     check_batch(config, accelerator.num_processes)
     if deepspeed:
@@ -38,35 +43,66 @@ def start(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
-    """Gives DeepSpeed what it would otherwise take from a loader; it clips by itself.
+def uses_fsdp() -> bool:
+    """Whether the launch asked for FSDP; on CPU the accelerator does not know."""
+    return _is_set("ACCELERATE_USE_FSDP")
+
+
+def _set_up_fsdp() -> None:
+    """Keeps transformers from loading the target, which is not sharded, on one process only.
 
     Raises:
-        InputError: ZeRO-3, or a run to continue: its optimizer state lies in shards that our
-            checkpoints do not hold.
+        InputError: FSDP1, or parameters on the CPU.
     """
+    version = os.environ.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise InputError(f"fsdp_version={version}: allowed: 2, as in conf/accelerate/fsdp2.yaml")
+    if _is_set("FSDP_OFFLOAD_PARAMS"):
+        raise InputError("fsdp_offload_params=true: allowed: false (a head is small)")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Tells DeepSpeed what `train.*` says, and transformers to leave the target whole.
+
+    Raises:
+        InputError: a setting of DeepSpeed that would change what is trained, or how it is saved.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        raise InputError(
+            "ACCELERATE_USE_CPU switches DeepSpeed off: for DeepSpeed on the CPU unset it, and "
+            "hide GPUs with CUDA_VISIBLE_DEVICES= instead"
+        )
     plugin = accelerator.state.deepspeed_plugin
-    if plugin.zero_stage == 3:
-        raise InputError("deepspeed zero_stage=3: allowed: 0, 1, 2 (a head is small)")
-    if config.resume is not None:
-        raise InputError(f"train.resume={config.resume}: not under DeepSpeed; use DDP to resume")
-    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.micro_batch_size
-    plugin.deepspeed_config["gradient_clipping"] = config.max_grad_norm
-    accelerator.print("DeepSpeed: no checkpoints are written; a stopped run starts again")
+    settings = plugin.deepspeed_config
+    if plugin.zero_stage not in (1, 2, 3):
+        raise InputError(
+            f"deepspeed zero_stage={plugin.zero_stage}: allowed: 1, 2, 3; without ZeRO use "
+            "conf/accelerate/ddp.yaml"
+        )
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        if getattr(plugin, name) not in (None, "none"):
+            raise InputError(
+                f"deepspeed {name}={getattr(plugin, name)}: allowed: none (a head is small)"
+            )
+    dtypes = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled") is True]
+    for name in (*dtypes, *(name for name in ("optimizer", "scheduler") if name in settings)):
+        raise InputError(f"deepspeed config: remove {name}; train.* sets it")
+    zero = settings["zero_optimization"]
+    # Left to DeepSpeed; accelerate would look for a hidden size.
+    for name in [name for name, value in zero.items() if value == "auto"]:
+        del zero[name]
+    settings["gradient_accumulation_steps"] = 1  # micro batches are counted by the loop
+    settings["train_micro_batch_size_per_gpu"] = config.micro_batch_size
+    settings["train_batch_size"] = config.micro_batch_size * accelerator.num_processes
+    settings["gradient_clipping"] = config.max_grad_norm
+    # Otherwise ZeRO-3 puts its own in place of `torch.nn.functional.linear`, with other rounding.
+    zero["memory_efficient_linear"] = False
+    # DeepSpeed calls what torch 2.13 deprecates, at every step.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    # Under ZeRO-3 transformers would load the target in shards.
+    unset_hf_deepspeed_config()
 
 
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
-
-
-@contextmanager
-def sync_if(last: bool, accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    """Lets gradients of this micro batch meet only if it is the `last` of its step."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.sync_gradients = last
-        yield
-    elif last:
-        yield
-    else:
-        with accelerator.no_sync(module):
-            yield

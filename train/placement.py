@@ -1,0 +1,274 @@
+"""How a head's parameters, gradients and optimizer state lie on the processes.
+
+One class per strategy behind one interface: the same optimizer step under each, and whole
+tensors in and out, so that a checkpoint does not depend on which of them wrote it.
+
+The objective is one unit under all of them. Losses use the head's weights directly, outside
+the forward of its submodules, and once more in the backward pass (recomputed chunks), so all
+weights are whole from the start of the objective's forward to the end of its backward.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from conf.schema import TrainConfig
+from heads.load_target import resolve_dtype
+from train.checkpoint import MOMENTS, Tensors
+from train.processes import uses_fsdp
+
+
+def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":
+    """Lays the head of an objective out on the processes of a launch, and makes its optimizer.
+
+    Args:
+        accelerator: of `processes.start`.
+        objective: an `nn.Module` whose parameters are all those of its `head`, float32, the
+            same on every process. Its forward pass gets the autocast of `train.dtype`.
+        config: the optimizer's settings.
+    """
+    # Here and not by accelerate, which has DeepSpeed cast the parameters instead.
+    dtype = resolve_dtype(config.dtype, accelerator.device)
+    if dtype is not torch.float32:
+        objective.forward = torch.autocast(accelerator.device.type, dtype)(objective.forward)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return Zero(accelerator, objective, config)
+    if uses_fsdp() and torch.distributed.is_initialized():
+        return Sharded(accelerator, objective, config)
+    return Placement(accelerator, objective, config)
+
+
+class Placement:
+    """Everything on every process: one process alone, or DDP.
+
+    Attributes:
+        objective: to be called for training, on micro batches.
+        head: the plain module; its parameters are whole inside `gathered` only.
+        trained: the head's trainable parameters by name, as they lie here.
+    """
+
+    def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
+        self.accelerator, self.config = accelerator, config
+        self.head: nn.Module = objective.head
+        self.objective, self.optimizer = self._lay_out(objective)
+        self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
+        # From the start, so that a run can be saved before its first step.
+        for tensor in self._stepped():
+            moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
+            self.optimizer.state[tensor] = {"step": torch.tensor(0.0), **moments}
+
+    def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
+        return self.accelerator.prepare(objective), _adamw(self.head, self.config)
+
+    def _stepped(self) -> Iterable[Tensor]:
+        """What the optimizer holds state of."""
+        return self.optimizer.param_groups[0]["params"]
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward: gradients meet only in the `last` of the step."""
+        if last:
+            yield
+        else:
+            with self.accelerator.no_sync(self.objective):
+                yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss []; over the processes they become a mean."""
+        loss.backward()
+
+    def step(self, learning_rate: float) -> float:
+        """Clips and applies the gradients, and clears them.
+
+        Returns:
+            Their norm before clipping; if it is not finite, nothing was applied.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return self._apply()
+
+    def _apply(self) -> float:
+        max_norm = self.config.max_grad_norm
+        norm = float(_whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm)))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, on all processes at once, the head has whole, plain parameters to read."""
+        yield
+
+    def tensors(self) -> Tensors:
+        """What a checkpoint holds, whole.
+
+        Every process takes part; all but the first get nothing. Moments are gathered one at a
+        time, so that no device ever holds all of them.
+        """
+        first = self.accelerator.is_main_process
+        with self.gathered():
+            head = {n: _stored(p) for n, p in self.head.named_parameters()} if first else {}
+        moments = {}
+        for name, parameter in self.trained.items():
+            for key in MOMENTS:
+                value = self._moment(parameter, key)
+                if first:
+                    moments[f"{name}.{key}"] = _stored(value)
+        return Tensors(head, moments)
+
+    def restore(self, step: int, moments: dict[str, Tensor]) -> None:
+        """Puts the optimizer where it was after `step` steps.
+
+        Args:
+            step: optimizer steps done.
+            moments: of a checkpoint's `Tensors`, on every process.
+        """
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
+        for name, parameter in self.trained.items():
+            for key in MOMENTS:
+                self._set_moment(parameter, key, moments[f"{name}.{key}"])
+
+    def _moment(self, parameter: Tensor, key: str) -> Tensor:
+        return _whole(self.optimizer.state[parameter][key])
+
+    def _set_moment(self, parameter: Tensor, key: str, value: Tensor) -> None:
+        self.optimizer.state[parameter][key].copy_(value)
+
+
+class Sharded(Placement):
+    """FSDP2: parameters, gradients and optimizer state in shards; weights whole while used.
+
+    By torch itself: accelerate applies FSDP2 on CUDA only and falls back to DDP without a word.
+    """
+
+    def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
+        mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
+        # The backward pass follows at once: shards in between would only be gathered again.
+        fully_shard(objective, mesh=mesh, reshard_after_forward=False)
+        return objective, _adamw(self.head, self.config)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward: gradients meet only in the `last` of the step."""
+        self.objective.set_requires_gradient_sync(last)
+        self.objective.set_reshard_after_backward(last)
+        yield
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, on all processes at once, the head has whole, plain parameters to read."""
+        self.objective.unshard()
+        try:
+            yield
+        finally:
+            self.objective.reshard()
+
+    def _set_moment(self, parameter: Tensor, key: str, value: Tensor) -> None:
+        shards = self.optimizer.state[parameter][key]
+        # Each process cuts its shard from what it has read itself.
+        own = distribute_tensor(value, shards.device_mesh, shards.placements, src_data_rank=None)
+        shards.copy_(own)
+
+
+class Zero(Placement):
+    """DeepSpeed: optimizer state in shards (ZeRO-1), gradients too (2), weights too (3).
+
+    AdamW is torch's own, over flat pieces that hold many parameters; DeepSpeed clips.
+    """
+
+    def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
+        engine, _ = self.accelerator.prepare(objective, _adamw(self.head, self.config))
+        if engine.zero_optimization_stage() == 3:
+            # They gather weights around each submodule; a leaf module, the remedy for others,
+            # reduces gradients too early unless an input of it has a gradient.
+            hooks = engine.optimizer.parameter_offload
+            for hook in (*hooks.forward_hooks, *hooks.backward_hooks):
+                hook.remove()
+        return engine, engine.optimizer.optimizer
+
+    @property
+    def _weights_in_shards(self) -> bool:
+        return self.objective.zero_optimization_stage() == 3
+
+    def _stepped(self) -> Iterable[Tensor]:
+        zero = self.objective.optimizer
+        return zero.fp32_partitioned_groups_flat if self._weights_in_shards else super()._stepped()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward: gradients meet only in the `last` of the step."""
+        if self._weights_in_shards:
+            # Whole until the step, which leaves shards.
+            weights: list[Any] = list(self.head.parameters())
+            weights[0].all_gather(weights)
+        self.objective.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss []; over the processes they become a mean."""
+        self.objective.backward(loss)
+
+    def _apply(self) -> float:
+        # Not in `accelerator.backward`: the loss is checked between the two.
+        self.objective.step()
+        return float(self.objective.get_global_grad_norm())
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, on all processes at once, the head has whole, plain parameters to read."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters(list(self.head.parameters()), enabled=self._weights_in_shards):
+            yield
+
+    def _moment(self, parameter: Tensor, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link()
+        return safe_get_full_optimizer_state(parameter, key)
+
+    def _set_moment(self, parameter: Any, key: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        self._link()
+        if not self._weights_in_shards:
+            safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # The setter of whole tensors fails where the last piece is padded.
+        size, rank = parameter.ds_tensor.numel(), self.accelerator.process_index
+        padded = torch.zeros(size * self.accelerator.num_processes, dtype=value.dtype)
+        padded[: value.numel()] = value.flatten()
+        safe_set_local_optimizer_state(parameter, padded[rank * size :][:size], key)
+
+    def _link(self) -> None:
+        """Has ZeRO-1 and 2 look up which slice of the state is whose, usually after a step."""
+        if not self._weights_in_shards:
+            self.objective.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _adamw(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [parameter for parameter in head.parameters() if parameter.requires_grad],
+        lr=config.learning_rate,
+        betas=(0.9, config.adam_beta2),
+        weight_decay=config.weight_decay,
+    )
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _stored(value: Tensor) -> Tensor:
+    # A copy, because safetensors refuses tensors that share memory.
+    return value.detach().to("cpu", copy=True).contiguous()
