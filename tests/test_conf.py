@@ -24,7 +24,7 @@ ENTRIES = {
 }
 
 
-BENCHES = ("scripts/bench_capture.py", "scripts/bench_engine.py", "scripts/bench_unroll.py")
+BENCHES = tuple(f"scripts/bench_{name}.py" for name in ("capture", "engine", "train", "unroll"))
 
 
 def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
