@@ -10,9 +10,9 @@ from types import TracebackType
 
 from torch import Tensor
 
+from conf.retry import retried
 from conf.schema import InputError
 from data.layout import Field
-from data.retry import retried
 from data.shard import write_shard
 
 SHARD_BYTES = 512 * 2**20

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from conf.retry import retried
 from conf.schema import InputError
 from data.layout import NO_PROBABILITY, SCALE, TEACHER_LOG_PROBS
 from data.manifest import TOKEN_COUNTS, Manifest, ShardEntry
 from data.quantise import decode
-from data.retry import retried
 from data.shard import SUFFIX, ShardIndex, file_checksum, read_sequence, repair
 
 SPLITS = ("train", "heldout", "replay")

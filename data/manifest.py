@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from conf.provenance import plain
+from conf.retry import retried
 from conf.schema import Form, InputError
 from data.journal import write_whole
 from data.layout import Contents
 from data.pack import DataReport
-from data.retry import retried
 from data.shard import repair
 
 VERSION = 1

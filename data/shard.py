@@ -16,10 +16,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from conf.retry import retried
 from conf.schema import InputError
 from data.journal import write_whole
 from data.layout import Field
-from data.retry import retried
 
 SUFFIX = ".safetensors"
 READ_BYTES = 1 << 24

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from conf.schema import InputError
 from heads.projection import Projection
-from heads.storage import atomic_folder, load_tensors
+from heads.storage import load_tensors, write_folder
 
 WEIGHTS = "ends.safetensors"
 EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
@@ -136,11 +136,13 @@ class TargetEnds:
         if getattr(head, "bias", None) is not None:
             tensors[BIAS] = head.bias
         tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
-        with atomic_folder(folder) as staging:
+
+        def fill(staging: Path) -> None:
             save_file(tensors, staging / WEIGHTS, metadata={"target": self.name})
-            self._model_config.save_pretrained(staging)
-            self.generation_config.save_pretrained(staging)
-            self.tokenizer.save_pretrained(staging)
+            for part in (self._model_config, self.generation_config, self.tokenizer):
+                part.save_pretrained(staging)
+
+        write_folder(folder, fill)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "TargetEnds":

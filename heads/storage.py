@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conf.retry import retried
 from conf.schema import InputError
 
 
@@ -61,29 +63,44 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         raise InputError(f"{file}: corrupt or truncated safetensors file: {error}") from error
 
 
-@contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `final` if the block ends well.
+def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder, whole or not at all; tries again what a network file system refused.
 
-    Effects: replaces `final` if it exists. On an error nothing of the new folder stays.
+    Args:
+        final: replaced if it exists.
+        fill: writes into the folder that it is given, which then becomes `final`; it may be
+            called again after an error that may pass.
 
     Raises:
-        InputError: the disk is full or cannot be written.
+        InputError: the disk is full or cannot be written; what was there before is untouched.
     """
-    temporary = final.parent / f".writing-{final.name}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        _sync(temporary)
-        _swap(temporary, final)
-    except (OSError, SafetensorError) as error:
+        retried(partial(_write_folder, final, fill))
+    except OSError as error:
         raise InputError(
             f"cannot write {final}: {error}. What was there before is untouched: free space or "
             "fix the folder, and start again (training: with train.resume=auto)"
         ) from error
+
+
+def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
+    temporary = final.parent / f".writing-{final.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        _sync(temporary)
+        _swap(temporary, final)
+    except SafetensorError as error:
+        raise _system_error(error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _system_error(error: SafetensorError) -> OSError:
+    """safetensors names the system's error in its text alone."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
 
 def _sync(folder: Path) -> None:
@@ -129,14 +146,14 @@ def save_head(
     Raises:
         InputError: the disk is full or not writable; what was there before is untouched.
     """
-    with atomic_folder(folder) as staging:
+
+    def fill(staging: Path) -> None:
         for name, content in documents.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
-        save_file(
-            {name: _stored(tensor) for name, tensor in tensors.items()},
-            staging / weights,
-            metadata={"format": "pt"},
-        )
+        stored = {name: _stored(tensor) for name, tensor in tensors.items()}
+        save_file(stored, staging / weights, metadata={"format": "pt"})
+
+    write_folder(folder, fill)
 
 
 def _stored(tensor: Tensor) -> Tensor:

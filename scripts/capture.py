@@ -29,12 +29,12 @@ from tqdm import tqdm
 from conf import entry
 from conf.launch import check_launch
 from conf.provenance import provenance
+from conf.retry import retried
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun
 from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
 from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
-from data.retry import retried
 from data.shard import ShardIndex, file_checksum, is_whole
 from heads.ends import TargetEnds
 from heads.load_target import load_target, load_tokenizer

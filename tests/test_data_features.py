@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from conf.retry import retried
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import Shard, Writers, plan_shards, save_shard
@@ -16,7 +17,6 @@ from data.features import FeatureStore, restore
 from data.layout import Contents
 from data.manifest import TOKEN_COUNTS, Manifest, Plan, ShardEntry, Split
 from data.quantise import decode, encode
-from data.retry import retried
 from data.shard import file_checksum, is_whole, write_shard
 
 D, T = 8, 6
@@ -290,7 +290,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr("data.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("conf.retry.time.sleep", lambda _: None)
 
 
 def test_an_error_that_passes_is_tried_again() -> None:
@@ -303,7 +303,7 @@ def test_an_error_that_passes_is_tried_again() -> None:
         return "done"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.retry.time.sleep", waits.append)
+        patch.setattr("conf.retry.time.sleep", waits.append)
         assert retried(action) == "done"
         assert waits == [0.5, 1.0]
         left += [errno.EIO] * 4

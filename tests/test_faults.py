@@ -1,13 +1,23 @@
 """Runs that are killed at any moment end as if they had never been stopped."""
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from test_train_launch import ENV, ROOT, arguments, inputs
+import torch
+from safetensors.torch import load_file, save_file
+from stores import files
+from test_train_launch import ENV, ROOT, TWO, arguments, begin, inputs, trained, wait_for
+
+from conf.schema import InputError
+from heads import storage
 
 KILLER = str(ROOT / "tests" / "kill_again.py")
 __all__ = ["inputs"]
@@ -61,3 +71,74 @@ def test_training_that_is_killed_again_and_again(
     assert heads[0].keys() == heads[1].keys()
     for name, expected in heads[0].items():
         assert heads[1][name].equal(expected), name
+
+
+@pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
+)
+def test_a_capture_that_is_killed_again_and_again(
+    inputs: Path, tmp_path: Path, num_kills: int
+) -> None:
+    settings = [
+        f"target.path={inputs / 'target'}", f"data.path={inputs / 'chat.jsonl'}",
+        "data.max_length=32", "data.eval_fraction=0.1", "layers=[0,1,2]", "format=int8",
+        "num_replay_prompts=2", "micro_batch_size=1",
+    ]  # fmt: skip
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "killed").mkdir()
+    straight = killed(tmp_path / "straight", "capture", settings, 0, 1.0)
+    assert straight["status"] == 0, straight["log"]
+    found = killed(tmp_path / "killed", "capture", settings, num_kills, 0.8)
+    assert found["status"] == 0, found["log"][-3000:]
+    assert "Traceback" not in found["log"]
+    assert files(tmp_path / "killed/out") == files(tmp_path / "straight/out")
+
+
+def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(
+    inputs: Path, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "out"
+    long = arguments(inputs, out_dir, "train.max_steps=4000", "train.save_steps=1")
+    launch = begin([*TWO, *long], tmp_path)
+    wait_for(out_dir / "checkpoints/step-000002", launch)
+    children = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
+    began = time.monotonic()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    said, _ = launch.communicate(timeout=120)
+    assert launch.returncode != 0, said
+    assert time.monotonic() - began < 90
+    newest = max(int(step.name[5:]) for step in (out_dir / "checkpoints").glob("step-*"))
+    more = [f"train.max_steps={newest + 2}", "train.schedule=constant", "train.resume=auto"]
+    said = trained([sys.executable, *long, *more], tmp_path)
+    assert f"continuing from {out_dir / 'checkpoints'}/step-{newest:06d}" in said
+
+
+class Flaky:
+    """`save_file` that fails as a network file system does, so many times."""
+
+    def __init__(self, number: int, num_failures: int) -> None:
+        self.number, self.left = number, num_failures
+
+    def __call__(self, tensors: dict[str, torch.Tensor], path: Path, **more: Any) -> None:
+        if self.left:
+            self.left -= 1
+            path.write_bytes(b"half")
+            raise OSError(self.number, os.strerror(self.number))
+        save_file(tensors, path, **more)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_folder_is_written_again_where_the_file_system_failed_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conf.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr(storage, "save_file", Flaky(number, 2))
+    tensors = {"x": torch.arange(3)}
+    storage.save_head(tmp_path / "head", "w.safetensors", tensors, {"config.json": {}})
+    assert load_file(tmp_path / "head/w.safetensors")["x"].tolist() == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    monkeypatch.setattr(storage, "save_file", Flaky(number, 9))
+    with pytest.raises(InputError, match=r"cannot write .*head.*before is untouched"):
+        storage.save_head(tmp_path / "head", "w.safetensors", tensors, {"config.json": {}})
+    assert load_file(tmp_path / "head/w.safetensors")["x"].tolist() == [0, 1, 2]

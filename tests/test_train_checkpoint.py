@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from conf.schema import InputError
-from heads.storage import atomic_folder
+from heads.storage import write_folder
 from train import checkpoint
 from train.checkpoint import Progress, Tensors
 
@@ -169,11 +169,14 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 def test_folder_is_replaced_whole(tmp_path: Path) -> None:
     final = tmp_path / "head"
     for content in ("one", "two"):
-        with atomic_folder(final) as folder:
-            (folder / "file").write_text(content)
-    with pytest.raises(ZeroDivisionError), atomic_folder(final) as folder:
+        write_folder(final, lambda folder, text=content: (folder / "file").write_text(text))
+
+    def broken(folder: Path) -> None:
         (folder / "file").write_text("three")
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_folder(final, broken)
     assert (final / "file").read_text() == "two"
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Size, Tensor, nn
 
 from conf.schema import InputError
-from heads.storage import atomic_folder
+from heads.storage import write_folder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, besides the number of steps."""
@@ -79,18 +79,21 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
         InputError: the disk is full; earlier checkpoints are intact.
     """
     final = folder / f"step-{progress.step:06d}"
-    with atomic_folder(final) as temporary:
+
+    def fill(staging: Path) -> None:
         for name, content in zip(_FILES, (tensors.head, tensors.moments), strict=True):
-            save_file(content, temporary / name)
+            save_file(content, staging / name)
         state = {
             "format": _FORMAT,
             "step": progress.step,
             "tokens": progress.tokens,
             "position": progress.position,
             "run": progress.run,
-            "files": {name: _fingerprint(temporary / name) for name in _FILES},
+            "files": {name: _fingerprint(staging / name) for name in _FILES},
         }
-        (temporary / "state.json").write_text(json.dumps(state, indent=1))
+        (staging / "state.json").write_text(json.dumps(state, indent=1))
+
+    write_folder(final, fill)
     found = _newest_first(folder)
     abandoned = [path for path in found if int(path.name[5:]) > progress.step]
     leftovers = [p for kind in (".writing-*", ".old-*") for p in folder.glob(kind)]
