@@ -44,8 +44,9 @@ class CaptureRun:
     num_replay_prompts: int = 16
     """Held-out prompts that the target answers, so that training can measure tau."""
     engine: str | None = None
-    """Base URL of a server that gives hidden states; unset runs the target in process. The
-    process still loads the target, for its output head and its answers (`target.device_map`)."""
+    """Base URL of a vLLM server that gives hidden states, e.g. http://localhost:8000/v1; unset
+    runs the target in process. Of the target only embedding, final norm and output head are
+    then loaded here, and no prompts are answered for tau."""
     out_dir: str = "outputs/features"
     """A second start continues it."""
     seed: int = 0

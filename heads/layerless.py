@@ -11,9 +11,29 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from conf.schema import InputError, Quantization, TargetConfig
-from heads.load_target import resolve_dtype
+from heads.ends import TargetEnds
+from heads.load_target import load_tokenizer, resolve_dtype
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+
+
+class LayerlessTarget(TargetEnds):
+    """The ends of a target and its final norm, for states that another process gives.
+
+    Attributes:
+        final_norm: what makes final hidden states of the last layer's output.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        super().__init__(model.config, *ends, model.generation_config, tokenizer, name)
+        self.final_norm = final_norm(model)
+
+    @classmethod
+    def of(cls, config: TargetConfig, device: torch.device) -> "LayerlessTarget":
+        """The same from where the target is; see `load_layerless`."""
+        model = load_layerless(config, device)
+        return cls(model, load_tokenizer(config)[1], str(config.path))
 
 
 def load_layerless(config: TargetConfig, device: torch.device) -> Any:

@@ -15,7 +15,6 @@ from conf.schema import InputError
 from heads.cache import TreeCache
 from heads.ends import TargetEnds
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -79,21 +78,6 @@ class Target(TargetEnds):
         self._taps: set[int] = set()
         self._skipping: set[int] = set()
         self._windows = _windows(self.config, name)
-
-    @property
-    def final_norm(self) -> nn.Module:
-        """What makes `hidden_states` of the last layer's output.
-
-        Raises:
-            InputError: none is found.
-        """
-        norms = [getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name)]
-        if len(norms) != 1:
-            raise InputError(
-                f"target.path={self.name}: {type(self.decoder).__name__} has no final norm that is "
-                f"known by its name; known: {', '.join(FINAL_NORMS)}"
-            )
-        return norms[0]
 
     def compile(self, capacity: int) -> None:
         """From now on caches have `capacity` slots and passes behind a text run compiled.

@@ -37,6 +37,7 @@ from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
 from data.shard import ShardIndex, file_checksum, is_whole
 from heads.ends import TargetEnds
+from heads.layerless import LayerlessTarget
 from heads.load_target import load_target, load_tokenizer
 from heads.target import Target
 from scripts.capture_plan import Work, check_disk, prepared, target_json
@@ -126,7 +127,7 @@ def write_shards(work: Work, state: PartialState) -> None:
     lacks_ends = state.is_main_process and not ends.is_dir()
     if not todo and not lacks_ends:
         return
-    target = load_target(work.config.target, state.device)
+    target = target_of(work.config, state.device)
     for packed in work.sets.values():
         packed.token_counts(target.vocab_size)  # refuses ids that the target does not have
     if lacks_ends:
@@ -143,7 +144,14 @@ def write_shards(work: Work, state: PartialState) -> None:
             capture_shard(work, shard, target, states_of, writers, bar)
 
 
-def save_ends(target: Target, folder: Path) -> None:
+def target_of(config: CaptureRun, device: torch.device) -> TargetEnds:
+    """The whole target, or what an engine that runs its layers leaves to us."""
+    if config.engine is None:
+        return load_target(config.target, device)
+    return LayerlessTarget.of(config.target, torch.device("cpu"))
+
+
+def save_ends(target: TargetEnds, folder: Path) -> None:
     """Writes embedding and output head, and checks that they give the target's logits.
 
     Raises:
@@ -165,7 +173,7 @@ def save_ends(target: Target, folder: Path) -> None:
 
 
 def capture_shard(
-    work: Work, shard: Shard, target: Target, states_of: StatesOf, writers: Writers, bar: tqdm
+    work: Work, shard: Shard, target: TargetEnds, states_of: StatesOf, writers: Writers, bar: tqdm
 ) -> None:
     """Takes the states of the sequences of a shard and hands them to a writer."""
     contents, copies = work.plan.contents, Copies(target.device)
@@ -188,17 +196,19 @@ def capture_shard(
 
 
 def states_source(
-    config: CaptureRun, target: Target, layers: tuple[int, ...]
+    config: CaptureRun, target: TargetEnds, layers: tuple[int, ...]
 ) -> AbstractContextManager[StatesOf]:
     """Where the hidden states of packed sequences come from."""
-    if config.engine is None:
-        return nullcontext(states_from_target(target, layers))
-    return states_from_engine(config.engine, target, layers)
+    if isinstance(target, LayerlessTarget):
+        return states_from_engine(str(config.engine), target, layers)
+    assert isinstance(target, Target)
+    return nullcontext(states_from_target(target, layers))
 
 
-def batches(work: Work, shard: Shard, target: Target) -> Iterator[list[dict[str, Tensor]]]:
+def batches(work: Work, shard: Shard, target: TargetEnds) -> Iterator[list[dict[str, Tensor]]]:
     """The sequences of a shard, as many at a time as run together."""
     if shard.split == "replay":
+        assert isinstance(target, Target)
         for prompt in work.prompts[shard.first : shard.last]:
             yield [answered(prompt, greedy_answer(target, prompt))]
         return

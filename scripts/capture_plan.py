@@ -64,7 +64,9 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         progress=state.is_main_process,
     )
     sets = {"train": train, "heldout": heldout}
-    prompts = heldout_prompts(heldout, config.num_replay_prompts)
+    # An engine gives states of texts, not answers.
+    num_prompts = config.num_replay_prompts if config.engine is None else 0
+    prompts = heldout_prompts(heldout, num_prompts)
     lengths = {name: packed.lengths for name, packed in sets.items()}
     lengths["replay"] = [len(prompt) + MAX_NEW_TOKENS for prompt in prompts]
     shards = [

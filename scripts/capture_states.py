@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +25,7 @@ from data.layout import (
 )
 from data.quantise import encode
 from heads.ends import TargetEnds
+from heads.layerless import LayerlessTarget
 from heads.target import Reads, Target
 
 ROWS_PER_CHUNK = 1024
@@ -55,7 +55,9 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
 
 
 @contextmanager
-def states_from_engine(url: str, target: Target, layers: tuple[int, ...]) -> Iterator[StatesOf]:
+def states_from_engine(
+    url: str, target: LayerlessTarget, layers: tuple[int, ...]
+) -> Iterator[StatesOf]:
     """The passes of a server that has the same target.
 
     Args:
@@ -66,8 +68,7 @@ def states_from_engine(url: str, target: Target, layers: tuple[int, ...]) -> Ite
     Raises:
         InputError: the server does not write these states.
     """
-    norm = deepcopy(target.final_norm).cpu()
-    taps = EngineTaps(layers, target.num_layers, target.hidden_size, norm)
+    taps = EngineTaps(layers, target.num_layers, target.hidden_size, target.final_norm)
     with EngineStates(Endpoint(url, setting="engine"), taps, NUM_REQUESTS) as engine:
 
         def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
