@@ -143,6 +143,8 @@ class Run:
         moments = {} if path is None else self._restore(path)
         self._check_agreed()
         self.placement = place(self.accelerator, self.job.objective, self.config)
+        if self.world > 1:
+            self.say(f"layout: {self.placement}")
         if path is not None:
             self.placement.restore(self.step, moments)
             self.say(f"continuing from {path}")

@@ -50,20 +50,30 @@ class Placement:
     """Everything on every process: one process alone, or DDP.
 
     Attributes:
+        name: of the strategy.
         objective: to be called for training, on micro batches.
         head: the plain module; its parameters are whole inside `gathered` only.
         trained: the head's trainable parameters by name, as they lie here.
     """
 
+    name = "DDP"
+
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
         self.head: nn.Module = objective.head
+        self._size = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         self.objective, self.optimizer = self._lay_out(objective)
         self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
         # From the start, so that a run can be saved before its first step.
         for tensor in self._stepped():
             moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
             self.optimizer.state[tensor] = {"step": torch.tensor(0.0), **moments}
+
+    def __str__(self) -> str:
+        # Measured: a launcher may fall back to another strategy without a word.
+        moments = [state[MOMENTS[0]] for state in self.optimizer.state.values()]
+        held = sum((m.to_local() if isinstance(m, DTensor) else m).numel() for m in moments)
+        return f"{self.name}, {held / self._size:.0%} of the optimizer state on each process"
 
     def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
         return self.accelerator.prepare(objective), _adamw(self.head, self.config)
@@ -151,6 +161,8 @@ class Sharded(Placement):
     By torch itself: accelerate applies FSDP2 on CUDA only and falls back to DDP without a word.
     """
 
+    name = "FSDP2"
+
     def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         # The backward pass follows at once: shards in between would only be gathered again.
@@ -194,6 +206,7 @@ class Zero(Placement):
             hooks = engine.optimizer.parameter_offload
             for hook in (*hooks.forward_hooks, *hooks.backward_hooks):
                 hook.remove()
+        self.name = f"ZeRO-{engine.zero_optimization_stage()}"
         return engine, engine.optimizer.optimizer
 
     @property
