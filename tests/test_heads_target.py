@@ -42,16 +42,8 @@ def test_layers_follow_the_index_convention(family: str) -> None:
     theirs = target.model(input_ids=ids, output_hidden_states=True).hidden_states
     torch.testing.assert_close(output.layers[1], theirs[1])
     torch.testing.assert_close(output.hidden_states, theirs[2])
-    torch.testing.assert_close(target.final_norm(output.layers[2]), theirs[2])
     if family == "llama":
         torch.testing.assert_close(output.layers[0], theirs[0])
-
-
-def test_a_final_norm_of_an_unknown_name_is_refused() -> None:
-    target = random_target()
-    del target.decoder.norm
-    with pytest.raises(InputError, match=r"LlamaModel has no final norm .* known: norm, final_lay"):
-        _ = target.final_norm
 
 
 def test_a_layer_that_is_not_there_is_named() -> None:

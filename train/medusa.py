@@ -57,7 +57,6 @@ class MedusaObjective(nn.Module):
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
-        # DeepSpeed casts the head's parameters to bfloat16 and does not autocast.
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         teacher = None
         if self.soft:
