@@ -40,9 +40,8 @@ def killed(folder: Path, entry: str, overrides: list[str], num_kills: int, withi
     return {**json.loads(done.stdout.splitlines()[-1]), "log": said}
 
 
-@pytest.mark.parametrize(
-    ("num_kills", "num_steps"), [(2, 20), pytest.param(100, 1500, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_kills", "num_steps"), [(3, 30), (100, 1500)])
 def test_training_that_is_killed_again_and_again(
     inputs: Path, tmp_path: Path, num_kills: int, num_steps: int
 ) -> None:
