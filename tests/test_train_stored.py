@@ -276,6 +276,39 @@ def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
         assert json.loads(lines[-1])["eval/tau"] >= 1
 
 
+def curve(config: MedusaRun | EagleRun) -> list[float]:
+    """Losses of a run, trained and held out."""
+    entry = medusa if isinstance(config, MedusaRun) else eagle
+    config.train = TrainConfig(
+        max_steps=4, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
+        num_replay_prompts=0, learning_rate=1e-2,
+    )  # fmt: skip
+    entry.main(config)
+    lines = (Path(config.out_dir) / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [line.get("train/loss", line.get("eval/loss")) for line in found]
+
+
+@pytest.mark.parametrize("run", [MedusaRun, EagleRun])
+def test_losses_from_a_store_are_those_with_the_target(
+    run: Any, inputs: Path, tmp_path: Path
+) -> None:
+    """bf16: equal; one byte: within 2% of the loss on this target."""
+    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
+    online = curve(run(target=given.target, data=given.data, out_dir=str(tmp_path / "online")))
+    assert len(online) == 5
+    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 0}
+    for kind in StateFormat:
+        store = captured(inputs, tmp_path / kind.value, format=kind, **same)
+        data, out_dir = DataConfig(features=str(store)), tmp_path / f"from-{kind.value}"
+        offline = curve(run(data=data, out_dir=str(out_dir)))
+        if kind is StateFormat.bf16:
+            assert offline == online
+        else:
+            assert offline == pytest.approx(online, rel=0.02)
+            assert offline != online
+
+
 def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
     for name, changes in (("tied", {"tie_word_embeddings": True}), ("biased", {})):
         folder = save_target(tmp_path / name, **changes)
