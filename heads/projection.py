@@ -44,5 +44,5 @@ class Projection(NamedTuple):
     def before(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Turns the gradient of `logits` [N, V] into that of h W^T + b."""
         if self.cap is not None:
-            grad = grad * (1 - (logits / self.cap).square())
+            grad = grad * (1 - (logits.to(grad.dtype) / self.cap).square())
         return grad if self.scale == 1.0 else grad * self.scale

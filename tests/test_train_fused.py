@@ -33,7 +33,7 @@ class Exact:
 
     def __init__(self, vocab: DraftVocab, log_p: Tensor) -> None:
         self.vocab, self.whole = vocab, log_p
-        self.num_rows, self.num_columns = log_p.shape
+        self.num_rows, self.row_bytes = len(log_p), log_p[0].nbytes
 
     def known(self, begin: int, end: int) -> Table:
         rows = self.whole[begin:end]
@@ -66,9 +66,12 @@ def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(total, leaves))
 
 
-@pytest.fixture(params=[1, 3, 1000])
+@pytest.fixture(params=[(1, 1), (4, 3), (1000, 2), (1000, 1000)])
 def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * VOCAB * request.param)
+    """Rows of a chunk of float64 logits, and of a piece."""
+    chunk, piece = request.param
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 8 * VOCAB * chunk)
+    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * VOCAB * piece)
     monkeypatch.setattr(fused, "TILE_BYTES", 4 * WIDTH * 5)
 
 
@@ -199,6 +202,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     return total, gradients(total, hidden, weight)
 
 
+@pytest.mark.usefixtures("rows_per_chunk")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_is_near_float32_and_gradients_have_their_tensors_dtype(autocast: bool) -> None:
     exact, exact_grads = loss_of_a_target(torch.float32, False)
@@ -229,7 +233,8 @@ class _Largest(TorchDispatchMode):
 
 def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, width, vocab_size = 512, 8, 1024
-    monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * vocab_size * 32)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * vocab_size * 32)
+    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * vocab_size * 8)
     vocab = DraftVocab.everything(vocab_size)
     hidden = random(num_rows, width, seed=0).float().requires_grad_()
     weight = random(vocab_size, width, seed=1).float().requires_grad_()

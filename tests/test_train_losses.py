@@ -40,7 +40,7 @@ class Given:
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.p = logits.softmax(-1)
-        self.num_rows, self.num_columns = logits.shape
+        self.num_rows, self.row_bytes = len(logits), logits[0].nbytes
 
     def known(self, begin: int, end: int) -> Table:
         return Table.of(self.p[begin:end].argmax(-1), self.p[begin:end])
@@ -142,7 +142,8 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
     projection = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 
     def run(parts: list[slice], rows_per_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(fused, "TENSOR_BYTES", 4 * 5 * rows_per_chunk)
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * 5 * rows_per_chunk)
+        monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 5)
         head = Heads(3, 5)
         total = torch.zeros(4, 3)
         for part in parts:

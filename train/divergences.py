@@ -77,7 +77,7 @@ class Pair(NamedTuple):
 
     def log_p(self) -> Tensor:
         """[N, W], finite also where p is too small for its dtype."""
-        return self.p.clamp_min(torch.finfo(self.p.dtype).tiny).log()
+        return finite_log(self.p)
 
     def p_log_q(self) -> Tensor:
         """[N] the sum of p log q."""
@@ -112,8 +112,18 @@ class Found(NamedTuple):
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """[N] sum of products of rows, without an [N, W] tensor for them."""
-    return torch.einsum("nw,nw->n", a, b)
+    """[N] sum of products of rows."""
+    return torch.linalg.vecdot(a, b)
+
+
+def finite_log(p: Tensor) -> Tensor:
+    """[N, W] logarithms, finite also where p is too small for its dtype."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log_()
+
+
+def p_log_p(p: Tensor) -> Tensor:
+    """[N] the sum of p log p of probabilities [N, W]."""
+    return dot(p, finite_log(p))
 
 
 def kl(pair: Pair, want_grad: bool) -> Found:

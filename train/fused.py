@@ -1,13 +1,17 @@
 """Output projection and loss in one: no tensor of [tokens, vocabulary] ever lives.
 
 A loss compares what a student says after some tokens with what a teacher says there. Rows of
-the teacher are taken in chunks; for each chunk the teacher's distribution is computed once,
-every student row that refers to it is projected and compared, and the gradient is carried
-back through the projection at once. So the backward pass has nothing to recompute: it scales
-what the forward pass has found.
+the teacher are taken in chunks; for each chunk the teacher's logits are computed once, every
+student row that refers to it is projected and compared, and the gradient is carried back
+through the projection at once. So the backward pass has nothing to recompute: it scales what
+the forward pass has found.
 
-Letters: P rows of the teacher, M of a student, r of a chunk, D hidden, W columns (vocabulary),
-L measures.
+Matrix products want many rows, and logits are narrow numbers; what is done between them is
+float32 and wants few. So a chunk is compared in pieces, and a piece's gradient takes the place
+of its logits.
+
+Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hidden, W columns
+(vocabulary), L measures.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +26,12 @@ from torch.autograd.function import once_differentiable
 from heads.projection import Projection
 from train.divergences import Said
 
-TENSOR_BYTES = 64 * 2**20
+CHUNK_BYTES = 128 * 2**20
+"""Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
+PIECE_BYTES = 32 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
+CPU_PIECE_BYTES = 4 * 2**20
+"""The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Of a piece of a projection's gradient before it is added to the rest."""
 
@@ -57,8 +65,8 @@ class Teacher(Protocol):
         ...
 
     @property
-    def num_columns(self) -> int:
-        """Columns of the widest tensor that `known` makes."""
+    def row_bytes(self) -> int:
+        """What `known` keeps of a row."""
         ...
 
     def known(self, begin: int, end: int) -> Any:
@@ -85,7 +93,7 @@ class Criterion(Protocol):
         Args:
             known: of the teacher's chunk.
             at: [r] int64, rows of `known`.
-            said: by the students; may be written over.
+            said: by the students; may be written over, all but the logits.
             want_grad: whether the gradient is needed.
         """
         ...
@@ -93,7 +101,8 @@ class Criterion(Protocol):
 
 def judge(criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool) -> Verdict:
     """What a criterion finds of logits; all that is done on [r, W] besides matrix products."""
-    return criterion(known, at, Said.of(logits), want_grad)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return criterion(known, at, Said.of(logits.to(precise)), want_grad)
 
 
 compiled_judge = torch.compile(judge, dynamic=True)
@@ -135,13 +144,14 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dtype = _autocast_dtype(inputs[0].device)
         with torch.autocast(inputs[0].device.type, enabled=False):
-            size = rows_that_fit(teacher.num_columns)
+            size = rows_of(CHUNK_BYTES, teacher.row_bytes)
             edges = [*range(0, teacher.num_rows, size), teacher.num_rows]
             students = [_Student(part, num_measures, want_grad, dtype, edges) for part in parts]
             for chunk, (begin, end) in enumerate(pairwise(edges)):
                 known = teacher.known(begin, end)
                 for student in students:
                     student.compare(partial(judged, known), chunk, begin)
+                del known  # before the next one is made
         ctx.grads = [grad for student in students for grad in student.grads]
         found = [student.found for student in students]
         ctx.mark_non_differentiable(*found)
@@ -195,28 +205,37 @@ class _Student:
     def compare(self, judged: Judge, chunk: int, begin: int) -> None:
         """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
         first, last = self.bounds[chunk : chunk + 2]
-        for mine in self.order[first:last].split(rows_that_fit(len(self.projection.weight))):
+        weight = self.projection.weight
+        size = rows_of(CHUNK_BYTES, weight.shape[0] * weight.element_size())
+        for mine in self.order[first:last].split(size):
             if len(mine):
                 self._rows(judged, mine, self.part.rows[mine] - begin)
 
     def _rows(self, judged: Judge, mine: Tensor, at: Tensor) -> None:
         hidden = self.part.hidden[mine].detach().to(self.projection.weight.dtype)
-        logits = self.projection.logits(hidden).to(self.found.dtype)
+        logits = self.projection.logits(hidden)
+        size = piece_rows(logits)
+        for piece in zip(mine.split(size), at.split(size), logits.split(size), strict=True):
+            self._piece(judged, *piece)
+        if self.want_grad:
+            self._carry_back(logits, mine, hidden)
+
+    def _piece(self, judged: Judge, mine: Tensor, at: Tensor, logits: Tensor) -> None:
+        """Compares r rows; their gradient takes the place of the logits."""
         verdict = judged(at, logits, self.want_grad)
         self.found[0, mine] = verdict.loss
         self.found[1:, mine] = verdict.measures
         if verdict.grad is not None:
-            self._carry_back(verdict.grad, logits, mine, hidden)
+            logits.copy_(self.projection.before(verdict.grad, logits))
 
-    def _carry_back(self, grad: Tensor, logits: Tensor, mine: Tensor, hidden: Tensor) -> None:
-        grad = self.projection.before(grad, logits).to(hidden.dtype)
+    def _carry_back(self, grad: Tensor, mine: Tensor, hidden: Tensor) -> None:
         # The scales go to the narrow side of each product.
         scales = self.part.scales[mine].unsqueeze(1)
         if self.hidden_grad is not None:
             self.hidden_grad[mine] = (scales * (grad @ self.projection.weight)).to(self.hidden_grad)
         if self.weight_grad is not None:
             hidden = (scales * hidden).to(hidden)
-            size = max(1, TILE_BYTES // (4 * hidden.shape[1]))
+            size = rows_of(TILE_BYTES, 4 * hidden.shape[1])
             tiles = zip(self.weight_grad.split(size), grad.split(size, dim=1), strict=True)
             for whole, tile in tiles:
                 _add_product(whole, tile.T, hidden)
@@ -229,9 +248,15 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
         whole.add_(left @ right)
 
 
-def rows_that_fit(num_columns: int) -> int:
-    """Rows of a chunk: of `TENSOR_BYTES` in float32, and at least one."""
-    return max(1, TENSOR_BYTES // (4 * num_columns))
+def rows_of(num_bytes: int, row_bytes: int) -> int:
+    """How many rows fit, and at least one."""
+    return max(1, num_bytes // row_bytes)
+
+
+def piece_rows(logits: Tensor) -> int:
+    """Rows of a piece of logits [R, W]."""
+    num_bytes = CPU_PIECE_BYTES if logits.device.type == "cpu" else PIECE_BYTES
+    return rows_of(num_bytes, 4 * logits.shape[1])
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

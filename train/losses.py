@@ -176,9 +176,9 @@ class TextTeacher:
         return len(self.labels)
 
     @property
-    def num_columns(self) -> int:
-        """V, or one if there are labels only."""
-        return 1 if self.soft is None else self.soft.num_columns
+    def row_bytes(self) -> int:
+        """Of a label, or of the distribution beside it."""
+        return self.labels.element_size() if self.soft is None else self.soft.row_bytes
 
     def known(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
         """Labels, and the distribution, of rows begin..end."""
@@ -222,5 +222,5 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         Two [N] tensors of 0 and 1, in the dtype of the logits.
     """
     best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    first = logits.argmax(1) == labels
+    first = logits.max(1).indices == labels
     return first.to(logits.dtype), best.any(1).to(logits.dtype)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from heads.ends import TargetEnds
 from heads.vocab import DraftVocab
-from train.divergences import Pair, Said
+from train.divergences import Pair, Said, p_log_p
+from train.fused import piece_rows
 
 LEAST_MASS = 1e-6
 
@@ -56,16 +57,38 @@ class HiddenTeacher:
         return len(self.hidden)
 
     @property
-    def num_columns(self) -> int:
-        """V."""
-        return self.target.vocab_size
+    def row_bytes(self) -> int:
+        """Of V logits."""
+        return self.target.vocab_size * self.hidden.element_size()
 
     def known(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
-        logits = self.target.logits(self.hidden[begin:end]).float()
-        best, p = logits.argmax(-1), logits.softmax(-1)
-        p = p if self.vocab.full else p[:, self.vocab.ids]
-        return Table.of(best, p)
+        logits = self.target.logits(self.hidden[begin:end])
+        ids = None if self.vocab.full else self.vocab.ids
+        pieces = [_sums(piece, ids) for piece in logits.split(piece_rows(logits))]
+        sums = [torch.cat(column) for column in zip(*pieces, strict=True)]
+        return _Logits(logits if ids is None else logits[:, ids], *sums)
+
+
+def _sums(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[r] each, see `_Logits`, of logits [r, V]; mass and p log p are of some ids, if any."""
+    said = Said.of(logits.float())
+    p = said.q if ids is None else said.q[:, ids]
+    return said.best, said.log_norm, p.sum(-1), p_log_p(p)
+
+
+class _Logits(NamedTuple):
+    logits: Tensor
+    """[c, W] in the target's dtype, which is half as wide as that of probabilities."""
+    best: Tensor
+    log_norm: Tensor
+    """[c], over the whole vocabulary."""
+    mass: Tensor
+    p_log_p: Tensor
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        p = (self.logits[at].to(said.q) - self.log_norm[at].unsqueeze(1)).exp_()
+        return Pair(p, self.mass[at], self.p_log_p[at], said)
 
 
 class Table(NamedTuple):
@@ -86,7 +109,7 @@ class Table(NamedTuple):
     @classmethod
     def of(cls, best: Tensor, p: Tensor) -> "Table":
         """From its probabilities."""
-        return cls(best, p, p.sum(-1), torch.special.entr(p).sum(-1).neg())
+        return cls(best, p, p.sum(-1), p_log_p(p))
 
     def pair(self, at: Tensor, said: Said) -> Pair:
         """See `Distribution`."""
@@ -118,9 +141,9 @@ class TopKTeacher:
         return len(self.ids)
 
     @property
-    def num_columns(self) -> int:
-        """W, of what `log_p` makes."""
-        return len(self.vocab.ids)
+    def row_bytes(self) -> int:
+        """Of k ids and log-probabilities."""
+        return 12 * self.ids.shape[1]
 
     def known(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
@@ -148,4 +171,4 @@ class _TopK(NamedTuple):
         left = others.sum(-1, keepdim=True).clamp_min(LEAST_MASS)
         p = others.mul_(rest / left).add_(kept)
         mass = probs.sum(-1) + rest.squeeze(1)
-        return Pair(p, mass, torch.special.entr(p).sum(-1).neg(), said)
+        return Pair(p, mass, p_log_p(p), said)
