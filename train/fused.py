@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from heads.projection import Projection
 from train.divergences import Said
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 96 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
 PIECE_BYTES = 32 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
