@@ -34,6 +34,8 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
 
         module = importlib.import_module(ENTRIES[name])
         sys.argv = [module.__file__, *overrides]
+        if name == "capture":
+            module.SHARD_BYTES = 4000  # a sequence or two, so that there are many
         entry.run(module.main, module.main.__annotations__["config"], name)
         code = 0
     except SystemExit as stop:
@@ -45,7 +47,8 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
 
 def writing(out_dir: Path) -> bool:
     """Whether something is being written."""
-    return any(True for _ in out_dir.rglob(".writing-*")) if out_dir.is_dir() else False
+    names = (path.name for path in out_dir.rglob("*")) if out_dir.is_dir() else ()
+    return any(name.startswith(".writing-") or name.endswith(".tmp") for name in names)
 
 
 def wait_for_moment(process: int, out_dir: Path, within_s: float, generator: random.Random) -> bool:
