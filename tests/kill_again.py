@@ -1,7 +1,8 @@
 """Kills a run again and again at random moments, then lets it finish: `kill_again.py JOB.json`.
 
 The job names an entry script, its overrides and how often to kill. Every attempt is a fork of
-this process, which has imported everything, so an attempt costs its own work only. Half of
+this process, which has imported everything, so an attempt costs its own work only. A run that
+ends before it is killed is put aside, as `OUT_DIR-1` and so on, and another one begun. Half of
 the kills come at a random moment, the others right after a temporary file or folder
 appears, which is in the middle of a write.
 """
@@ -71,11 +72,13 @@ def main() -> None:
     out_dir, log = Path(job["out_dir"]), Path(job["log"])
     generator = random.Random(job["seed"])
     importlib.import_module(ENTRIES[job["entry"]])
-    kills = in_writes = 0
+    kills = in_writes = finished = 0
     while kills < job["num_kills"]:
         process = attempt(job["entry"], job["overrides"], log)
         if not wait_for_moment(process, out_dir, job["within_s"], generator):
-            break
+            finished += 1
+            out_dir.rename(out_dir.with_name(f"{out_dir.name}-{finished}"))
+            continue
         os.kill(process, signal.SIGSTOP)
         in_writes += writing(out_dir)
         os.kill(process, signal.SIGKILL)
