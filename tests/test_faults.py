@@ -72,10 +72,8 @@ def test_training_that_is_killed_again_and_again(
         assert heads[1][name].equal(expected), name
 
 
-@pytest.mark.parametrize(
-    "num_kills",
-    [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [3, 100])
 def test_a_capture_that_is_killed_again_and_again(
     inputs: Path, tmp_path: Path, num_kills: int
 ) -> None:

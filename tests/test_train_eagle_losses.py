@@ -9,13 +9,14 @@ from conf.schema_eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
+    EagleRun,
     StepNormalizer,
     TokenNormalizer,
 )
 from heads.branch_attention import Branches, causal_rows
 from heads.vocab import DraftVocab
 from train.divergences import Pair, Said, divergence, top_k, total_variation
-from train.eagle import EagleObjective
+from train.eagle import EagleObjective, make_head
 from train.eagle_losses import step_weights
 from train.losses import Sums
 from train.teachers import HiddenTeacher, Table
@@ -241,6 +242,16 @@ def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> N
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+def test_an_eagle1_head_over_a_quantised_output_head_is_refused() -> None:
+    target = random_target()
+    target.output_head = torch.nn.Module()
+    target.output_head.weight = torch.zeros(96, 64, dtype=torch.int8)
+    data = type("Packed", (), {"token_counts": lambda _, size: torch.ones(size, dtype=torch.int64)})
+    config = EagleRun(head=EagleConfig(form=EagleForm.eagle1))
+    with pytest.raises(InputError, match="its output head is quantised"):
+        make_head(config, target, data())
 
 
 @pytest.mark.slow

@@ -152,6 +152,11 @@ def make_head(
         size = settings.draft_vocab_size if settings.form is EagleForm.eagle3 else None
         vocab = DraftVocab.choose(counts, size, always)
         head = EagleHead.from_target(target, settings, vocab, config.seed)
+    if head.lm_head is None and not target.output_head.weight.is_floating_point():
+        raise InputError(
+            f"target.path={target.name}: its output head is quantised, and this head is trained "
+            "through it; name the model before quantisation (target.quantization leaves it alone)"
+        )
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     lines = coverage_lines(counts, head.vocab.to("cpu"), always) if not head.vocab.full else []
     name = head.config.form.value
