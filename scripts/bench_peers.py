@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
     """The sizes.
 
     Raises:
-        InputError: too few tokens, or a draft vocabulary larger than the target's.
+        InputError: one is too small, or the draft vocabulary larger than the target's.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1024)
@@ -147,11 +147,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    if options.tokens < LEAST_TOKENS:
-        raise InputError(f"--tokens={options.tokens}: must be at least {LEAST_TOKENS}")
-    if not 0 < options.draft_vocab <= options.vocab:
+    least = dict.fromkeys(vars(options), 1) | {"tokens": LEAST_TOKENS}
+    for name, value in vars(options).items():
+        if value < least[name]:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag}={value}: must be at least {least[name]}")
+    if options.draft_vocab > options.vocab:
         raise InputError(
-            f"--draft-vocab={options.draft_vocab}: must be 1 to --vocab={options.vocab}"
+            f"--draft-vocab={options.draft_vocab}: must be at most --vocab={options.vocab}"
         )
     return options
 

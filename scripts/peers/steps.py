@@ -231,8 +231,8 @@ def original_medusa(job: Job, inputs: Inputs) -> Training:
     def loss() -> Tensor:
         logits = head(hidden)
         losses = []
-        for ahead, said in enumerate(logits, start=2):
-            said, wanted = said[:-ahead], labels[ahead:]
+        for ahead, all_said in enumerate(logits, start=2):
+            said, wanted = all_said[:-ahead], labels[ahead:]
             losses.append(F.cross_entropy(said, wanted, ignore_index=IGNORED))
             learnt = wanted != IGNORED
             # The accuracy that its trainer logs, brought to the host at each step.
