@@ -24,7 +24,8 @@ ENTRIES = {
 }
 
 
-BENCHES = tuple(f"scripts/bench_{name}.py" for name in ("capture", "engine", "train", "unroll"))
+BENCH_NAMES = ("capture", "engine", "losses", "peers", "train", "unroll")
+BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 
 
 def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

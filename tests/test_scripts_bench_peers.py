@@ -1,0 +1,107 @@
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from conf.schema import InputError
+from scripts import bench_peers
+from scripts.apart import result_of
+from scripts.bench_peers import Row
+from scripts.peers.steps import PATHS, Inputs, Job, measured, stepper
+
+CPU = torch.device("cpu")
+SIZES: dict[str, int] = {
+    "tokens": 256, "hidden": 64, "vocab": 128, "draft_vocab": 96, "num_heads": 2,
+    "num_kv_heads": 1, "head_dim": 32, "intermediate": 96, "threads": 1, "repeats": 1,
+}  # fmt: skip
+OURS = [Row("ours", "medusa"), Row("original Medusa step", "original_medusa")]
+
+
+def job(path: str, depth: int) -> Job:
+    return Job(path=path, depth=depth, **SIZES)
+
+
+def losses(path: str, depth: int, num_steps: int) -> list[float]:
+    found = job(path, depth)
+    step = stepper(PATHS[path](found, Inputs.of(found, CPU)))
+    return [float(step()) for _ in range(num_steps)]
+
+
+def here(_worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
+    return measured(Job(**question), CPU)
+
+
+def test_documents_have_prompts_longer_than_any_depth() -> None:
+    text = Inputs.of(job("medusa", 4), CPU).text
+    documents, answers = text["document_ids"][0], text["loss_mask"][0]
+    assert {row.shape for row in text.values()} == {(1, 256)}
+    for number in documents.unique():
+        own = documents == number
+        assert text["position_ids"][0, own].tolist() == list(range(own.sum()))
+        assert answers[own].tolist() == [i >= own.sum() // 3 for i in range(own.sum())]
+        assert own.sum() // 3 > max(bench_peers.EAGLE3_STEPS)
+
+
+def test_the_original_medusa_step_trains_the_same_heads() -> None:
+    ours = losses("medusa", 4, 3)
+    assert ours == pytest.approx(losses("original_medusa", 4, 3), rel=1e-5)
+    assert ours[2] < ours[0]
+
+
+@pytest.mark.oracle
+@pytest.mark.skipif(bench_peers.SPECULATORS not in os.environ, reason="needs speculators")
+@pytest.mark.parametrize("depth", bench_peers.EAGLE3_STEPS)
+def test_speculators_trains_the_same_head(depth: int) -> None:
+    question = SIZES | {"path": "speculators", "depth": depth}
+    theirs = result_of("steps", question, os.environ[bench_peers.SPECULATORS])
+    assert theirs["loss"] == pytest.approx(losses("eagle3", depth, 1)[0], rel=1e-5)
+
+
+def test_tables_of_our_paths(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    threads = torch.get_num_threads()
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", *sizes])
+    monkeypatch.setattr(bench_peers, "result_of", here)
+    compiles = bench_peers.EAGLE3[1]
+    monkeypatch.setattr(
+        bench_peers, "EAGLE3", [row for row in bench_peers.EAGLE3 if row != compiles]
+    )
+    monkeypatch.delenv(bench_peers.SPECULATORS, raising=False)
+    bench_peers.main()
+    torch.set_num_threads(threads)
+    shown = capsys.readouterr().out.splitlines()
+    assert f"speculators' trainer: left out, {bench_peers.SPECULATORS} is not set" in shown
+    rows = [line.split(" | ") for line in shown if line.startswith(("| ours", "| original"))]
+    assert [row[0] for row in rows] == ["| ours", "| ours", "| ours", "| original Medusa step"]
+    assert [row[2] for row in rows[:3]] == ["1.00"] * 3
+    assert rows[2][6] == rows[3][6]
+
+
+def test_a_worker_runs_in_a_process_of_its_own() -> None:
+    question = SIZES | {"path": "medusa", "depth": 2}
+    found = result_of("steps", question, sys.executable)
+    assert found["loss"] == pytest.approx(losses("medusa", 2, 1)[0], rel=1e-6)
+    assert found["seconds"] > 0 and found["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("loss", [2.001, float("nan")])
+def test_a_step_with_another_loss_is_refused(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"medusa": 2.0, "original_medusa": loss}
+    monkeypatch.setattr(
+        bench_peers,
+        "result_of",
+        lambda _worker, question, _python: {
+            "loss": found[question["path"]], "seconds": 1.0, "peak_bytes": 1, "versions": [],
+        },
+    )  # fmt: skip
+    with pytest.raises(InputError, match="original Medusa step: first loss"):
+        bench_peers.table(SIZES | {"depth": 4}, OURS)
+
+
+@pytest.mark.parametrize("size", ["--tokens=255", "--draft-vocab=9000", "--repeats=0"])
+def test_sizes_that_cannot_be_compared(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", size])
+    with pytest.raises(SystemExit, match=f"error: {size}: must be"):
+        bench_peers.main()
