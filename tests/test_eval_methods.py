@@ -15,8 +15,10 @@ from heads.load_target import load_target
 
 FAMILIES = [
     "llama",
-    "gpt_neox",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2", "qwen3_moe")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("gpt_neox", "qwen3", "gemma2", "qwen3_moe")
+    ),
 ]
 SHARED = [
     "vanilla", "generate", "medusa_chain", "medusa_tree", "eagle_chain", "eagle_tree",

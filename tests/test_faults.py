@@ -99,6 +99,7 @@ def test_a_capture_that_is_killed_again_and_again(
         assert files(store) == files(tmp_path / "straight/out"), store
 
 
+@pytest.mark.slow
 def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(
     inputs: Path, tmp_path: Path
 ) -> None:
