@@ -166,7 +166,12 @@ def show(browser, page: Path, width: int, height: int, scheme: str = "light") ->
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     scheme_is = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme_is)
+    # The driver may come back while the page before is still there.
+    browser.execute_script("window.before = true")
     browser.get(page.as_uri())
+    loaded = "return !window.before && document.readyState === 'complete'"
+    wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(browser, 30)
+    wait.until(lambda _: browser.execute_script(loaded))
 
 
 @pytest.mark.parametrize("name", ["large", "small"])

@@ -70,6 +70,7 @@ def test_fsdp2_equals_one_process(straight: Path, fsdp2: Path) -> None:
     assert_same_run(fsdp2, straight)
 
 
+@pytest.mark.slow
 def test_a_run_of_fsdp2_goes_on_with_zero_3(
     straight: Path, fsdp2: Path, inputs: Path, tmp_path: Path
 ) -> None:
