@@ -81,6 +81,7 @@ class EagleLayout:
         d2t: dtype of `d2t`.
         t2d: has a place for `t2d`.
         exclusive_norms: takes `fc_norm` or `norm_before_fc`, not both.
+        equal_widths: takes features as wide as the head alone.
         old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
             size but hidden / heads.
     """
@@ -97,6 +98,7 @@ class EagleLayout:
     d2t: torch.dtype = torch.int64
     t2d: bool = True
     exclusive_norms: bool = False
+    equal_widths: bool = False
     old_rope: bool = False
 
 
@@ -152,6 +154,7 @@ FORMATS: dict[ExportFormat, dict[str, Layout]] = {
             "layers.0.",
             output_head=True,
             exclusive_norms=True,
+            equal_widths=True,
         ),
     },
     ExportFormat.original: {
@@ -272,6 +275,11 @@ def _eagle_problem(head: EagleHead, layout: EagleLayout) -> str | None:
         return "has no place for biases of queries, keys and values alone (q_proj.bias)"
     if layout.exclusive_norms and config.fc_norm and config.norm_before_fc:
         return "takes one of fc_norm and norm_before_fc"
+    if layout.equal_widths and config.target_hidden_size != config.llama.hidden_size:
+        return (
+            f"fuses features as wide as the head, and this head has {config.llama.hidden_size} "
+            f"for features of {config.target_hidden_size}"
+        )
     return _order_problem(config.layers, layout) or _rope_problem(head, layout)
 
 
