@@ -105,7 +105,7 @@ class EagleLayout:
 Layout = MedusaLayout | EagleLayout
 FORMATS: dict[ExportFormat, dict[str, Layout]] = {
     ExportFormat.vllm: {
-        # Its own names: versions before 0.2x know no others.
+        # Its own names: older versions do not know the authors'.
         "medusa": MedusaLayout(EAGLE_WEIGHTS, own_names=True, architecture="MedusaModel"),
         "eagle1": EagleLayout("LlamaForCausalLM", (), "layers.0."),
         "eagle3": EagleLayout(
@@ -209,17 +209,21 @@ def check_target(head: Head, engine: ExportFormat) -> None:
     if isinstance(head, MedusaHead):
         return
     assert isinstance(layout, EagleLayout)
-    own = head.embed_tokens
-    if own is not None and not takes_own_embedding(head, layout):
-        theirs = head.target.embedding.weight.to(own.weight)
-        if not torch.equal(own.weight, theirs):
-            raise InputError(
-                f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, "
-                "and embed_tokens.weight of this head is another; allowed: vllm, speculators, "
-                "original"
-            )
+    _check_embedding(head, engine, layout)
     if head.config.layers:
         _check_layers(head.config.layers, engine, layout, head.target.num_layers)
+
+
+def _check_embedding(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
+    own = head.embed_tokens
+    if own is None or takes_own_embedding(head, layout):
+        return
+    if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
+        raise InputError(
+            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, and "
+            "embed_tokens.weight of this head is another; allowed where a head keeps its own: "
+            "vllm, original"
+        )
 
 
 def _check_layers(
