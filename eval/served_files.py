@@ -222,7 +222,7 @@ def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> s
     found = {n: FLOATS.get(t.dtype) for n, t in tensors.items() if t.is_floating_point()}
     dtypes = set(found.values()) | {each for each in noted if each is not None}
     dtype = next(iter(dtypes), None)
-    if len(dtypes) != 1 or dtype not in FLOATS.values():
+    if dtype is None or len(dtypes) != 1 or dtype not in FLOATS.values():
         raise InputError(
             f"{file}: dtypes of its floats {_counted(found.values())}, and noted in "
             f"headsmith.json (export.dtype) and config.json (dtype, torch_dtype) {noted}: must "
