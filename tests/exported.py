@@ -16,7 +16,7 @@ from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import config_json
 from heads.medusa import MedusaHead
-from heads.target import Reads, Target
+from heads.target import Target
 
 NUM_ROWS, DEPTH = 12, 4
 GOLDEN = "parity/parity.safetensors"
@@ -66,7 +66,7 @@ def edited(file: Path) -> Iterator[dict[str, Tensor]]:
         metadata = opened.metadata()
     tensors = load_file(file)
     yield tensors
-    save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata=metadata)
+    save_file({n: t.clone().contiguous() for n, t in tensors.items()}, file, metadata=metadata)
 
 
 def swapped(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:

@@ -1,0 +1,438 @@
+"""The parity gate: what it lets through, and every fault that it must not."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import GOLDEN, edited, edited_json, swapped, write_eagle, write_medusa
+from safetensors.torch import save_file
+from torch import Tensor
+from toys import noisy_head, random_target
+
+from conf.schema import InputError
+from conf.schema_eagle import EagleConfig, EagleForm
+from eval.served import TOLERANCE, verify
+from heads.eagle import EagleHead
+from heads.target import Target
+from heads.vocab import DraftVocab
+from scripts import verify_export
+
+ROOT = Path(__file__).resolve().parents[1]
+WEIGHTS, CONFIG, NOTE = "model.safetensors", "config.json", "headsmith.json"
+FAR = {"num_hidden_layers": 6, "max_position_embeddings": 4096}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+E31 = {"fc_norm": True, "norm_output": True}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target(**FAR)
+
+
+@pytest.fixture(scope="module")
+def good(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder per kind of head, that nothing is wrong with."""
+    root = tmp_path_factory.mktemp("good")
+    write_eagle(root / "eagle3", eagle(target, num_ids=40), target)
+    write_eagle(root / "eagle31", eagle(target, **E31), target)
+    write_eagle(root / "eagle1", eagle(target, EagleForm.eagle1), target)
+    write_medusa(root / "medusa", noisy_head(target), target)
+    scaled = random_target(**FAR, rope_parameters=LLAMA3)
+    write_eagle(root / "llama3", eagle(scaled), scaled, rope_scaling=old_spelling(LLAMA3))
+    return root
+
+
+def eagle(
+    target: Target,
+    form: EagleForm = EagleForm.eagle3,
+    num_ids: int | None = None,
+    **settings: Any,
+) -> EagleHead:
+    """A random head, none of whose weights is a one or a zero."""
+    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+    vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
+    head = EagleHead.from_target(target, EagleConfig(form=form, **settings), vocab, seed=0)
+    return shaken(head)
+
+
+def shaken(head: EagleHead) -> EagleHead:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return head.eval()
+
+
+def old_spelling(rope: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope.items() if name != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle3", {"num_ids": 40}),
+        ("eagle3", {"layers": [1, 3]}),
+        ("eagle3", {"norm_before_residual": True, **E31}),
+        ("eagle1", {}),
+    ],
+)
+def test_a_good_export_gives_the_trained_logits(
+    target: Target, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    head = eagle(target, EagleForm[kind], **settings)
+    count = {"num_aux_hidden_states": len(head.config.layers)} if kind == "eagle3" else {}
+    verdict = verify(write_eagle(tmp_path / "export", head, target, **count))
+    assert verdict.max_difference < TOLERANCE * verdict.scale / 2
+    assert f"format vllm, head {kind}" in verdict.lines[0]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_that_a_head_can_have_is_read(tmp_path: Path, rope: str) -> None:
+    target = random_target(**FAR, rope_parameters=ROPES[rope])
+    old = None if rope == "default" else old_spelling(ROPES[rope])
+    verify(write_eagle(tmp_path / "export", eagle(target), target, rope_scaling=old))
+
+
+def test_a_qwen3_head_with_its_own_embedding_and_one_norm_over_all_features(
+    target: Target, tmp_path: Path
+) -> None:
+    config = replace(eagle(target).config, qk_norm=True, norm_before_fc=True, own_embedding=True)
+    head = shaken(EagleHead(config, DraftVocab.everything(target.vocab_size)).attach(target))
+    verify(write_eagle(tmp_path / "export", head, target))
+
+
+def test_a_head_that_uses_the_targets_output_head(target: Target, tmp_path: Path) -> None:
+    config = replace(eagle(target).config, own_output_head=False)
+    head = shaken(EagleHead(config, DraftVocab.everything(target.vocab_size)).attach(target))
+    folder = write_eagle(tmp_path / "export", head, target, draft_vocab_size=target.vocab_size)
+    assert "the target's output head" in verify(folder).lines[-1]
+
+
+def test_medusa_under_the_names_of_the_authors_and_of_vllm(good: Path, tmp_path: Path) -> None:
+    folder = copied(good, tmp_path, "medusa")
+    assert verify(folder).max_difference == 0
+    with edited(folder / "medusa_lm_head.safetensors") as tensors:
+        for name in list(tensors):
+            head, layer, *rest = name.split(".")
+            block = f"blocks.{head}.layers.{layer}.{rest[-1]}"
+            new = block if rest[0] == "linear" else f"lm_heads.{head}.weight"
+            tensors[new] = tensors.pop(name)
+    assert verify(folder).max_difference == 0
+
+
+def copied(good: Path, tmp_path: Path, kind: str) -> Path:
+    return shutil.copytree(good / kind, tmp_path / kind)
+
+
+def absolute(tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda values: values.update({name: value})
+
+
+def drop(*names: str) -> Callable[[dict[str, Any]], None]:
+    return lambda values: [values.pop(name) for name in names] and None
+
+
+def change(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: how(tensors[name])})
+
+
+def halves_swapped(*names: str) -> Callable[[dict[str, Tensor]], None]:
+    def swap(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+
+    return swap
+
+
+def both_ropes(theta: float | None = None, **scaling: Any) -> Callable[[dict[str, Any]], None]:
+    """The same other RoPE in either spelling."""
+
+    def write(config: dict[str, Any]) -> None:
+        theta_now = theta or config["rope_theta"]
+        config["rope_theta"], config["rope_scaling"] = theta_now, scaling or None
+        config["rope_parameters"] = {"rope_theta": theta_now, "rope_type": "default", **scaling}
+
+    return write
+
+
+def layers(*ids: int) -> Callable[[dict[str, Any]], None]:
+    def write(config: dict[str, Any]) -> None:
+        config["eagle_aux_hidden_state_layer_ids"] = list(ids)
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(ids)
+
+    return write
+
+
+DIFFER = "logits of the served head differ"
+PROJECTIONS = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+MLP = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up")]
+BROKEN_TENSORS = {
+    "d2t holds absolute ids": ("eagle3", absolute, "absolute target ids"),
+    "t2d marks other ids": ("eagle3", change("t2d", lambda t: t.roll(1)), "other ids than t2d"),
+    "d2t is missing": ("eagle3", drop("d2t"), r"missing: \['d2t'\]"),
+    "d2t is of floats": ("eagle3", change("d2t", torch.Tensor.float), "d2t is of torch.float32"),
+    "d2t names an id twice": (
+        "eagle3",
+        lambda t: (t.pop("t2d"), t["d2t"][1:2].copy_(t["d2t"][:1] - 1)),
+        "same id twice",
+    ),
+    "d2t leads elsewhere, unmarked": (
+        "eagle3",
+        lambda t: (t.pop("t2d"), t["d2t"][-1:].sub_(1)),
+        "can draft different ids",
+    ),
+    "lm_head is missing": ("eagle3", drop("lm_head.weight"), "lm_head.weight is missing"),
+    "a norm is missing": ("eagle3", drop("norm.weight"), r"missing: \['norm.weight'\]"),
+    "a tensor too many": (
+        "eagle3", put("fc.bias", torch.zeros(64)), r"not read: \['fc.bias'\]",
+    ),
+    "a tensor under a foreign name": (
+        "eagle1",
+        lambda t: t.update({"midlayer.mlp.up_proj.weight": t.pop("layers.0.mlp.up_proj.weight")}),
+        "missing: .*not read: .*midlayer",
+    ),
+    "a tensor under two names": (
+        "eagle3",
+        lambda t: t.update({"layers.0.hidden_norm.weight": t["midlayer.hidden_norm.weight"]}),
+        "under two names",
+    ),
+    "a tensor is misshapen": (
+        "eagle3", change("fc.weight", lambda t: t[:, :-1]), r"fc.weight is \[64, 191\]",
+    ),
+    "a tensor holds NaN": (
+        "eagle3", lambda t: t["fc.weight"][0, :1].fill_(float("nan")), "fc.weight: 1 values",
+    ),
+    "a tensor is of another dtype": (
+        "eagle3", change("fc.weight", lambda t: t.bfloat16()), "dtypes of its floats",
+    ),
+    "a tensor was rounded to bfloat16": (
+        "eagle3", change("fc.weight", lambda t: t.bfloat16().float()), DIFFER,
+    ),
+    "norms of two features are swapped": (
+        "eagle31", swapped("fc_norm.0.weight", "fc_norm.1.weight"), DIFFER,
+    ),
+    "embedding and feature in the wrong order": (
+        "eagle3", halves_swapped(*PROJECTIONS), DIFFER,
+    ),
+    "the same in EAGLE-1": ("eagle1", halves_swapped("fc.weight"), DIFFER),
+    "gate and up are swapped": ("eagle3", swapped(*MLP), DIFFER),
+    "the two norms of the input are swapped": (
+        "eagle3",
+        swapped("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"),
+        DIFFER,
+    ),
+    "two Medusa heads are swapped": ("medusa", swapped("0.1.weight", "1.1.weight"), DIFFER),
+    "a Medusa head is missing": ("medusa", drop("2.1.weight"), r"missing: \['2.1.weight'\]"),
+    "a Medusa bias is misshapen": (
+        "medusa", change("0.0.linear.bias", lambda t: t[1:]), "0.0.linear.bias is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN_TENSORS)
+def test_a_fault_in_the_weights_is_named(good: Path, tmp_path: Path, fault: str) -> None:
+    kind, breaks, message = BROKEN_TENSORS[fault]
+    folder = copied(good, tmp_path, kind)
+    with edited(next(folder.glob("*.safetensors"))) as tensors:
+        breaks(tensors)
+    with pytest.raises(InputError, match=message):
+        verify(folder)
+
+
+BROKEN_CONFIGS = {
+    "layers off by one": ("eagle3", layers(0, 2, 4), r"trained on \[1, 3, 5\]"),
+    "layers in another order": ("eagle3", layers(3, 1, 5), "in rising order"),
+    "a layer after the final norm": ("eagle3", layers(1, 3, 6), "before the final norm"),
+    "layers in one place alone": (
+        "eagle3",
+        lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
+        "other place for it",
+    ),
+    "no layers": (
+        "eagle3",
+        lambda c: (c.pop("eagle_aux_hidden_state_layer_ids"), c.pop("eagle_config")),
+        "eagle_aux_hidden_state_layer_ids is absent",
+    ),
+    "layers counted otherwise": ("eagle3", put("num_aux_hidden_states", 4), "num_aux_hidden"),
+    "norm_before_residual absent": (
+        "eagle3", drop("norm_before_residual"), "norm_before_residual is absent",
+    ),
+    "norm_output absent": ("eagle3", drop("norm_output"), "norm_output is absent"),
+    "fc_norm absent": ("eagle3", drop("fc_norm"), "fc_norm is absent"),
+    "norm_before_fc absent": ("eagle3", drop("norm_before_fc"), "norm_before_fc is absent"),
+    "norm_before_residual flipped": ("eagle3", put("norm_before_residual", True), DIFFER),
+    "norm_output flipped": ("eagle31", put("norm_output", False), DIFFER),
+    "fc_norm flipped": ("eagle31", put("fc_norm", False), "not read: .*fc_norm"),
+    "a flag in two places": (
+        "eagle3",
+        lambda c: c["eagle_config"].update(norm_before_fc=True),
+        "other place for it",
+    ),
+    "a flag as text": ("eagle3", put("norm_output", "false"), "a value of type bool"),
+    "another theta": ("eagle3", both_ropes(theta=500000.0), DIFFER),
+    "half of the head turned": ("eagle3", both_ropes(partial_rotary_factor=0.5), DIFFER),
+    "scaling dropped": ("llama3", both_ropes(), DIFFER),
+    "scaling dropped from one spelling": (
+        "llama3", put("rope_scaling", None), "two spellings of RoPE disagree",
+    ),
+    "theta in one spelling alone changed": (
+        "eagle3", put("rope_theta", 500000.0), "two spellings of RoPE disagree",
+    ),
+    "a RoPE that heads have not": (
+        "eagle3", both_ropes(rope_type="dynamic", factor=2.0), "dynamic",
+    ),
+    "no theta": ("eagle3", drop("rope_theta", "rope_parameters"), "rope_theta is absent"),
+    "positions cut": ("eagle3", put("max_position_embeddings", 2048), "max_position_embeddings"),
+    "another vocabulary": ("eagle3", put("vocab_size", 128), "vocab_size is 128"),
+    "another draft vocabulary": ("eagle3", put("draft_vocab_size", 32), "is .40.*32"),
+    "no draft vocabulary": ("eagle3", drop("draft_vocab_size"), "draft_vocab_size is absent"),
+    "another epsilon": ("eagle3", put("rms_norm_eps", 0.1), DIFFER),
+    "a bias that vLLM gives the attention": ("eagle3", put("bias", True), "bias is True"),
+    "a scale of the logits": ("eagle3", put("logit_scale", 2.0), DIFFER),
+    "another class": ("eagle3", put("architectures", ["LlamaModel"]), "architectures"),
+    "another dtype": ("eagle3", put("dtype", "bfloat16"), "must be one of"),
+    "Medusa's vocabulary absent": ("medusa", drop("vocab_size"), "takes 32001"),
+    "Medusa's biases dropped": (
+        "medusa", put("medusa_fc_bias", False), "not read: .*0.0.linear.bias",
+    ),
+    "fewer Medusa heads": ("medusa", put("medusa_num_heads", 2), "not read: .*2.1.weight"),
+    "two numbers of Medusa heads": ("medusa", put("num_attention_heads", 8), "disagree"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN_CONFIGS)
+def test_a_fault_in_the_config_is_named(good: Path, tmp_path: Path, fault: str) -> None:
+    kind, breaks, message = BROKEN_CONFIGS[fault]
+    folder = copied(good, tmp_path, kind)
+    with edited_json(folder / CONFIG) as config:
+        breaks(config)
+    with pytest.raises(InputError, match=message):
+        verify(folder)
+
+
+def test_layers_off_by_one_show_in_the_logits_too(good: Path, tmp_path: Path) -> None:
+    folder = copied(good, tmp_path, "eagle3")
+    with edited_json(folder / CONFIG) as config, edited_json(folder / NOTE) as note:
+        layers(0, 2, 4)(config)
+        note["export"]["layers"] = [0, 2, 4]
+    with pytest.raises(InputError, match=rf"{DIFFER}.* at depth \d, row \d+"):
+        verify(folder)
+
+
+BROKEN_GOLDEN = {
+    "a hidden state is missing": (drop("hidden_states.3"), "no tensor hidden_states.3"),
+    "logits are missing": (drop("logits"), "no tensor logits"),
+    "a depth is missing": (change("logits", lambda t: t[:-1]), "logits is"),
+    "a sum is wrong": (change("logsumexp", lambda t: t + 0.1), "logsumexp of the served head"),
+    "a logit is NaN": (lambda t: t["logits"][0, 0, :1].fill_(float("nan")), "logits: 1 values"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_GOLDEN)
+def test_a_fault_in_the_golden_file_is_named(good: Path, tmp_path: Path, fault: str) -> None:
+    breaks, message = BROKEN_GOLDEN[fault]
+    folder = copied(good, tmp_path, "eagle3")
+    with edited(folder / GOLDEN) as tensors:
+        breaks(tensors)
+    with pytest.raises(InputError, match=message):
+        verify(folder)
+
+
+BROKEN_FOLDERS = {
+    "a pickled file": (lambda f: (f / "pytorch_model.bin").touch(), "pickled files"),
+    "a second file of weights": (
+        lambda f: shutil.copy(f / WEIGHTS, f / "more.safetensors"), "exactly one",
+    ),
+    "golden logits among the weights": (
+        lambda f: shutil.copy(f / GOLDEN, f / "parity.safetensors"), "exactly one",
+    ),
+    "no golden logits": (lambda f: shutil.rmtree(f / "parity"), "cannot be checked"),
+    "golden logits without metadata": (
+        lambda f: save_file({"logits": torch.zeros(1)}, f / GOLDEN), "metadata",
+    ),
+    "truncated weights": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "truncated",
+    ),
+    "a broken config": (lambda f: (f / CONFIG).write_text("{"), "cannot be read"),
+    "no config": (lambda f: (f / CONFIG).unlink(), "cannot be read"),
+    "no format": (lambda f: (f / NOTE).unlink(), "give --format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN_FOLDERS)
+def test_a_fault_in_the_folder_is_named(good: Path, tmp_path: Path, fault: str) -> None:
+    breaks, message = BROKEN_FOLDERS[fault]
+    folder = copied(good, tmp_path, "eagle3")
+    breaks(folder)
+    with pytest.raises(InputError, match=message):
+        verify(folder)
+
+
+def test_the_note_must_fit_the_golden_file_and_the_format(good: Path, tmp_path: Path) -> None:
+    folder = copied(good, tmp_path, "eagle3")
+    with pytest.raises(InputError, match="--format sglang"):
+        verify(folder, "sglang")
+    with edited_json(folder / NOTE) as note:
+        note["export"]["format"] = "tgi"
+    with pytest.raises(InputError, match=r"no heads of kind eagle3; allowed: .*'vllm'"):
+        verify(folder)
+    with edited_json(folder / NOTE) as note:
+        note["export"]["kind"] = "medusa"
+    with pytest.raises(InputError, match="export.kind=medusa"):
+        verify(folder)
+
+
+def test_the_command_prints_one_line_per_check(good: Path, tmp_path: Path) -> None:
+    """On a machine that has neither transformers nor hydra."""
+    folder = copied(good, tmp_path, "eagle3")
+    (folder / NOTE).unlink()
+    block = (
+        "import sys, runpy; sys.modules.update(dict.fromkeys(['transformers', 'hydra', 'heads']));"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    script = str(ROOT / "scripts" / "verify_export.py")
+    command = [sys.executable, "-c", block, script, str(folder), "--format", "vllm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *_, last = done.stdout.splitlines()
+    assert first.endswith("format vllm, head eagle3")
+    assert last.startswith("parity: max |difference| ") and " of logits up to " in last
+
+
+def test_the_command_says_what_is_wrong(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(good, tmp_path, "eagle3")
+    (folder / CONFIG).unlink()
+    monkeypatch.setattr(sys, "argv", ["verify_export.py", str(folder)])
+    assert verify_export.main() == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith("error: ") and "config.json" in found.err
