@@ -44,7 +44,6 @@ PARTS = {
     "norm_before_residual": "the normed feature as residual (norm_before_residual)",
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
 }
-OLD_ROPE = ("default", "linear")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ class EagleLayout:
         d2t: dtype of `d2t`.
         t2d: has a place for `t2d`.
         exclusive_norms: takes `fc_norm` or `norm_before_fc`, not both.
-        old_rope: knows no RoPE scaling but linear, and no head size but hidden / heads.
+        old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
+            size but hidden / heads.
     """
 
     architecture: str
@@ -269,7 +269,7 @@ def _eagle_problem(head: EagleHead, layout: EagleLayout) -> str | None:
         if getattr(config, part) and part not in layout.parts:
             return f"has no place for {words}"
     if config.llama.attention_bias:
-        return "expects a bias of the attention's output beside those of its inputs"
+        return "has no place for biases of queries, keys and values alone (q_proj.bias)"
     if layout.exclusive_norms and config.fc_norm and config.norm_before_fc:
         return "takes one of fc_norm and norm_before_fc"
     return _order_problem(config.layers, layout) or _rope_problem(head, layout)
@@ -288,9 +288,13 @@ def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
     rope: dict = llama.rope_parameters  # type: ignore[assignment]
     if not layout.old_rope:
         return None
-    if rope["rope_type"] not in OLD_ROPE:
-        return f"knows RoPE of type {', '.join(OLD_ROPE)}, and this head has {rope['rope_type']}"
-    if llama.head_dim * llama.num_attention_heads != llama.hidden_size:
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    if kind != "default" and (kind != "linear" or theta != 10000):
+        return (
+            "knows plain RoPE, and linearly scaled RoPE with a theta of 10000; this head has "
+            f"{kind} with {theta:g}"
+        )
+    if llama.head_dim != llama.hidden_size // llama.num_attention_heads:
         return (
             f"wants head_dim = hidden_size / heads, and this head has {llama.head_dim} * "
             f"{llama.num_attention_heads} for {llama.hidden_size}"

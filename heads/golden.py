@@ -121,10 +121,7 @@ def _half_at_most(states: Tensor) -> Tensor:
 
 def _medusa(head: MedusaHead, hidden_states: Tensor) -> _Logits:
     # One head at a time: together they can be larger than the target.
-    logits = [
-        deepcopy(each).to("cpu", torch.float32)(hidden_states.float())  # type: ignore[operator]
-        for each in head.heads
-    ]
+    logits = [deepcopy(each).to("cpu", torch.float32)(hidden_states.float()) for each in head.heads]
     values = torch.stack(logits)
     return _Logits(values, {"logsumexp": values.logsumexp(-1)})
 
@@ -173,7 +170,9 @@ def _unrolled(head: EagleHead, hidden_states: list[Tensor], position_ids: Tensor
     rows = places[:num_rows]
     output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
     text = head.read(head.fuse(head.features(output)), places[1 : num_rows + 1], position_ids)
-    branches = Branches(text.keys[None], text.values[None], causal_rows(rows * 0, rows))
+    branches = Branches(
+        text.keys[None], text.values[None], causal_rows(torch.zeros_like(rows), rows)
+    )
     steps = head.unroll(text, places, rows, branches)
     depth = len(places) - num_rows - 1
     return torch.stack([head.normed(next(steps)) for _ in range(depth)])
