@@ -3,20 +3,36 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exported import GOLDEN, edited, edited_json, swapped, write_eagle, write_medusa
+from exported import (
+    GOLDEN,
+    absolute,
+    both_ropes,
+    change,
+    copied,
+    drop,
+    eagle,
+    edited,
+    edited_json,
+    halves_swapped,
+    layers,
+    old_spelling,
+    put,
+    shaken,
+    swapped,
+    write_eagle,
+    write_medusa,
+)
 from safetensors.torch import save_file
-from torch import Tensor
 from toys import noisy_head, random_target
 
 from conf.schema import InputError
-from conf.schema_eagle import EagleConfig, EagleForm
+from conf.schema_eagle import EagleForm
 from eval.served import TOLERANCE, verify
 from heads.eagle import EagleHead
 from heads.target import Target
@@ -64,30 +80,6 @@ def good(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     scaled = random_target(**FAR, rope_parameters=LLAMA3)
     write_eagle(root / "llama3", eagle(scaled), scaled, rope_scaling=old_spelling(LLAMA3))
     return root
-
-
-def eagle(
-    target: Target,
-    form: EagleForm = EagleForm.eagle3,
-    num_ids: int | None = None,
-    **settings: Any,
-) -> EagleHead:
-    """A random head, none of whose weights is a one or a zero."""
-    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
-    head = EagleHead.from_target(target, EagleConfig(form=form, **settings), vocab, seed=0)
-    return shaken(head)
-
-
-def shaken(head: EagleHead) -> EagleHead:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in head.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return head.eval()
-
-
-def old_spelling(rope: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
 @pytest.mark.parametrize(
@@ -141,53 +133,6 @@ def test_medusa_under_the_names_of_the_authors_and_of_vllm(good: Path, tmp_path:
             new = block if rest[0] == "linear" else f"lm_heads.{head}.weight"
             tensors[new] = tensors.pop(name)
     assert verify(folder).max_difference == 0
-
-
-def copied(good: Path, tmp_path: Path, kind: str) -> Path:
-    return shutil.copytree(good / kind, tmp_path / kind)
-
-
-def absolute(tensors: dict[str, Tensor]) -> None:
-    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-
-
-def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values.update({name: value})
-
-
-def drop(*names: str) -> Callable[[dict[str, Any]], None]:
-    return lambda values: [values.pop(name) for name in names] and None
-
-
-def change(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({name: how(tensors[name])})
-
-
-def halves_swapped(*names: str) -> Callable[[dict[str, Tensor]], None]:
-    def swap(tensors: dict[str, Tensor]) -> None:
-        for name in names:
-            tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
-
-    return swap
-
-
-def both_ropes(theta: float | None = None, **scaling: Any) -> Callable[[dict[str, Any]], None]:
-    """The same other RoPE in either spelling."""
-
-    def write(config: dict[str, Any]) -> None:
-        theta_now = theta or config["rope_theta"]
-        config["rope_theta"], config["rope_scaling"] = theta_now, scaling or None
-        config["rope_parameters"] = {"rope_theta": theta_now, "rope_type": "default", **scaling}
-
-    return write
-
-
-def layers(*ids: int) -> Callable[[dict[str, Any]], None]:
-    def write(config: dict[str, Any]) -> None:
-        config["eagle_aux_hidden_state_layer_ids"] = list(ids)
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(ids)
-
-    return write
 
 
 DIFFER = "logits of the served head differ"
@@ -405,7 +350,7 @@ def test_the_note_must_fit_the_golden_file_and_the_format(good: Path, tmp_path: 
         verify(folder)
     with edited_json(folder / NOTE) as note:
         note["export"]["kind"] = "medusa"
-    with pytest.raises(InputError, match="export.kind=medusa"):
+    with pytest.raises(InputError, match=r"export\.kind=medusa"):
         verify(folder)
 
 
