@@ -79,6 +79,8 @@ class ServedMedusa:
         if self._export.weights.name != WEIGHTS:
             raise InputError(f"{self._export.weights}: {self._title} reads {WEIGHTS} alone")
         root.need("base_model_name_or_path", str, "finds no target")
+        if self._export.format == "tgi" and root.has("architectures"):
+            raise root.wrong("architectures", "none: with one it loads no Medusa heads")
         self._num_heads = root.need("medusa_num_heads", int, "takes 5")
         self._num_layers = root.need("medusa_num_layers", int, "takes 1")
         self._bias = True
