@@ -123,7 +123,15 @@ CONFIGS = {
     "SGLang counts outputs, not inputs": ("sglang eagle3", ids(*LAYERS), r"read .*\[3, 5, 6\]"),
     "SGLang reads the nested ids alone": (
         "sglang eagle3", nested("eagle_config", "eagle_aux_hidden_state_layer_ids", [1, 3, 5]),
-        r"\[2, 4, 6\]|eagle_aux_hidden_state_layer_ids is",
+        r"\[1, 3, 4\]: SGLang needs \[1, 3, 5\]",
+    ),
+    "SGLang's ids differ where others read them": (
+        "sglang eagle3",
+        put("eagle_aux_hidden_state_layer_ids", LAYERS),
+        r"eagle_aux_hidden_state_layer_ids is \[2, 4, 5\]",
+    ),
+    "SGLang counts features apart from the ids": (
+        "sglang eagle3", put("num_aux_hidden_states", 4), "num_aux_hidden_states is 4",
     ),
     "SGLang has no normed residual": (
         "sglang eagle3", put("norm_before_residual", True), "norm_before_residual is True",
@@ -148,6 +156,18 @@ CONFIGS = {
         lambda c: c["eagle_config"].pop("norm_before_fc"),
         "eagle_config.norm_before_fc is absent",
     ),
+    "TensorRT-LLM does not read norm_before_fc at the root": (
+        "trtllm eagle3", put("norm_before_fc", True), "norm_before_fc is True",
+    ),
+    "SGLang has no bias of the inputs of the attention": (
+        "sglang eagle3", put("attention_bias", True), "attention_bias is True",
+    ),
+    "vLLM has one of its output, too": (
+        "vllm eagle3", put("attention_bias", True), "missing: .*self_attn.o_proj.bias",
+    ),
+    "vLLM's Qwen3 layer has no bias": (
+        "vllm eagle3 as Qwen3", put("mlp_bias", True), "mlp_bias is True",
+    ),
     "TensorRT-LLM has another name for norm_output": (
         "trtllm eagle3",
         nested("eagle_config", "return_hidden_post_norm", True),
@@ -155,6 +175,11 @@ CONFIGS = {
     ),
     "TensorRT-LLM reads the old spelling alone": (
         "trtllm eagle3", drop("rope_theta"), "rope_theta is absent",
+    ),
+    "TensorRT-LLM knows no attention_factor": (
+        "trtllm eagle3",
+        put("rope_scaling", {"rope_type": "default", "attention_factor": 2.0}),
+        "attention_factor is 2.0",
     ),
     "TensorRT-LLM drops a bias without `bias`": (
         "trtllm eagle3 with a bias", drop("bias"), "bias is absent",
@@ -197,6 +222,9 @@ CONFIGS = {
     ),
     "speculators flips the residual": (
         "speculators eagle3", put("norm_before_residual", True), DIFFER,
+    ),
+    "speculators' algorithm is another": (
+        "speculators eagle3", nested("speculators_config", "algorithm", "eagle"), "algorithm is",
     ),
     "speculators needs a proposal": (
         "speculators eagle3", nested("speculators_config", "proposal_methods", []), "first entry",
