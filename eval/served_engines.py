@@ -111,6 +111,7 @@ ENGINES = {
         flags=FLAGS,
         layers=Layers.hidden_states,
         always_fuses=True,
+        biases=BIASES,
         qwen3=True,
         random_head=True,
         t2d=Place.must,
