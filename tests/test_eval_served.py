@@ -269,6 +269,7 @@ BROKEN_CONFIGS = {
     "another class": ("eagle3", put("architectures", ["LlamaModel"]), "architectures"),
     "a part that is no object": ("eagle3", put("eagle_config", [2]), "needs an object"),
     "a Qwen3 layer in EAGLE-1": ("eagle1", put("model_type", "qwen3"), "model_type is 'qwen3'"),
+    "a layer of another family": ("eagle3", put("model_type", "mistral"), "is 'mistral'"),
     "two layers": ("eagle3", put("num_hidden_layers", 2), "num_hidden_layers is 2"),
     "another activation": ("eagle3", put("hidden_act", "gelu"), "hidden_act is 'gelu'"),
     "a sliding window": (
