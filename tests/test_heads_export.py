@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from conf.schema import InputError
 from conf.schema_export import ExportFormat
+from eval.served import verify
 from heads import export
 from heads.eagle import EagleHead
 from heads.export_layouts import check_target, layout_of
@@ -290,6 +291,5 @@ def test_golden_values_travel_with_the_head(target: Target, tmp_path: Path) -> N
 def test_an_independent_reader_computes_the_trained_logits(
     target: Target, tmp_path: Path, engine: str, kind: str
 ) -> None:
-    served = pytest.importorskip("eval.served")
-    verdict = served.verify(exported(make(target, kind), target, engine, tmp_path / "out"))
+    verdict = verify(exported(make(target, kind), target, engine, tmp_path / "out"))
     assert verdict.max_difference < 1e-4 * verdict.scale

@@ -158,7 +158,6 @@ def test_the_command_lists_the_formats(tmp_path: Path) -> None:
 
 
 def test_the_command_passes_its_own_gate(heads: Path, tmp_path: Path) -> None:
-    pytest.importorskip("eval.served")
     done = command(
         "scripts/export.py", f"head.path={heads / 'eagle'}", "format=sglang", "out_dir=out",
         cwd=tmp_path,
