@@ -11,6 +11,7 @@ import yaml
 from conf.schema import HeadRef, InputError, PushRun
 from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
+from scripts.staging import scrubbed
 from tests.hub_server import TOKEN, HubServer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +97,12 @@ def dry(run_dir: Path, tmp_path: Path, **changes: object) -> Path:
 
 def hub_env(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
-    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    env |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return env | ({"HF_TOKEN": token} if token else {})
 
 
@@ -241,7 +247,7 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
     ],
 )
 def test_scrubbed(text: str, expected: str) -> None:
-    assert push.scrubbed({"a": [text]}) == {"a": [expected]}
+    assert scrubbed({"a": [text]}) == {"a": [expected]}
 
 
 def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Exports that are pushed with a head: are they of this head, and do they still compute it?"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from conf.provenance import NAME
+from conf.schema import InputError
+from heads.eagle import EagleHead
+from heads.load import Head, load_head
+from scripts.card_facts import ExportFacts
+from scripts.staging import place, published, read_json, scrubbed, write_json
+
+WEIGHTS = ".safetensors"
+TEXTS = (".md", ".yaml")
+PARITY = "parity/parity.safetensors"
+# Tensors that are the target's own, in an export or among its golden features.
+TARGET_WEIGHTS = {
+    "embed_tokens": "its token embedding",
+    "token_embeddings": "some rows of its token embedding",
+    "output_head": "rows of its output head",
+}
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export folder and what its `headsmith.json` says of it."""
+
+    folder: Path
+    format: str
+    dtype: torch.dtype
+
+
+def open_exports(folders: list[str]) -> list[Export]:
+    """Looks at export folders without reading their weights.
+
+    Raises:
+        InputError: no such folder, not an export, or two of one format.
+    """
+    found: dict[str, Export] = {}
+    for name in folders:
+        export = _opened(Path(name).expanduser(), name)
+        if export.format in found:
+            raise InputError(
+                f"exports: {found[export.format].folder} and {name} are both for {export.format}; "
+                "name one of each format"
+            )
+        found[export.format] = export
+    return list(found.values())
+
+
+def _opened(folder: Path, name: str) -> Export:
+    if not folder.is_dir():
+        raise InputError(f"exports={name}: no such folder")
+    facts = (read_json(folder / NAME) or {}).get("export")
+    if not isinstance(facts, dict) or not re.fullmatch(
+        r"[a-z][a-z0-9_]*", str(facts.get("format"))
+    ):
+        raise InputError(
+            f"exports={name}: {NAME} names no export format; only folders that "
+            "scripts/export.py wrote can be pushed"
+        )
+    dtype = getattr(torch, str(facts.get("dtype")), None)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(
+            f"exports={name}: {NAME} says dtype {facts.get('dtype')}: must be float32 or bfloat16; "
+            "export it again"
+        )
+    return Export(folder, str(facts["format"]), dtype)
+
+
+def check_same(head: Head, export: Export) -> None:
+    """Checks that an export is of this head.
+
+    Raises:
+        InputError: a tensor differs from the head's, rounded to the export's dtype.
+    """
+    ours, theirs = _tensors(head), _tensors(load_head(str(export.folder)))
+    for name, tensor in ours.items():
+        expected = (
+            tensor.to(export.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        )
+        if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), expected):
+            raise InputError(
+                f"exports={export.folder}: its {name} is not that of head.path: an export of "
+                "another head, or of an earlier state of it; export again"
+            )
+
+
+def _tensors(head: Head) -> dict[str, Tensor]:
+    return head.tensors() if isinstance(head, EagleHead) else head.state_dict()
+
+
+def stage_export(export: Export, staged: Path) -> None:
+    """Effects: fills `staged` with what others may have of the export."""
+    staged.mkdir()
+    for path in sorted(export.folder.iterdir()):
+        if path.name == NAME:
+            write_json(staged / NAME, published(read_json(path) or {}))
+        elif path.suffix == ".json":
+            write_json(staged / path.name, scrubbed(read_json(path)))
+        elif path.suffix in TEXTS:
+            (staged / path.name).write_text(scrubbed(path.read_text("utf-8")), "utf-8")
+        elif path.suffix == WEIGHTS:
+            place(path, staged / path.name)
+    if (export.folder / PARITY).is_file():
+        (staged / PARITY).parent.mkdir()
+        place(export.folder / PARITY, staged / PARITY)
+
+
+def verified(export: Export, staged: Path, repo_id: str, folder: str) -> ExportFacts:
+    """Checks a staged export with the independent reader.
+
+    Args:
+        export: what was staged.
+        staged: exactly the files that will be uploaded.
+        repo_id: of the repository they go to.
+        folder: in it; empty for its root.
+
+    Raises:
+        InputError: it does not compute the trained head.
+    """
+    from eval.served import verify  # reads engines' formats, which a plain head does not need
+
+    try:
+        verdict = verify(staged)
+    except InputError as error:
+        raise InputError(f"exports={export.folder}: {error}") from error
+    facts = ExportFacts(
+        format=export.format,
+        repo_id=repo_id,
+        folder=folder,
+        loaders="",
+        serve="",
+        max_difference=verdict.max_difference,
+        scale=verdict.scale,
+        target_weights=_target_weights(staged),
+    )
+    print(f"exports={export.folder}: parity: {facts.parity}")
+    return facts
+
+
+def _target_weights(staged: Path) -> tuple[str, ...]:
+    """What of the target's weights an export holds, by its tensors' names."""
+    names: set[str] = set()
+    for path in staged.rglob(f"*{WEIGHTS}"):
+        with safe_open(path, "pt") as file:
+            names |= {part for name in file.keys() for part in name.split(".")}  # noqa: SIM118
+    return tuple(words for name, words in TARGET_WEIGHTS.items() if name in names)
