@@ -43,9 +43,9 @@ class ExportFacts:
     Attributes:
         format: its name.
         repo_id: of the repository it lies in.
-        folder: in that repository; empty for its root, the only place where engines look.
+        folder: in that repository; empty for its root.
         loaders: the engines' versions whose loaders it was written for.
-        serve: the command that serves it.
+        commands: what downloads it, where the engine does not, and serves it.
         max_difference: of its logits from the trained head's, as an independent reader found it.
         scale: the largest of those logits.
         target_weights: what it holds of the target's weights, in words.
@@ -55,7 +55,7 @@ class ExportFacts:
     repo_id: str
     folder: str
     loaders: str
-    serve: str
+    commands: str
     max_difference: float
     scale: float
     target_weights: tuple[str, ...]
@@ -64,11 +64,6 @@ class ExportFacts:
     def parity(self) -> str:
         """How near the export is to the trained head, in words."""
         return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
-
-
-def place(repo_id: str, folder: str) -> str:
-    """What an engine is given: a Hub id, or where `hf download` puts a folder of a repository."""
-    return f"{repo_id.rsplit('/', maxsplit=1)[-1]}/{folder}" if folder else repo_id
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ def ask_terms(name: str) -> Terms | str:
         return f"{api.endpoint} does not show it to you: it is private to others, or gone"
     except HfHubHTTPError as error:
         return f"{api.endpoint} answered HTTP {error.response.status_code}"
-    except (HTTPError, OfflineModeIsEnabled) as error:
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set, so nobody asked"
+    except HTTPError as error:
         return f"cannot reach {api.endpoint}: {told(error)}"
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
     license_id = card.get("license")

@@ -207,18 +207,9 @@ def _exports(facts: CardFacts) -> str:
             "computes from the export, against the trained head's logits on the golden features "
             "in `parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again "
             "on the machine that serves.",
-            *(f"{export.format}:\n\n```\n{_commands(export)}\n```" for export in facts.exports),
+            *(f"{export.format}:\n\n```\n{export.commands}\n```" for export in facts.exports),
         ]
     )
-
-
-def _commands(export: ExportFacts) -> str:
-    if not export.folder:
-        return export.serve
-    name = export.repo_id.rsplit("/")[-1]
-    # Engines look for weights at a repository's root alone.
-    download = f"hf download {export.repo_id} --include '{export.folder}/*' --local-dir {name}"
-    return f"{download}\n{export.serve}"
 
 
 def _serve(facts: CardFacts) -> str:

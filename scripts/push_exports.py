@@ -1,6 +1,5 @@
 """Exports that are pushed with a head: are they of this head, and do they still compute it?"""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,18 @@ from torch import Tensor
 
 from conf.provenance import NAME
 from conf.schema import InputError
+from conf.schema_export import ExportDtype, ExportFormat
+from eval.served import verify
 from heads.eagle import EagleHead
+from heads.export_serve import LOADERS, serve_command
 from heads.load import Head, load_head
 from scripts.card_facts import ExportFacts
 from scripts.staging import place, published, read_json, scrubbed, write_json
 
+# Of these, too, only the root of a repository counts; the others open local folders.
+TAKE_HUB_IDS = (
+    ExportFormat.vllm, ExportFormat.sglang, ExportFormat.tgi, ExportFormat.speculators
+)  # fmt: skip
 WEIGHTS = ".safetensors"
 TEXTS = (".md", ".yaml")
 PARITY = "parity/parity.safetensors"
@@ -31,7 +37,7 @@ class Export:
     """An export folder and what its `headsmith.json` says of it."""
 
     folder: Path
-    format: str
+    format: ExportFormat
     dtype: torch.dtype
 
 
@@ -41,12 +47,12 @@ def open_exports(folders: list[str]) -> list[Export]:
     Raises:
         InputError: no such folder, not an export, or two of one format.
     """
-    found: dict[str, Export] = {}
+    found: dict[ExportFormat, Export] = {}
     for name in folders:
         export = _opened(Path(name).expanduser(), name)
         if export.format in found:
             raise InputError(
-                f"exports: {found[export.format].folder} and {name} are both for {export.format}; "
+                f"exports: {found[export.format].folder} and {name} are both for {export.format.value}; "
                 "name one of each format"
             )
         found[export.format] = export
@@ -56,25 +62,23 @@ def open_exports(folders: list[str]) -> list[Export]:
 def _opened(folder: Path, name: str) -> Export:
     if not folder.is_dir():
         raise InputError(f"exports={name}: no such folder")
-    facts = (read_json(folder / NAME) or {}).get("export")
-    if not isinstance(facts, dict) or not re.fullmatch(
-        r"[a-z][a-z0-9_]*", str(facts.get("format"))
-    ):
+    facts = (read_json(folder / NAME) or {}).get("export") or {}
+    try:
+        engine = ExportFormat(facts.get("format"))
+        dtype = ExportDtype(facts.get("dtype"))
+    except ValueError as error:
         raise InputError(
-            f"exports={name}: {NAME} names no export format; only folders that "
-            "scripts/export.py wrote can be pushed"
-        )
-    dtype = getattr(torch, str(facts.get("dtype")), None)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise InputError(
-            f"exports={name}: {NAME} says dtype {facts.get('dtype')}: must be float32 or bfloat16; "
-            "export it again"
-        )
-    return Export(folder, str(facts["format"]), dtype)
+            f"exports={name}: {NAME} says {error}; name a folder that scripts/export.py wrote"
+        ) from error
+    return Export(folder, engine, getattr(torch, dtype.value))
 
 
 def check_same(head: Head, export: Export) -> None:
     """Checks that an export is of this head.
+
+    Args:
+        head: in float32.
+        export: read back as a head.
 
     Raises:
         InputError: a tensor differs from the head's, rounded to the export's dtype.
@@ -112,11 +116,12 @@ def stage_export(export: Export, staged: Path) -> None:
         place(export.folder / PARITY, staged / PARITY)
 
 
-def verified(export: Export, staged: Path, repo_id: str, folder: str) -> ExportFacts:
+def verified(export: Export, head: Head, staged: Path, repo_id: str, folder: str) -> ExportFacts:
     """Checks a staged export with the independent reader.
 
     Args:
         export: what was staged.
+        head: what it is an export of.
         staged: exactly the files that will be uploaded.
         repo_id: of the repository they go to.
         folder: in it; empty for its root.
@@ -124,24 +129,34 @@ def verified(export: Export, staged: Path, repo_id: str, folder: str) -> ExportF
     Raises:
         InputError: it does not compute the trained head.
     """
-    from eval.served import verify  # reads engines' formats, which a plain head does not need
-
     try:
         verdict = verify(staged)
     except InputError as error:
         raise InputError(f"exports={export.folder}: {error}") from error
+    download, served = _download(export.format, repo_id, folder)
     facts = ExportFacts(
-        format=export.format,
+        format=export.format.value,
         repo_id=repo_id,
         folder=folder,
-        loaders="",
-        serve="",
+        loaders=LOADERS[export.format],
+        commands=download + scrubbed(serve_command(head, export.format, served)),
         max_difference=verdict.max_difference,
         scale=verdict.scale,
         target_weights=_target_weights(staged),
     )
     print(f"exports={export.folder}: parity: {facts.parity}")
     return facts
+
+
+def _download(engine: ExportFormat, repo_id: str, folder: str) -> tuple[str, str]:
+    """The line that downloads an export, if the engine does not, and what the engine is given."""
+    name = repo_id.rsplit("/", maxsplit=1)[-1]
+    if folder:
+        line = f"hf download {repo_id} --include '{folder}/*' --local-dir {name}\n"
+        return line, f"{name}/{folder}"
+    if engine in TAKE_HUB_IDS:
+        return "", repo_id
+    return f"hf download {repo_id} --local-dir {name}\n", name
 
 
 def _target_weights(staged: Path) -> tuple[str, ...]:
