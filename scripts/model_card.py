@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from scripts.card_facts import CardFacts, ExportFacts, head_settings, is_hub_id
+from scripts.card_facts import CardFacts, head_settings, is_hub_id
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",

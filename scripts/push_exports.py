@@ -52,8 +52,8 @@ def open_exports(folders: list[str]) -> list[Export]:
         export = _opened(Path(name).expanduser(), name)
         if export.format in found:
             raise InputError(
-                f"exports: {found[export.format].folder} and {name} are both for {export.format.value}; "
-                "name one of each format"
+                f"exports: {found[export.format].folder} and {name} are both for "
+                f"{export.format.value}; name one of each format"
             )
         found[export.format] = export
     return list(found.values())

@@ -16,7 +16,7 @@ from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import config_json
 from heads.medusa import MedusaHead
-from heads.target import Reads, Target
+from heads.target import Target
 
 NUM_ROWS, DEPTH = 12, 4
 GOLDEN = "parity/parity.safetensors"

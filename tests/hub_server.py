@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import socket
+import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -76,8 +77,7 @@ class HubServer:
         self.stalled = threading.Event()
         self.closing = threading.Event()
         handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
 
@@ -95,6 +95,15 @@ class HubServer:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A client that was killed is no error of the server's.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -210,8 +219,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None:
             self.hub.faults.remove(fault)
         data = b""
-        while len(data) < (size if fault is None else fault.after):
-            block = self.rfile.read(min(BLOCK, size - len(data)))
+        wanted = size if fault is None else fault.after
+        while len(data) < wanted:
+            block = self.rfile.read(min(BLOCK, wanted - len(data)))
             data += block
             self.hub.received[oid] += len(block)
             if not block:

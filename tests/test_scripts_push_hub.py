@@ -5,16 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from conf.schema import HeadRef, InputError, PushRun
-from scripts import push
+from conf.schema import InputError
 from tests.hub_server import TOKEN, Fault, HubServer, Repo
-from tests.test_scripts_push import ROOT, hub, hub_env, make_head, run_dir, upload
+from tests.test_scripts_push import ROOT, hub, hub_env, run_dir, upload
 
 __all__ = ["hub", "run_dir"]  # fixtures
 WEIGHTS = "medusa_lm_head.safetensors"
