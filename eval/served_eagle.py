@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.schema import InputError
-from eval.served_chain import FLAGS, LAYER, Chain, EagleShape
-from eval.served_config import Settings, one_value
-from eval.served_engines import Bias, Engine, Layers
+from eval.served_chain import LAYER, Chain
+from eval.served_engines import Engine, Place
 from eval.served_files import Export, Golden
-from eval.served_rope import read_rope
+from eval.served_shape import read_shape
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class ServedEagle:
@@ -34,9 +32,8 @@ class ServedEagle:
 
     def __init__(self, export: Export, golden: Golden, engine: Engine) -> None:
         self._export, self._golden, self._engine = export, golden, engine
-        root = Settings(export.config, export.folder / "config.json", engine.title)
         tensors = self._canonical(export.tensors)
-        self._shape = self._read(root, own_head=OUTPUT in tensors)
+        self._shape = read_shape(export, golden, engine, own_head=OUTPUT in tensors)
         self._check(tensors)
         self._targets = self._drafted(tensors)
         self._weights = {n: t.float() for n, t in tensors.items() if t.is_floating_point()}
@@ -90,7 +87,7 @@ class ServedEagle:
     def _shares_embedding(self) -> bool:
         """Whether the engine drops the head's embedding for the target's."""
         same = self._shape.hidden_size == self._shape.target_hidden_size
-        return self._engine.target_embedding and same
+        return self._engine.embedding is Place.no and same
 
     def _canonical(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """With the layer's names as `LAYER` has them."""
@@ -105,167 +102,23 @@ class ServedEagle:
             found[f"? {name}" if foreign else new] = tensor
         return found
 
-    def _read(self, root: Settings, own_head: bool) -> EagleShape:
-        engine, golden = self._engine, self._golden
-        eagle3 = self._export.kind == "eagle3"
-        layer = root.part("transformer_layer_config") if self._speculators else root
-        self._check_architecture(root, layer)
-        hidden = layer.need("hidden_size", int, "takes 4096")
-        heads = layer.need("num_attention_heads", int, "takes 32")
-        head_dim = layer.need("head_dim", int, "divides hidden_size by num_attention_heads")
-        layer.equal("num_hidden_layers", 1, "as the head has one layer", "builds 32 layers")
-        layer.equal("vocab_size", golden.vocab_size, "the target's", "takes 32000")
-        layer.only("hidden_act", "silu")
-        layer.only("tie_word_embeddings", False)
-        layer.only("layer_types", None, ["full_attention"])
-        positions = layer.need("max_position_embeddings", int, "stops at 2048")
-        if positions < golden.max_position_embeddings:
-            raise layer.wrong(
-                "max_position_embeddings", f"at least {golden.max_position_embeddings}"
-            )
-        target_hidden = root.get("target_hidden_size")
-        if root.has("target_hidden_size") and target_hidden is None and not self._speculators:
-            raise root.wrong("target_hidden_size", "a number, or the key left out")
-        return EagleShape(
-            eagle3=eagle3,
-            hidden_size=hidden,
-            intermediate_size=layer.need("intermediate_size", int, "takes 11008"),
-            num_heads=heads,
-            num_kv_heads=layer.need("num_key_value_heads", int, "takes num_attention_heads"),
-            head_dim=head_dim,
-            target_hidden_size=target_hidden or hidden,
-            vocab_size=golden.vocab_size,
-            draft_vocab_size=self._draft_size(root, own_head) if eagle3 else golden.vocab_size,
-            eps=float(layer.need("rms_norm_eps", float, "takes 1e-6")),
-            layers=self._layers(root) if eagle3 else (),
-            flags=self._flags(root) if eagle3 else frozenset(),
-            fc_bias=self._fc_bias(root),
-            biased=self._biased(layer),
-            qk_norm=layer.get("model_type") == "qwen3",
-            own_head=own_head,
-            logit_scale=float(layer.get("logit_scale") or 1.0),
-            rope=read_rope(layer, head_dim, engine.legacy_rope),
-        )
-
-    @property
-    def _speculators(self) -> bool:
-        return self._export.format == "speculators"
-
-    def _check_architecture(self, root: Settings, layer: Settings) -> None:
-        named = root.need("architectures", list, "finds no class")
-        if len(named) != 1 or named[0] not in self._engine.architectures:
-            raise root.wrong("architectures", f"one of {list(self._engine.architectures)}")
-        qwen3 = layer.need("model_type", str, "finds no class") == "qwen3"
-        layer.only("model_type", "llama", *(["qwen3"] if self._engine.biases else []))
-        if not self._speculators and qwen3 != ("Qwen3" in named[0]):
-            raise root.wrong("model_type", f"the one of the architecture {named[0]}")
-        if self._speculators:
-            _check_speculators(root)
-
-    def _draft_size(self, root: Settings, own_head: bool) -> int:
-        if root.has("draft_vocab_size") and root.get("draft_vocab_size") is None:
-            if own_head:
-                raise root.wrong(
-                    "draft_vocab_size", f"the rows of {OUTPUT}, which it drops at null"
-                )
-            return self._golden.vocab_size
-        return root.need("draft_vocab_size", int, "drafts all ids of the target")
-
-    def _layers(self, root: Settings) -> tuple[int, ...]:
-        """Indices of `output_hidden_states` that the engine feeds to the head."""
-        count, nested = self._golden.num_layers, root.part("eagle_config")
-        nested.only("use_aux_hidden_state", True)
-        default = "takes layers 2, L / 2 and L - 3"
-        if self._engine.layers is Layers.hidden_states:
-            ids = one_value(IDS, list, default, root, nested)
-            self._check_count(root, nested, len(ids))
-        elif self._engine.layers is Layers.outputs:
-            ids = [i + 1 for i in nested.need(IDS, list, default)]
-        elif self._engine.layers is Layers.launch and self._export.layers:
-            ids = self._export.layers
-        else:
-            ids = [2, count // 2, count - 3]
-        self._check_layers(ids)
-        return tuple(ids)
-
-    def _check_count(self, root: Settings, nested: Settings, found: int) -> None:
-        """The width of `fc` follows a count that is read elsewhere than the ids."""
-        places = (root, nested) if root.get("model_type") == "qwen3" else (nested,)
-        counted = next((len(place.get(IDS)) for place in places if place.has(IDS)), 3)
-        if (root.get("num_aux_hidden_states") or counted) != found:
-            raise nested.wrong(IDS, f"the {found} ids of the root, or it fuses 3 layers")
-
-    def _check_layers(self, ids: list[int]) -> None:
-        file, count = self._export.folder / "config.json", self._golden.num_layers
-        trained = self._export.layers
-        if ids != sorted(set(ids)) or not all(0 <= i < count for i in ids):
-            raise InputError(
-                f"{file}: {IDS} stands for hidden states {ids}: {self._engine.title} gives "
-                f"those of 0..{count - 1}, each once and in rising order"
-            )
-        if trained is not None and list(trained) != ids:
-            raise InputError(
-                f"{file}: {self._engine.title} reads hidden states {ids}, but the head was "
-                f"trained on {trained} (headsmith.json: export.layers): layers are off"
-            )
-
-    def _flags(self, root: Settings) -> frozenset[str]:
-        engine, nested = self._engine, root.part("eagle_config")
-        on = set()
-        for flag in FLAGS:
-            places = (nested,) if flag in engine.nested else (root, nested)
-            if flag in engine.flags:
-                value = one_value(flag, bool, "and other engines differ on its default", *places)
-            elif engine.written or root.has(flag):
-                root.equal(flag, False, "as it has none", "serves heads without")
-                value = False
-            else:
-                value = False
-            if value:
-                on.add(flag)
-            if flag in engine.nested and root.has(flag) and root.get(flag) != value:
-                raise root.wrong(flag, f"{value!r}, as eagle_config says")
-        if {"fc_norm", "norm_before_fc"} <= on:
-            raise root.wrong("fc_norm", "one of fc_norm and norm_before_fc, not both")
-        return frozenset(on)
-
-    def _fc_bias(self, root: Settings) -> bool:
-        if self._engine.fc_bias is Bias.key:
-            return root.need("bias", bool, "or another engine takes its own default")
-        # vLLM and SGLang give other projections a bias for this key.
-        root.only("bias", False)
-        return self._engine.fc_bias is Bias.always
-
-    def _biased(self, layer: Settings) -> frozenset[str]:
-        names = {"attention_bias": ("q", "k", "v", "o"), "mlp_bias": ("gate", "up", "down")}
-        found = set()
-        for key, projections in names.items():
-            if not self._engine.biases:
-                layer.only(key, False)
-            elif layer.get(key):
-                part = "self_attn" if key == "attention_bias" else "mlp"
-                found |= {f"{part}.{name}_proj" for name in projections}
-        if layer.get("model_type") == "qwen3":
-            layer.only("mlp_bias", False)
-            found.discard("self_attn.o_proj")
-        return frozenset(found)
-
     def _check(self, tensors: dict[str, Tensor]) -> None:
         """Names, shapes and integer types."""
         shape = self._shape
         expected = shape.tensors()
         if not shape.own_head and "output_head" not in self._golden.tensors:
             raise self._wrong(OUTPUT, "is missing", "the head's own; it would put another there")
-        allowed = dict(expected)
+        embedding = Place.may if self._engine.embedding is Place.no else self._engine.embedding
+        places: dict[str, tuple[Place, tuple[int, ...]]]
+        places = {EMBEDDING: (embedding, (shape.vocab_size, shape.hidden_size))}
         reduced = shape.draft_vocab_size != shape.vocab_size
         if shape.eagle3 and reduced:
             expected["d2t"] = (shape.draft_vocab_size,)
-            allowed |= {"d2t": expected["d2t"], "t2d": (shape.vocab_size,)}
-            if self._engine.needs_t2d:
-                expected["t2d"] = allowed["t2d"]
-        allowed[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
-        if self._engine.needs_embedding:
-            expected[EMBEDDING] = allowed[EMBEDDING]
+            places["t2d"] = self._engine.t2d, (shape.vocab_size,)
+        must = {name: each for name, (place, each) in places.items() if place is Place.must}
+        may = {name: each for name, (place, each) in places.items() if place is Place.may}
+        expected |= must
+        allowed = expected | may
         missing = sorted(set(expected) - set(tensors))
         extra = sorted(set(tensors) - set(allowed))
         if missing or extra:
@@ -316,14 +169,3 @@ class ServedEagle:
         return InputError(
             f"{self._export.weights}: {name} {found}: {self._engine.title} needs {needed}"
         )
-
-
-def _check_speculators(root: Settings) -> None:
-    """Keys without which neither speculators nor vLLM recognises the folder."""
-    root.equal("speculators_model_type", "eagle3", "the head's kind", "refuses the folder")
-    plan = root.part("speculators_config")
-    plan.equal("algorithm", "eagle3", "the head's kind", "refuses the folder")
-    methods = plan.need("proposal_methods", list, "refuses the folder")
-    if not methods or type(methods[0].get("speculative_tokens")) is not int:
-        raise plan.wrong("proposal_methods", "speculative_tokens in its first entry")
-    plan.part("verifier").need("name_or_path", str, "finds no target")

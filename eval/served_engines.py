@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from eval.served_chain import FLAGS
-
-
-class Bias(Enum):
-    """Whether the fusion layer of an engine has a bias."""
-
-    never = "never"
-    always = "always"
-    key = "key"
-    """As `bias` in config.json says."""
+from eval.served_rope import RopeKeys
 
 
 class Layers(Enum):
@@ -30,9 +22,27 @@ class Layers(Enum):
     outputs = "outputs"
     """The same key in `eagle_config` alone; i is the output of layer i: index i + 1."""
     launch = "launch"
-    """In the launch configuration, not in a file of the export."""
+    """`eagle3_layers_to_capture` of the launch configuration, which an export carries in its
+    README; i as above."""
     fixed = "fixed"
     """2, L // 2 and L - 3 of `output_hidden_states`, whatever a file says."""
+
+
+class Bias(Enum):
+    """Whether the fusion layer of an engine has a bias."""
+
+    never = "never"
+    always = "always"
+    key = "key"
+    """As `bias` in config.json says."""
+
+
+class Place(Enum):
+    """Whether an engine has a place for a tensor."""
+
+    must = "must"
+    may = "may"
+    no = "no"
 
 
 @dataclass(frozen=True)
@@ -47,97 +57,103 @@ class Engine:
         written: whether flags that it has not must be written all the same, as false.
         nested: flags that it reads in `eagle_config` alone.
         layers: where it finds the layers.
-        fc_bias: see `Bias`.
-        biases: whether it has the layer's `attention_bias` and `mlp_bias`.
-        legacy_rope: whether it reads `rope_theta` and `rope_scaling` alone.
-        target_embedding: whether it puts the target's embedding in place of the head's.
-        needs_embedding: whether the file must hold an embedding.
-        maps: whether it has `d2t` and an output head of W rows.
-        needs_t2d: whether `t2d` must stand beside `d2t`.
+        always_fuses: whether `fc` is also applied to features as wide as the head.
+        fc_bias: of the fusion layer.
+        biases: keys of the biases that its layer may have.
+        qwen3: whether it has a layer with norms on queries and keys.
+        rope: which spelling it reads.
+        embedding: `no` if it takes the target's where that is as wide as the head.
+        t2d: beside `d2t`.
     """
 
     title: str
     architectures: tuple[str, ...]
-    prefixes: tuple[str, ...]
-    flags: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ("midlayer.", "layers.0.")
+    flags: tuple[str, ...] = ()
     written: bool = True
-    nested: frozenset[str] = frozenset()
+    nested: tuple[str, ...] = ()
     layers: Layers = Layers.fixed
+    always_fuses: bool = False
     fc_bias: Bias = Bias.never
-    biases: bool = False
-    legacy_rope: bool = False
-    target_embedding: bool = False
-    needs_embedding: bool = False
-    needs_t2d: bool = False
+    biases: tuple[str, ...] = ()
+    qwen3: bool = False
+    rope: RopeKeys = RopeKeys.both
+    embedding: Place = Place.may
+    t2d: Place = Place.may
 
 
-EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
+BIASES = ("attention_bias", "mlp_bias")
 ENGINES = {
     ("vllm", "eagle1"): Engine(
-        "vLLM",
-        ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
-        ("layers.0.",),
-        biases=True,
+        "vLLM", ("LlamaForCausalLM", "EagleLlamaForCausalLM"), ("layers.0.",), biases=BIASES
     ),
     ("vllm", "eagle3"): Engine(
         "vLLM",
-        ("LlamaForCausalLM", *EAGLE3),
-        ("midlayer.", "layers.0."),
-        flags=frozenset(FLAGS),
+        (
+            "LlamaForCausalLM",
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3Qwen3ForCausalLM",
+        ),
+        flags=FLAGS,
         layers=Layers.hidden_states,
-        biases=True,
+        always_fuses=True,
+        biases=BIASES,
+        qwen3=True,
     ),
     ("speculators", "eagle3"): Engine(
         "vLLM",
         ("Eagle3Speculator", "Eagle3DraftModel"),
         ("layers.0.",),
-        flags=frozenset(FLAGS),
+        flags=FLAGS,
         layers=Layers.hidden_states,
-        biases=True,
-        needs_t2d=True,
+        always_fuses=True,
+        qwen3=True,
+        t2d=Place.must,
     ),
     ("sglang", "eagle1"): Engine(
         "SGLang",
         ("LlamaForCausalLMEagle",),
         ("layers.0.",),
         fc_bias=Bias.always,
-        target_embedding=True,
+        embedding=Place.no,
     ),
+    # `fc` follows the key `bias`, but so does a bias of the attention's output.
     ("sglang", "eagle3"): Engine(
         "SGLang",
         ("LlamaForCausalLMEagle3",),
-        ("midlayer.", "layers.0."),
-        flags=frozenset(("norm_output", "fc_norm")),
+        flags=("norm_output", "fc_norm"),
         layers=Layers.outputs,
-        fc_bias=Bias.key,
-        target_embedding=True,
+        embedding=Place.no,
     ),
+    # `EAGLE3` is put before the name, without an `Eagle3` at its end.
     ("trtllm", "eagle3"): Engine(
         "TensorRT-LLM",
-        ("LlamaForCausalLM", "EAGLE3LlamaForCausalLM"),
-        ("midlayer.", "layers.0."),
-        flags=frozenset(("norm_output", "fc_norm", "norm_before_fc")),
-        nested=frozenset(("norm_before_fc",)),
+        ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+        flags=("norm_output", "fc_norm", "norm_before_fc"),
+        nested=("norm_before_fc",),
         layers=Layers.launch,
         fc_bias=Bias.key,
-        legacy_rope=True,
-        target_embedding=True,
+        biases=("mlp_bias",),
+        rope=RopeKeys.old,
+        embedding=Place.no,
+        t2d=Place.no,
     ),
     ("original", "eagle1"): Engine(
         "EAGLE",
         ("LlamaForCausalLM",),
         ("layers.0.",),
         fc_bias=Bias.key,
-        legacy_rope=True,
-        needs_embedding=True,
+        rope=RopeKeys.two_keys,
+        embedding=Place.must,
     ),
     ("original", "eagle3"): Engine(
         "EAGLE",
         ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
         ("midlayer.",),
         written=False,
-        legacy_rope=True,
-        needs_embedding=True,
-        needs_t2d=True,
+        rope=RopeKeys.two_keys,
+        embedding=Place.must,
+        t2d=Place.must,
     ),
 }

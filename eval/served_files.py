@@ -5,6 +5,8 @@ vocabulary, R compared ids.
 """
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,9 @@ def read_export(folder: Path, format: str | None) -> Export:  # noqa: A002 (its 
         config,
         weights,
         tensors,
-        _dtype(weights, tensors, note.get("dtype")),
+        _dtype(
+            weights, tensors, [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
+        ),
     )
 
 
@@ -213,12 +217,19 @@ def _weights(folder: Path) -> Path:
     return found[0]
 
 
-def _dtype(file: Path, tensors: dict[str, Tensor], noted: str | None) -> str:
+def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
+    """That of every float tensor, and of the notes about it."""
     found = {n: FLOATS.get(t.dtype) for n, t in tensors.items() if t.is_floating_point()}
-    dtype = noted or next(iter(found.values()), None)
-    if dtype is None or dtype not in FLOATS.values():
-        raise InputError(f"{file}: dtype {dtype}: must be one of {list(FLOATS.values())}")
-    wrong = sorted(name for name, each in found.items() if each != dtype)
-    if wrong:
-        raise InputError(f"{file}: {wrong} are not {dtype} (headsmith.json: export.dtype)")
+    dtypes = set(found.values()) | {each for each in noted if each is not None}
+    dtype = next(iter(dtypes), None)
+    if dtype is None or len(dtypes) != 1 or dtype not in FLOATS.values():
+        raise InputError(
+            f"{file}: dtypes of its floats {_counted(found.values())}, and noted in "
+            f"headsmith.json (export.dtype) and config.json (dtype, torch_dtype) {noted}: must "
+            f"be one of {list(FLOATS.values())} throughout"
+        )
     return dtype
+
+
+def _counted(values: Iterable[object]) -> dict[str, int]:
+    return {str(value): count for value, count in Counter(values).items()}

@@ -6,6 +6,7 @@ Sources: vLLM 0.32 `model_executor/layers/rotary_embedding`, transformers 5
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from conf.schema import InputError
 from eval.served_config import Settings
 
 KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class RopeKeys(Enum):
+    """Which spelling of RoPE an engine reads."""
+
+    both = "both"
+    """`rope_parameters`, or `rope_theta` and `rope_scaling`: loaders on transformers 5."""
+    old = "old"
+    """`rope_theta` and `rope_scaling`."""
+    two_keys = "two_keys"
+    """`rope_theta`, or a `rope_scaling` of `type` and `factor` with a theta of 10000."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +51,25 @@ class Rope:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def read_rope(config: Settings, head_dim: int, legacy: bool) -> Rope:
+def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
     """The RoPE that an engine makes of a config.
 
     Args:
         config: with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
         head_dim: d.
-        legacy: whether the engine reads the first spelling alone.
+        keys: which of them the engine reads.
 
     Raises:
-        InputError: absent, of a kind that draft heads have not, or the spellings disagree.
+        InputError: absent, of a kind that the engine has not, or the spellings disagree.
     """
-    settings = _settings(config, legacy)
-    kind = settings["rope_type"]
+    settings = _agreed(config, keys)
+    kind, theta = settings["rope_type"], float(settings["rope_theta"])
+    if keys is RopeKeys.two_keys and kind != "default" and (kind != "linear" or theta != 10000):
+        raise config.wrong("rope_scaling", "none, or a linear one with a rope_theta of 10000")
     if kind not in KINDS:
-        raise config.wrong("rope_parameters", f"a rope_type of {list(KINDS)}, not {kind!r}")
+        raise config.wrong("rope_scaling", f"a rope_type of {list(KINDS)}")
     width = int(head_dim * settings.get("partial_rotary_factor", 1.0))
-    powers = float(settings["rope_theta"]) ** (torch.arange(0, width, 2).float() / width)
+    powers = theta ** (torch.arange(0, width, 2).float() / width)
     try:
         if kind == "llama3":
             return Rope(_llama3(1.0 / powers, settings), 1.0)
@@ -63,33 +77,41 @@ def read_rope(config: Settings, head_dim: int, legacy: bool) -> Rope:
             return _yarn(powers, settings)
         return Rope(1.0 / powers / (settings["factor"] if kind == "linear" else 1.0), 1.0)
     except KeyError as error:
-        raise config.wrong("rope_parameters", f"the key {error} for rope_type {kind}") from error
+        raise config.wrong("rope_scaling", f"the key {error} for {kind}") from error
 
 
-def _settings(config: Settings, legacy: bool) -> dict[str, Any]:
-    """One dict of both spellings; the newer one's names."""
-    new = dict(config.part("rope_parameters")._values)
-    old = dict(config.part("rope_scaling")._values)
-    if legacy or not new:
+def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
+    """The settings of RoPE in the words of `rope_parameters`, from both spellings."""
+    new = config.part("rope_parameters")
+    if keys is not RopeKeys.both or not new.has("rope_theta"):
         config.need("rope_theta", float, "turns with a theta of 10000")
-    for spelling in (new, old):
-        if spelling:
-            spelling.setdefault("rope_type", spelling.pop("type", "default"))
-    if config.has("rope_theta"):
-        old = {"rope_type": "default", **old}
-        old.setdefault("rope_theta", config.get("rope_theta"))
-    if config.get("partial_rotary_factor") is not None:
-        for spelling in (new, old):
-            spelling.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if new and "rope_theta" not in new:
-        new["rope_theta"] = config.need("rope_theta", float, "turns with a theta of 10000")
-    if new and old and new != old:
+    theta, part = config.get("rope_theta"), config.get("partial_rotary_factor")
+    outer = {"rope_theta": theta, "partial_rotary_factor": part}
+    old = _normalised(config.part("rope_scaling"), outer)
+    if keys is RopeKeys.old:
+        for key in ("attention_factor", "truncate", "partial_rotary_factor"):
+            config.part("rope_scaling").only(key, None, outer.get(key))
+    spelled = [_normalised(new, outer)] if new.keys() else []
+    if config.has("rope_theta") or config.get("rope_scaling"):
+        spelled.append(old)
+    if spelled[0] != spelled[-1]:
         raise InputError(
-            f"{config.file}: the two spellings of RoPE disagree: rope_parameters says {new}, "
-            f"rope_theta and rope_scaling say {old}; {config.engine} and older loaders would "
-            "turn by different angles"
+            f"{config.file}: the two spellings of RoPE disagree: rope_parameters says "
+            f"{spelled[0]}, rope_theta and rope_scaling say {old}; loaders of different age "
+            "would turn by different angles"
         )
-    return old or new
+    return spelled[-1]
+
+
+def _normalised(spelling: Settings, outer: dict[str, Any]) -> dict[str, Any]:
+    """With the values that stand outside, and one key for the kind."""
+    found = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
+    found.setdefault("rope_type", spelling.get("type") or "default")
+    spelling.only("type", None, found["rope_type"])
+    for key, value in outer.items():
+        if value is not None:
+            found.setdefault(key, value)
+    return found
 
 
 def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
