@@ -23,6 +23,10 @@ from conf.schema import InputError
 OF_A_HEAD = ["*.safetensors", "*.safetensors.index.json", "*.png", "draft_tree.json"]
 # Storage is reached by signed links: whoever has one may write there for a while.
 SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
+RESUME = (
+    "nothing of it is visible yet. Start the same command again: files that arrived are not "
+    "sent twice"
+)
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def told(error: BaseException) -> str:
-    """What an error and its cause say, without keys."""
-    cause = f": {error.__cause__}" if error.__cause__ else ""
-    return str(plain(SIGNED.sub(r"\1", f"{error}{cause}")))
+    """What an error and its cause say, on one line and without keys."""
+    cause = f" {error.__cause__}" if error.__cause__ else ""
+    return " ".join(str(plain(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
 
 
 @contextmanager
@@ -148,12 +152,6 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         raise InputError(f"repo_id={repo_id}: {told(error)}") from error
     except (RuntimeError, OSError) as error:  # what the client raises about a file's transfer
         raise InputError(f"repo_id={repo_id}: {told(error)}; {RESUME}") from error
-
-
-RESUME = (
-    "nothing of it is visible yet. Start the same command again: files that arrived are not "
-    "sent twice"
-)
 
 
 def _refusal(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:

@@ -46,7 +46,7 @@ def main(config: PushRun) -> None:
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
         repos = {config.repo_id: Path(name) / "head"}
         _stage_head(folder, provenance, repos[config.repo_id])
-        found = [_stage_export(config, head, export, repos) for export in exports]
+        found = [_stage_export(config, export, repos) for export in exports]
         notices = _notices(terms, copied_weights(head, provenance, found))
         facts = replace(_facts(config, head, folder, provenance), exports=found, notices=notices)
         _write_cards(facts, repos, _figures(config, folder))
@@ -152,9 +152,7 @@ def _is_own(path: Path) -> bool:
     return path.name in OWN_JSON or path.name.endswith(OWN_SUFFIXES)
 
 
-def _stage_export(
-    config: PushRun, head: Head, export: Export, repos: dict[str, Path]
-) -> ExportFacts:
+def _stage_export(config: PushRun, export: Export, repos: dict[str, Path]) -> ExportFacts:
     """Effects: fills a folder of the head's repository, or one that joins `repos`."""
     if config.layout is Layout.one:
         repo_id, folder = config.repo_id, export.format.value
@@ -163,7 +161,7 @@ def _stage_export(
         repos[repo_id] = repos[config.repo_id].parent / export.format.value
     staged = repos[repo_id] / folder
     stage_export(export, staged)
-    return verified(export, head, staged, repo_id, folder)
+    return verified(export, staged, repo_id, folder)
 
 
 def _facts(config: PushRun, head: Head, folder: Path, provenance: dict[str, Any]) -> CardFacts:

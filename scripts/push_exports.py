@@ -1,18 +1,17 @@
 """Exports that are pushed with a head: are they of this head, and do they still compute it?"""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from conf.provenance import NAME
 from conf.schema import InputError
 from conf.schema_export import ExportDtype, ExportFormat
 from eval.served import verify
-from heads.eagle import EagleHead
-from heads.export_serve import LOADERS, serve_command
+from heads.export_serve import LOADERS
 from heads.load import Head, load_head
 from scripts.card_facts import ExportFacts
 from scripts.staging import place, published, read_json, scrubbed, write_json
@@ -83,7 +82,7 @@ def check_same(head: Head, export: Export) -> None:
     Raises:
         InputError: a tensor differs from the head's, rounded to the export's dtype.
     """
-    ours, theirs = _tensors(head), _tensors(load_head(str(export.folder)))
+    ours, theirs = head.tensors(), load_head(str(export.folder)).tensors()
     for name, tensor in ours.items():
         expected = (
             tensor.to(export.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
@@ -93,10 +92,6 @@ def check_same(head: Head, export: Export) -> None:
                 f"exports={export.folder}: its {name} is not that of head.path: an export of "
                 "another head, or of an earlier state of it; export again"
             )
-
-
-def _tensors(head: Head) -> dict[str, Tensor]:
-    return head.tensors() if isinstance(head, EagleHead) else head.state_dict()
 
 
 def stage_export(export: Export, staged: Path) -> None:
@@ -116,12 +111,11 @@ def stage_export(export: Export, staged: Path) -> None:
         place(export.folder / PARITY, staged / PARITY)
 
 
-def verified(export: Export, head: Head, staged: Path, repo_id: str, folder: str) -> ExportFacts:
+def verified(export: Export, staged: Path, repo_id: str, folder: str) -> ExportFacts:
     """Checks a staged export with the independent reader.
 
     Args:
         export: what was staged.
-        head: what it is an export of.
         staged: exactly the files that will be uploaded.
         repo_id: of the repository they go to.
         folder: in it; empty for its root.
@@ -139,13 +133,23 @@ def verified(export: Export, head: Head, staged: Path, repo_id: str, folder: str
         repo_id=repo_id,
         folder=folder,
         loaders=LOADERS[export.format],
-        commands=download + scrubbed(serve_command(head, export.format, served)),
+        commands=download + re.sub(r"\bDIR\b", served, _serve_command(export, staged)),
         max_difference=verdict.max_difference,
         scale=verdict.scale,
         target_weights=_target_weights(staged),
     )
     print(f"exports={export.folder}: parity: {facts.parity}")
     return facts
+
+
+def _serve_command(export: Export, staged: Path) -> str:
+    """From the export's README, where `DIR` stands for its folder."""
+    readme = staged / "README.md"
+    text = readme.read_text("utf-8") if readme.is_file() else ""
+    found = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise InputError(f"exports={export.folder}: its README.md says nothing under Serve")
+    return found[1]
 
 
 def _download(engine: ExportFormat, repo_id: str, folder: str) -> tuple[str, str]:

@@ -46,7 +46,7 @@ class Fault:
 
     Attributes:
         after: bytes that still arrive; a smaller file passes and leaves the fault for the next.
-        kind: `cut` closes the connection, `hold` reads no further, `refuse` answers 400.
+        kind: `cut` closes the connection, `hold` reads no further, `refuse` answers 403.
     """
 
     after: int
@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.closing.wait()
         if fault.kind == "refuse":
             self.rfile.read(size - len(data))
-            self._json({"error": "no room"}, 400)
+            self._json({"error": "no room"}, 403)
         else:
             self.connection.shutdown(socket.SHUT_RDWR)
         return None
