@@ -59,7 +59,7 @@ def _results(acceptance: dict[str, Any]) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=data,
+            dataset_type=data if is_hub_id(data) else Path(data).stem,
             dataset_name=Path(data).stem,
             metric_type="tau",
             metric_name=f"tau, {name} (mean tokens per target pass)",

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -71,8 +70,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def place(source: Path, there: Path) -> None:
-    """Puts a large file there without reading it where the file system can, else as a copy."""
+    """Puts a large file there without copying it.
+
+    A hard link keeps what was checked even if training writes the head anew meanwhile; where the
+    file system has none, or `there` is on another, it is a symbolic one.
+    """
     try:
         os.link(source.resolve(), there)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, there)
+    except OSError:
+        there.symlink_to(source.resolve())
