@@ -36,8 +36,9 @@ class ServedEagle:
         self._shape = read_shape(export, golden, engine, own_head=OUTPUT in tensors)
         self._check(tensors)
         self._targets = self._drafted(tensors)
+        # The embedding stays as it is: a few of its rows are needed, and it is large.
+        self._embedding = tensors.pop(EMBEDDING, None)
         self._weights = {n: t.float() for n, t in tensors.items() if t.is_floating_point()}
-        self._check_embedding(tensors)
 
     @property
     def lines(self) -> list[str]:
@@ -59,8 +60,13 @@ class ServedEagle:
         golden, shape = self._golden, self._shape
         ids = golden.need("ids", (None,))
         position_ids = golden.need("position_ids", (None,))
-        token_ids = golden.need("token_ids", (None,))
-        embeds = self._embeds(token_ids)
+        reached, all_positions = int(position_ids.max()), golden.max_position_embeddings
+        if reached < all_positions // 2:
+            raise InputError(
+                f"{golden.file}: position_ids end at {reached} of {all_positions}: a wrong RoPE "
+                "would not show; export again"
+            )
+        embeds = self._embeds(golden.need("token_ids", (None,)))
         chain = Chain(shape, self._weights)
         for states in chain.states(self._features(len(position_ids)), embeds, position_ids):
             if not shape.own_head:
@@ -79,15 +85,17 @@ class ServedEagle:
 
     def _embeds(self, token_ids: Tensor) -> Tensor:
         """[S + D, H] of the embedding that the engine uses."""
-        if EMBEDDING in self._weights and not self._shares_embedding:
-            return functional.embedding(token_ids, self._weights[EMBEDDING])
-        return self._golden.need("token_embeddings", (len(token_ids), self._shape.hidden_size))
-
-    @property
-    def _shares_embedding(self) -> bool:
-        """Whether the engine drops the head's embedding for the target's."""
-        same = self._shape.hidden_size == self._shape.target_hidden_size
-        return self._engine.embedding is Place.no and same
+        shape = self._shape
+        wanted = (len(token_ids), shape.hidden_size)
+        if self._embedding is None:
+            return self._golden.need("token_embeddings", wanted)
+        own = self._embedding[token_ids].float()
+        dropped = self._engine.embedding is Place.no
+        if not dropped or shape.hidden_size != shape.target_hidden_size:
+            return own
+        if not torch.equal(own, self._golden.need("token_embeddings", wanted)):
+            raise self._wrong(EMBEDDING, "is not the target's", "the target's: it takes that")
+        return own
 
     def _canonical(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """With the layer's names as `LAYER` has them."""
@@ -104,34 +112,35 @@ class ServedEagle:
 
     def _check(self, tensors: dict[str, Tensor]) -> None:
         """Names, shapes and integer types."""
-        shape = self._shape
-        expected = shape.tensors()
-        if not shape.own_head and "output_head" not in self._golden.tensors:
-            raise self._wrong(OUTPUT, "is missing", "the head's own; it would put another there")
-        embedding = Place.may if self._engine.embedding is Place.no else self._engine.embedding
-        places: dict[str, tuple[Place, tuple[int, ...]]]
-        places = {EMBEDDING: (embedding, (shape.vocab_size, shape.hidden_size))}
-        reduced = shape.draft_vocab_size != shape.vocab_size
-        if shape.eagle3 and reduced:
-            expected["d2t"] = (shape.draft_vocab_size,)
-            places["t2d"] = self._engine.t2d, (shape.vocab_size,)
-        must = {name: each for name, (place, each) in places.items() if place is Place.must}
-        may = {name: each for name, (place, each) in places.items() if place is Place.may}
-        expected |= must
-        allowed = expected | may
-        missing = sorted(set(expected) - set(tensors))
-        extra = sorted(set(tensors) - set(allowed))
+        must, may = self._expected()
+        missing = sorted(set(must) - set(tensors))
+        extra = sorted(set(tensors) - set(must) - set(may))
         if missing or extra:
             raise InputError(
                 f"{self._export.weights}: tensors missing: {missing}, that "
                 f"{self._engine.title} does not read: {extra}"
             )
         for name, tensor in tensors.items():
-            if tuple(tensor.shape) != allowed[name]:
-                raise self._wrong(name, f"is {list(tensor.shape)}", f"{list(allowed[name])}")
+            shape = (must | may)[name]
+            if tuple(tensor.shape) != shape:
+                raise self._wrong(name, f"is {list(tensor.shape)}", f"{list(shape)}")
             kinds = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}.get(name)
             if tensor.dtype not in kinds if kinds else not tensor.is_floating_point():
                 raise self._wrong(name, f"is of {tensor.dtype}", f"{kinds or 'floats'}")
+
+    def _expected(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """Shapes of the tensors that must be there, and of those that may be."""
+        shape, engine = self._shape, self._engine
+        if not shape.own_head and "output_head" not in self._golden.tensors:
+            raise self._wrong(OUTPUT, "is missing", "the head's own: it would take the target's")
+        must, may = shape.tensors(), dict[str, tuple[int, ...]]()
+        if shape.eagle3 and shape.draft_vocab_size != shape.vocab_size:
+            must["d2t"] = (shape.draft_vocab_size,)
+            if engine.t2d is not Place.no:
+                (must if engine.t2d is Place.must else may)["t2d"] = (shape.vocab_size,)
+        embedding = must if engine.embedding is Place.must else may
+        embedding[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
+        return must, may
 
     def _drafted(self, tensors: dict[str, Tensor]) -> Tensor:
         """[W] the target ids of the output head's rows."""
@@ -155,15 +164,6 @@ class ServedEagle:
         if mask is not None and not (mask[targets].all() and mask.sum() == len(targets)):
             return "leads to other ids than t2d marks"
         return None
-
-    def _check_embedding(self, tensors: dict[str, Tensor]) -> None:
-        """An embedding that the engine drops must be the target's."""
-        if EMBEDDING not in tensors or not self._shares_embedding:
-            return
-        token_ids = self._golden.need("token_ids", (None,))
-        theirs = self._embeds(token_ids).to(tensors[EMBEDDING].dtype)
-        if not torch.equal(tensors[EMBEDDING][token_ids], theirs):
-            raise self._wrong(EMBEDDING, "is not the target's", "the target's: it takes that")
 
     def _wrong(self, name: str, found: str, needed: str) -> InputError:
         return InputError(

@@ -62,6 +62,8 @@ class Engine:
         biases: keys of the biases that its layer may have.
         qwen3: whether it has a layer with norms on queries and keys.
         rope: which spelling it reads.
+        random_head: whether a missing output head starts at random; at SGLang, unless
+            `draft_vocab_size` is null.
         embedding: `no` if it takes the target's where that is as wide as the head.
         t2d: beside `d2t`.
     """
@@ -78,6 +80,7 @@ class Engine:
     biases: tuple[str, ...] = ()
     qwen3: bool = False
     rope: RopeKeys = RopeKeys.both
+    random_head: bool = False
     embedding: Place = Place.may
     t2d: Place = Place.may
 
@@ -109,6 +112,7 @@ ENGINES = {
         layers=Layers.hidden_states,
         always_fuses=True,
         qwen3=True,
+        random_head=True,
         t2d=Place.must,
     ),
     ("sglang", "eagle1"): Engine(
@@ -124,6 +128,7 @@ ENGINES = {
         ("LlamaForCausalLMEagle3",),
         flags=("norm_output", "fc_norm"),
         layers=Layers.outputs,
+        random_head=True,
         embedding=Place.no,
     ),
     # `EAGLE3` is put before the name, without an `Eagle3` at its end.
@@ -153,6 +158,7 @@ ENGINES = {
         ("midlayer.",),
         written=False,
         rope=RopeKeys.two_keys,
+        random_head=True,
         embedding=Place.must,
         t2d=Place.must,
     ),

@@ -93,29 +93,28 @@ class Golden:
         return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def read_export(folder: Path, format: str | None) -> Export:  # noqa: A002 (its name in export)
-    """Reads an export folder.
+def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
+    """Reads the engine's files of an export.
 
     Args:
         folder: of the export.
-        format: the engine, for a folder whose `headsmith.json` does not name it.
+        engine: the format, for a folder whose `headsmith.json` does not name it.
+        golden: says what kind of head this is.
 
     Raises:
         InputError: a file is missing, corrupt, pickled or one too many.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; name the folder of an export")
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
     if pickled:
         raise InputError(f"{folder}: pickled files {pickled}: only safetensors and JSON are read")
     config = read_json(folder / "config.json")
-    note = _note(folder, format)
+    note = _note(folder, engine, golden.kind)
     weights = _weights(folder)
     tensors, _ = read_tensors(weights)
     return Export(
         folder,
         note["format"],
-        _kind(folder, note),
+        golden.kind,
         note.get("layers"),
         config,
         weights,
@@ -132,6 +131,8 @@ def read_golden(folder: Path) -> Golden:
     Raises:
         InputError: missing, corrupt, or without its metadata.
     """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; name the folder of an export")
     file = folder / GOLDEN
     if not file.is_file():
         raise InputError(f"{file}: no such file; the export cannot be checked: export again")
@@ -184,27 +185,21 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _note(folder: Path, format: str | None) -> dict[str, Any]:  # noqa: A002
+def _note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
     """The `export` part of `headsmith.json`, with the format of the command line."""
     file = folder / "headsmith.json"
     note = read_json(file).get("export", {}) if file.is_file() else {}
-    named = note.get("format", format)
+    named = note.get("format", engine)
     if named is None:
         raise InputError(f"{file}: does not name the engine: give --format")
-    if format not in (None, named):
-        raise InputError(f"{file}: export.format={named}, but --format {format}: leave one out")
-    return {**note, "format": named}
-
-
-def _kind(folder: Path, note: dict[str, Any]) -> str:
-    """As noted, or as the golden file has it."""
-    golden = read_golden(folder).kind
-    if note.get("kind", golden) != golden:
+    if engine not in (None, named):
+        raise InputError(f"{file}: export.format={named}, but --format {engine}: leave one out")
+    if note.get("kind", kind) != kind:
         raise InputError(
-            f"{folder / 'headsmith.json'}: export.kind={note['kind']}, but {GOLDEN} holds the "
-            f"logits of a head of kind {golden}"
+            f"{file}: export.kind={note['kind']}, but {GOLDEN} holds the logits of a head of "
+            f"kind {kind}"
         )
-    return golden
+    return {**note, "format": named}
 
 
 def _weights(folder: Path) -> Path:

@@ -79,6 +79,8 @@ class ServedMedusa:
         if self._export.weights.name != WEIGHTS:
             raise InputError(f"{self._export.weights}: {self._title} reads {WEIGHTS} alone")
         root.need("base_model_name_or_path", str, "finds no target")
+        if self._export.format == "tgi" and root.has("architectures"):
+            raise root.wrong("architectures", "none: with one it loads no Medusa heads")
         self._num_heads = root.need("medusa_num_heads", int, "takes 5")
         self._num_layers = root.need("medusa_num_layers", int, "takes 1")
         self._bias = True
@@ -103,12 +105,17 @@ class ServedMedusa:
         for head in range(self._num_heads):
             states = features
             for block in range(self._num_layers):
-                weight = self._weights[f"{head}.{block}.linear.weight"]
-                bias = self._weights.get(f"{head}.{block}.linear.bias")
-                states = states + functional.silu(functional.linear(states, weight, bias))
-            projection = self._weights[f"{head}.{self._num_layers}.weight"]
+                linear = f"{head}.{block}.linear"
+                bias = self._float(f"{linear}.bias") if self._bias else None
+                inner = functional.linear(states, self._float(f"{linear}.weight"), bias)
+                states = states + functional.silu(inner)
+            projection = self._float(f"{head}.{self._num_layers}.weight")
             every = self._scale * functional.linear(states, projection)
             yield every[:, ids], every.logsumexp(dim=-1)
+
+    def _float(self, name: str) -> Tensor:
+        """One at a time: all heads in float32 can be larger than memory."""
+        return self._weights[name].float()
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         """Shapes by the original's names."""
@@ -123,7 +130,7 @@ class ServedMedusa:
         return found
 
     def _check(self) -> dict[str, Tensor]:
-        """Float32 tensors by the original's names, each there once and of its shape."""
+        """Tensors by the original's names, each there once and of its shape."""
         expected, found = self._expected(), {}
         for name, tensor in self._export.tensors.items():
             known = self._original_name(name)
@@ -140,7 +147,7 @@ class ServedMedusa:
             if tuple(tensor.shape) != expected[name] or not tensor.is_floating_point():
                 held = f"is {list(tensor.shape)} of {tensor.dtype}"
                 raise self._wrong(name, held, f"floats of {list(expected[name])}")
-        return {name: tensor.float() for name, tensor in found.items()}
+        return found
 
     def _original_name(self, name: str) -> str:
         if self._export.format == "vllm":

@@ -118,11 +118,17 @@ class _Reader:
 
     def _draft_size(self, own_head: bool) -> int:
         root, key = self._root, "draft_vocab_size"
-        if self._export.format != "sglang" or not root.has(key) or root.get(key) is not None:
-            return root.need(key, int, "takes the target's vocabulary or fails")
-        if own_head:
-            raise root.wrong(key, "a number, as null makes it drop lm_head.weight")
-        return self._golden.vocab_size
+        if self._export.format == "sglang" and root.has(key) and root.get(key) is None:
+            if own_head:
+                raise root.wrong(key, "a number, as null makes it drop lm_head.weight")
+            return self._golden.vocab_size
+        size = root.need(key, int, "takes the target's vocabulary or fails")
+        if self._engine.random_head and not own_head:
+            raise InputError(
+                f"{self._export.weights}: lm_head.weight is missing: with {key}={size} "
+                f"{self._engine.title} starts it at random"
+            )
+        return size
 
     def _layers(self, same_width: bool) -> tuple[int, ...]:
         """Indices of `output_hidden_states` that the engine feeds to the head."""

@@ -44,7 +44,6 @@ PARTS = {
     "norm_before_residual": "the normed feature as residual (norm_before_residual)",
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
 }
-OLD_ROPE = ("default", "linear")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,9 @@ class EagleLayout:
         d2t: dtype of `d2t`.
         t2d: has a place for `t2d`.
         exclusive_norms: takes `fc_norm` or `norm_before_fc`, not both.
-        old_rope: knows no RoPE scaling but linear, and no head size but hidden / heads.
+        equal_widths: takes features as wide as the head alone.
+        old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
+            size but hidden / heads.
     """
 
     architecture: str
@@ -97,13 +98,14 @@ class EagleLayout:
     d2t: torch.dtype = torch.int64
     t2d: bool = True
     exclusive_norms: bool = False
+    equal_widths: bool = False
     old_rope: bool = False
 
 
 Layout = MedusaLayout | EagleLayout
 FORMATS: dict[ExportFormat, dict[str, Layout]] = {
     ExportFormat.vllm: {
-        # Its own names: versions before 0.2x know no others.
+        # Its own names: older versions do not know the authors'.
         "medusa": MedusaLayout(EAGLE_WEIGHTS, own_names=True, architecture="MedusaModel"),
         "eagle1": EagleLayout("LlamaForCausalLM", (), "layers.0."),
         "eagle3": EagleLayout(
@@ -152,6 +154,7 @@ FORMATS: dict[ExportFormat, dict[str, Layout]] = {
             "layers.0.",
             output_head=True,
             exclusive_norms=True,
+            equal_widths=True,
         ),
     },
     ExportFormat.original: {
@@ -206,17 +209,21 @@ def check_target(head: Head, engine: ExportFormat) -> None:
     if isinstance(head, MedusaHead):
         return
     assert isinstance(layout, EagleLayout)
-    own = head.embed_tokens
-    if own is not None and not takes_own_embedding(head, layout):
-        theirs = head.target.embedding.weight.to(own.weight)
-        if not torch.equal(own.weight, theirs):
-            raise InputError(
-                f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, "
-                "and embed_tokens.weight of this head is another; allowed: vllm, speculators, "
-                "original"
-            )
+    _check_embedding(head, engine, layout)
     if head.config.layers:
         _check_layers(head.config.layers, engine, layout, head.target.num_layers)
+
+
+def _check_embedding(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
+    own = head.embed_tokens
+    if own is None or takes_own_embedding(head, layout):
+        return
+    if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
+        raise InputError(
+            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, and "
+            "embed_tokens.weight of this head is another; allowed where a head keeps its own: "
+            "vllm, original"
+        )
 
 
 def _check_layers(
@@ -269,9 +276,14 @@ def _eagle_problem(head: EagleHead, layout: EagleLayout) -> str | None:
         if getattr(config, part) and part not in layout.parts:
             return f"has no place for {words}"
     if config.llama.attention_bias:
-        return "expects a bias of the attention's output beside those of its inputs"
+        return "has no place for biases of queries, keys and values alone (q_proj.bias)"
     if layout.exclusive_norms and config.fc_norm and config.norm_before_fc:
         return "takes one of fc_norm and norm_before_fc"
+    if layout.equal_widths and config.target_hidden_size != config.llama.hidden_size:
+        return (
+            f"fuses features as wide as the head, and this head has {config.llama.hidden_size} "
+            f"for features of {config.target_hidden_size}"
+        )
     return _order_problem(config.layers, layout) or _rope_problem(head, layout)
 
 
@@ -288,9 +300,13 @@ def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
     rope: dict = llama.rope_parameters  # type: ignore[assignment]
     if not layout.old_rope:
         return None
-    if rope["rope_type"] not in OLD_ROPE:
-        return f"knows RoPE of type {', '.join(OLD_ROPE)}, and this head has {rope['rope_type']}"
-    if llama.head_dim * llama.num_attention_heads != llama.hidden_size:
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    if kind != "default" and (kind != "linear" or theta != 10000):
+        return (
+            "knows plain RoPE, and linearly scaled RoPE with a theta of 10000; this head has "
+            f"{kind} with {theta:g}"
+        )
+    if llama.head_dim != llama.hidden_size // llama.num_attention_heads:
         return (
             f"wants head_dim = hidden_size / heads, and this head has {llama.head_dim} * "
             f"{llama.num_attention_heads} for {llama.hidden_size}"

@@ -23,7 +23,7 @@ LOADERS = {
     ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
 }
 CONVERT = (
-    "from pathlib import Path; import torch; from safetensors.torch import load_file; "
+    "import torch; from safetensors.torch import load_file; "
     "torch.save(load_file('{folder}/medusa_lm_head.safetensors'), '{folder}/medusa_lm_head.pt')"
 )
 
@@ -59,9 +59,8 @@ def _medusa(num_heads: int, engine: ExportFormat, target: str, folder: str) -> s
             "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
         )
     # Their loader opens pickles alone.
-    return f'python -c "{CONVERT.format(folder=folder)}"\npython -m medusa.inference.cli ' + (
-        f"--model {folder}"
-    )
+    convert = CONVERT.format(folder=folder)
+    return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
 
 
 def _eagle(head: EagleHead, engine: ExportFormat, target: str, folder: str) -> str:
@@ -84,10 +83,10 @@ def _eagle(head: EagleHead, engine: ExportFormat, target: str, folder: str) -> s
             "cat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: Eagle3\n"
             f"  max_draft_len: {tokens}\n  speculative_model: {folder}\n"
             f"  eagle3_layers_to_capture: {layers}\nEND\n"
-            f"trtllm-serve {target} --extra_llm_api_options speculative.yaml"
+            f"trtllm-serve {target} --config speculative.yaml"
         )
     return (
-        "from eagle.model.ea_model import EaModel\n"
+        "import torch\nfrom eagle.model.ea_model import EaModel\n"
         f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '
         f"use_eagle3={eagle3}, torch_dtype=torch.{dtype_of(head)})"
     )
@@ -128,6 +127,11 @@ def _hint(head: Head, engine: ExportFormat) -> str:
         return (
             "The authors' loader builds 5 heads, whatever the file holds; those that it lacks "
             "draft at random.\n\n"
+        )
+    if engine is ExportFormat.original and kind_of(head) == "eagle1":
+        return (
+            "The authors' loader looks up the target's embedding in its "
+            "`model.safetensors.index.json`, which a target in one file lacks.\n\n"
         )
     if engine is ExportFormat.trtllm and not medusa and dtype_of(head) == "float32":
         return (

@@ -1,6 +1,7 @@
 """Export folders for vLLM, written by hand from heads, to be broken by tests."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +12,36 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.schema_eagle import EagleForm
+from conf.schema_eagle import EagleConfig, EagleForm
 from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import config_json
 from heads.medusa import MedusaHead
 from heads.target import Target
+from heads.vocab import DraftVocab
 
 NUM_ROWS, DEPTH = 12, 4
 GOLDEN = "parity/parity.safetensors"
+
+
+def eagle(
+    target: Target,
+    form: EagleForm = EagleForm.eagle3,
+    num_ids: int | None = None,
+    **settings: Any,
+) -> EagleHead:
+    """A random head, none of whose weights is a one or a zero."""
+    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+    vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
+    head = EagleHead.from_target(target, EagleConfig(form=form, **settings), vocab, seed=0)
+    return shaken(head)
+
+
+def shaken(head: EagleHead) -> EagleHead:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return head.eval()
 
 
 def write_eagle(folder: Path, head: EagleHead, target: Target, **config: Any) -> Path:
@@ -66,7 +88,58 @@ def edited(file: Path) -> Iterator[dict[str, Tensor]]:
         metadata = opened.metadata()
     tensors = load_file(file)
     yield tensors
-    save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata=metadata)
+    save_file({n: t.clone().contiguous() for n, t in tensors.items()}, file, metadata=metadata)
+
+
+def old_spelling(rope: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope.items() if name != "rope_theta"}
+
+
+def copied(good: Path, tmp_path: Path, kind: str) -> Path:
+    return shutil.copytree(good / kind, tmp_path / kind)
+
+
+def absolute(tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda values: values.update({name: value})
+
+
+def drop(*names: str) -> Callable[[dict[str, Any]], None]:
+    return lambda values: [values.pop(name) for name in names] and None
+
+
+def change(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: how(tensors[name])})
+
+
+def halves_swapped(*names: str) -> Callable[[dict[str, Tensor]], None]:
+    def swap(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+
+    return swap
+
+
+def both_ropes(theta: float | None = None, **scaling: Any) -> Callable[[dict[str, Any]], None]:
+    """The same other RoPE in either spelling."""
+
+    def write(config: dict[str, Any]) -> None:
+        theta_now = theta or config["rope_theta"]
+        config["rope_theta"], config["rope_scaling"] = theta_now, scaling or None
+        config["rope_parameters"] = {"rope_theta": theta_now, "rope_type": "default", **scaling}
+
+    return write
+
+
+def layers(*ids: int) -> Callable[[dict[str, Any]], None]:
+    def write(config: dict[str, Any]) -> None:
+        config["eagle_aux_hidden_state_layer_ids"] = list(ids)
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(ids)
+
+    return write
 
 
 def swapped(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
