@@ -17,9 +17,10 @@ import httpx
 import layouts
 import pytest
 import torch
+from exports import exported
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import eagle_head, random_target, save_target, texts, tokenizer
+from toys import eagle_head, noisy_head, random_target, save_target, texts, tokenizer
 
 from conf.schema import Dtype, TargetConfig
 from conf.schema_eagle import EagleForm
@@ -30,11 +31,13 @@ from eval.draft_model import DraftModel
 from eval.eagle import EagleChain
 from eval.engine import Drafter, NoDraft, decode
 from eval.lookup import PromptLookup
+from eval.medusa import MedusaDrafter
 from eval.replay import accepted_lengths, ranked_drafts
 from heads.branch_attention import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
 from heads.layerless import final_norm, load_layerless
+from heads.load import Head, load_head
 from heads.load_target import load_target
 from heads.target import Reads, Target
 from heads.tree import Tree
@@ -231,6 +234,31 @@ def test_vllm_drafts_with_a_model_what_we_do(
     ours = [our_counts(target, DraftModel(draft, chain), prompt, DEPTH) for prompt in prompts]
     assert ours == theirs
     assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
+
+
+@needs(VLLM)
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [("vllm", "medusa"), ("vllm", "eagle"), ("vllm", "eagle3"), ("speculators", "eagle3")],
+)
+def test_vllm_drafts_with_an_export_what_we_do(
+    target: Target, prompts: list[list[int]], tmp_path: Path, engine: str, method: str
+) -> None:
+    if method == "medusa":
+        head: Head = noisy_head(target, DEPTH)
+    else:
+        form = EagleForm.eagle1 if method == "eagle" else EagleForm.eagle3
+        head = eagle_head(target, form, **(EAGLE31 if method == "eagle3" else {}))
+    folder = exported(head, target, engine, tmp_path / "export")
+    theirs = counted(tmp_path, target, prompts, DEPTH, method=method, model=str(folder))
+    back, chain = load_head(str(folder)).attach(target), Tree.chain(DEPTH)
+    ours = []
+    for prompt in prompts:
+        eagle = isinstance(back, EagleHead)
+        drafter = EagleChain(back, DEPTH) if eagle else MedusaDrafter(back, chain)
+        ours.append(our_counts(target, drafter, prompt, DEPTH))
+    assert ours == theirs
+    assert sum(counts["accepted"][0] for counts in ours) > 20
 
 
 @torch.no_grad()
