@@ -39,7 +39,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
         datasets=[data_path] if is_hub_id(data_path) else None,
         library_name="headsmith",
         license=facts.license,
-        model_name=facts.repo_id.rsplit("/")[-1],
+        model_name=facts.repo_id.rsplit("/")[-1] if facts.acceptance else None,
         eval_results=_results(facts.acceptance) if facts.acceptance else None,
         tags=[
             "speculative-decoding", facts.head.tag, "draft-head",
@@ -192,24 +192,27 @@ def _exports(facts: CardFacts) -> str:
     header = ["format", "where", "loaders read", "parity"]
     rows = [
         [
-            export.format,
-            f"`{f'{export.repo_id}/{export.folder}'.rstrip('/')}`",
-            export.loaders,
-            export.parity,
+            each.format,
+            f"`{each.repo_id}/{each.folder}`".replace("/`", "`"),
+            each.loaders,
+            each.parity,
         ]
-        for export in facts.exports
+        for each in facts.exports
     ]
-    return "\n\n".join(
-        [
-            "Serve it from the export for your engine:",
-            _table(header, rows),
-            "Parity: what an independent reader, which knows only the engine's documented names, "
-            "computes from the export, against the trained head's logits on the golden features "
-            "in `parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again "
-            "on the machine that serves.",
-            *(f"{export.format}:\n\n```\n{export.commands}\n```" for export in facts.exports),
-        ]
+    intro = "Serve it from the export for your engine."
+    if any(export.folder for export in facts.exports):
+        intro += (
+            " Engines look for weights at a repository's root alone, so its folder is downloaded "
+            "first."
+        )
+    parity = (
+        "Parity: what an independent reader, which knows only the engine's documented names, "
+        "computes from the export, against the trained head's logits on the golden features in "
+        "`parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on the "
+        "machine that serves."
     )
+    commands = [f"{each.format}:\n\n```\n{each.commands}\n```" for each in facts.exports]
+    return "\n\n".join([intro, _table(header, rows), parity, *commands])
 
 
 def _serve(facts: CardFacts) -> str:

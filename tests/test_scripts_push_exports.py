@@ -82,6 +82,7 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
         "speculative-decoding", "eagle3", "draft-head", "sglang", "vllm",
     ]  # fmt: skip
     for text in (
+        "Engines look for weights at a repository's root alone, so its folder is downloaded first.",
         "| format | where | loaders read | parity |",
         "| vllm | `me/toy-eagle3/vllm` | vLLM 0.32 | max \\|difference\\| ",
         "hf download me/toy-eagle3 --include 'vllm/*' --local-dir toy-eagle3\n"
@@ -125,6 +126,7 @@ def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -
     ):
         assert text in card
     assert "hf download" not in card
+    assert "root alone" not in card
     assert "sglang" not in card
     assert "me/toy-eagle3-sglang" in (hub.repos[REPO].files("main") or {})["README.md"].decode()
 
