@@ -289,6 +289,15 @@ class CompareRun:
     out_dir: str = "outputs/comparison"
 
 
+class Layout(Enum):
+    """Where a head's exports go on the Hub."""
+
+    one = "one"
+    """In subfolders of the head's repository, named after their formats."""
+    each = "each"
+    """In repositories of their own, `{repo_id}-{format}`."""
+
+
 @dataclass
 class PushRun:
     """`scripts/push.py`."""
@@ -296,7 +305,12 @@ class PushRun:
     head: HeadRef = field(default_factory=HeadRef)
     repo_id: str = "???"
     """`user/name` on the Hub."""
+    exports: list[str] = field(default_factory=list)
+    """Folders that `scripts/export.py` wrote of this head, pushed with it."""
+    layout: Layout = Layout.one
     private: bool = True
+    publish_private_target: bool = False
+    """Push a head with `private=false` although its target is a private repository."""
     dry_run: bool = False
     """Write what would be uploaded to `out_dir` and stop."""
     license: str | None = None

@@ -44,7 +44,10 @@ def _download(path: str, revision: str | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]
+                path,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.md"],
+                ignore_patterns=["*/*"],  # the head's exports
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:

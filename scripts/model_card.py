@@ -1,68 +1,24 @@
 """The model card of a published head: what it is, what it was made from, what it gives."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from conf.schema_eagle import EagleForm
-from heads.eagle import EagleHead
-from heads.eagle_config import EagleHeadConfig
-from heads.load import Head
+from scripts.card_facts import CardFacts, head_settings, is_hub_id
 
-DATA_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 TRAIN_KEYS = (
     "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",
     "adam_beta2", "max_grad_norm", "dtype",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class HeadFacts:
-    """What a card says of the head itself.
-
-    Attributes:
-        tag: of the Hub, for the kind of head.
-        name: what the first sentence calls it.
-        method: name of the method that it was trained with.
-        paper: arXiv number of the method.
-        description: its parts, then how it drafts; without the final full stop.
-        num_draft_tokens: how many an engine should draft at a time.
-        vllm_method: None if vLLM does not load the head.
-    """
-
-    tag: str
-    name: str
-    method: str
-    paper: str
-    description: str
-    num_draft_tokens: int
-    vllm_method: str | None
-
-
-@dataclass(frozen=True)
-class CardFacts:
-    """Everything that a card states; paths in it are already scrubbed."""
-
-    repo_id: str
-    head: HeadFacts
-    target: str | None
-    """Hub id or name of the target; None for the embedded default."""
-    provenance: dict[str, Any]
-    """Contents of `headsmith.json`."""
-    license: str | None = None
-    acceptance: dict[str, Any] | None = None
-    speedup: dict[str, Any] | None = None
-    figures: list[str] = field(default_factory=list)
-    """File names beside the card."""
-
-
 def model_card(facts: CardFacts) -> ModelCard:
     """Writes the card, its metadata included."""
     sections = [
         _introduction(facts),
+        *facts.notices,
         _measured(facts),
         _use(facts),
         _training(facts),
@@ -71,97 +27,46 @@ def model_card(facts: CardFacts) -> ModelCard:
     return ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{body}\n")
 
 
-def head_facts(
-    head: Head, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-) -> HeadFacts:
-    """What a head, the settings it was trained with and its measurement say of it."""
-    if isinstance(head, EagleHead):
-        return _eagle_facts(head, _head_settings(provenance), acceptance)
-    config = head.config
-    return HeadFacts(
-        tag="medusa",
-        name="Medusa heads",
-        method="Medusa-1",
-        paper="2401.10774",
-        description=(
-            f"{config.num_heads} heads of {config.num_layers} residual "
-            f"block{'s' if config.num_layers > 1 else ''} (hidden size {config.hidden_size}, "
-            f"vocabulary {config.vocab_size}). Head k drafts the token k + 1 positions ahead"
-        ),
-        num_draft_tokens=config.num_heads,
-        vllm_method="medusa",
-    )
-
-
-def _eagle_facts(
-    head: EagleHead, settings: dict[str, Any], acceptance: dict[str, Any] | None
-) -> HeadFacts:
-    config = head.config
-    tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
-    method, paper = _eagle_method(config, settings)
-    drafted = min(max(settings.get("num_steps", 3), 3), 5)
-    return HeadFacts(
-        tag=tag,
-        name=f"{method} head",
-        method=method,
-        paper=paper,
-        description=(
-            f"one decoder layer {_eagle_parts(head)}. It drafts one token after another, to any "
-            "depth, each from its own last output"
-        ),
-        num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
-        # vLLM builds the fusion layer without a bias and fails on the tensor.
-        vllm_method=None if config.fc_bias else tag,
-    )
-
-
-def _eagle_method(config: EagleHeadConfig, settings: dict[str, Any]) -> tuple[str, str]:
-    """Name and arXiv number."""
-    if config.form is EagleForm.eagle1:
-        # The same head: only its training tells HASS from EAGLE-1, and its use EAGLE-2.
-        hass = settings.get("top_k_weight") or settings.get("detach_features")
-        return ("HASS", "2408.15766") if hass else ("EAGLE-1/2", "2401.15077")
-    if config.fc_norm and config.norm_output:
-        return "EAGLE-3.1", "2605.09992"
-    return "EAGLE-3", "2503.01840"
-
-
-def _eagle_parts(head: EagleHead) -> str:
-    config, vocab = head.config, head.vocab
-    size = f"hidden size {config.llama.hidden_size}"
-    if config.form is EagleForm.eagle1:
-        return f"({size}, vocabulary {vocab.size}) on the target's last hidden state"
-    reduced = f"draft vocabulary {len(vocab.ids)} of the target's {vocab.size}"
-    words = f"vocabulary {vocab.size}" if vocab.full else reduced
-    *most, last = map(str, config.layers) if config.layers else ("low", "middle", "high")
-    fused = f"{', '.join(most)} and {last}" if most else last
-    counted = " (as `output_hidden_states` counts them)" if config.layers else ""
-    return f"({size}, {words}) on the target's hidden states {fused}{counted}, fused"
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name can be a Hub repository and is not a local path."""
-    return (
-        name.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and not name.endswith(("/", *DATA_SUFFIXES))
-        and not Path(name).exists()
-    )
-
-
 def _metadata(facts: CardFacts) -> ModelCardData:
     data_path = str(facts.provenance.get("data", {}).get("path") or "")
     on_hub = facts.target is not None and is_hub_id(facts.target)
     return ModelCardData(
         # The Hub refuses a base_model that is not an id, and calls every unnamed relation a
-        # finetune; an adapter is what adds to a base model without changing it.
+        # finetune. It knows adapter, finetune, merge and quantized; an adapter is what adds to a
+        # base model without changing it. No pipeline_tag: a head alone generates nothing.
         base_model=facts.target if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=[data_path] if is_hub_id(data_path) else None,
         library_name="headsmith",
         license=facts.license,
-        tags=["speculative-decoding", facts.head.tag, "draft-head"],
-    )
+        model_name=facts.repo_id.rsplit("/")[-1] if facts.acceptance else None,
+        eval_results=_results(facts.acceptance) if facts.acceptance else None,
+        tags=[
+            "speculative-decoding", facts.head.tag, "draft-head",
+            *sorted(export.format for export in facts.exports),
+        ],
+    )  # fmt: skip
+
+
+def _results(acceptance: dict[str, Any]) -> list[EvalResult]:
+    """tau as the Hub's `model-index` holds it, of the chain and of the tree."""
+    data = str((acceptance.get("data") or {}).get("path") or "headsmith-default")
+    taus = {"chain": acceptance} | {
+        key.replace("_", " "): acceptance[key]
+        for key in ("static_tree", "dynamic_tree")
+        if key in acceptance
+    }
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=data if is_hub_id(data) else Path(data).stem,
+            dataset_name=Path(data).stem,
+            metric_type="tau",
+            metric_name=f"tau, {name} (mean tokens per target pass)",
+            metric_value=round(figures["tau"], 4),
+        )
+        for name, figures in taus.items()
+    ]
 
 
 def _introduction(facts: CardFacts) -> str:
@@ -174,7 +79,16 @@ def _introduction(facts: CardFacts) -> str:
         f"{head.name} for speculative decoding of {target}: {head.description}; the target checks "
         "all drafts in one pass, so that its own greedy text comes out, in fewer passes.\n\n"
         f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), on a "
-        "frozen target. The head works with this target only."
+        f"frozen target. The head works with this target only.{_elsewhere(facts)}"
+    )
+
+
+def _elsewhere(facts: CardFacts) -> str:
+    if facts.head_repo is None:
+        return ""
+    return (
+        f"\n\nThis repository holds the head as {facts.exports[0].format} loads it; the head "
+        f"itself, for Headsmith, is in [{facts.head_repo}](https://huggingface.co/{facts.head_repo})."
     )
 
 
@@ -263,12 +177,42 @@ def _lossless_text(lossless: dict[str, Any] | None) -> str:
 
 def _use(facts: CardFacts) -> str:
     of_target = f" target.path={facts.target}" if facts.target else ""
+    head_repo = facts.head_repo or facts.repo_id
     return (
         "## Use\n\n"
         "Evaluate on your own prompts, with Headsmith:\n\n"
-        f"```\npython eval/acceptance.py head.path={facts.repo_id}{of_target} "
-        f"data.path=my_prompts.jsonl\n```\n\n{_serve(facts)}"
+        f"```\npython eval/acceptance.py head.path={head_repo}{of_target} "
+        f"data.path=my_prompts.jsonl\n```\n\n"
+        f"{_exports(facts) if facts.exports else _serve(facts)}"
     )
+
+
+def _exports(facts: CardFacts) -> str:
+    """What each export is for, how near it is to the trained head, and how it is served."""
+    header = ["format", "where", "loaders read", "parity"]
+    rows = [
+        [
+            each.format,
+            f"`{each.repo_id}/{each.folder}`".replace("/`", "`"),
+            each.loaders,
+            each.parity,
+        ]
+        for each in facts.exports
+    ]
+    intro = "Serve it from the export for your engine."
+    if any(export.folder for export in facts.exports):
+        intro += (
+            " Engines look for weights at a repository's root alone, so its folder is downloaded "
+            "first."
+        )
+    parity = (
+        "Parity: what an independent reader, which knows only the engine's documented names, "
+        "computes from the export, against the trained head's logits on the golden features in "
+        "`parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on the "
+        "machine that serves."
+    )
+    commands = [f"{each.format}:\n\n```\n{each.commands}\n```" for each in facts.exports]
+    return "\n\n".join([intro, _table(header, rows), parity, *commands])
 
 
 def _serve(facts: CardFacts) -> str:
@@ -299,22 +243,22 @@ def _training(facts: CardFacts) -> str:
     rows = [[f"train.{key}", settings[key]] for key in TRAIN_KEYS if key in settings]
     rows += [
         [f"head.{key}", value]
-        for key, value in _head_settings(provenance).items()
+        for key, value in head_settings(provenance).items()
         # Where the head started from is its maker's own place.
         if key not in ("path", "revision") and value is not None
     ]
     rows += [["seed", config["seed"]]] if "seed" in config else []
     parts.append(_table(["setting", "value"], rows) if rows else "")
+    about = provenance.get("about_head")
+    parts.append(
+        "What training said of the head:\n\n```\n" + "\n".join(about) + "\n```" if about else ""
+    )
     made_with = [f"{k} {v}" for k, v in (provenance.get("versions") or {}).items() if v]
     revision = provenance.get("git")
     if made_with:
         at = f", Headsmith revision `{revision}`" if revision else ""
         parts.append(f"Made with {', '.join(made_with)}{at}. Everything else: `headsmith.json`.")
     return "\n\n".join(part for part in parts if part)
-
-
-def _head_settings(provenance: dict[str, Any]) -> dict[str, Any]:
-    return (provenance.get("config") or {}).get("head") or {}
 
 
 def _data_text(data: dict[str, Any]) -> str:

@@ -3,80 +3,60 @@
 python scripts/push.py head.path=outputs/medusa/head repo_id=me/my-model-medusa dry_run=true
 """
 
-import json
-import re
 import shutil
 import sys
 import tempfile
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from conf.entry import run
-from conf.schema import InputError, PushRun
-from heads.load import load_head
+from conf.provenance import NAME
+from conf.schema import InputError, Layout, PushRun
+from heads.load import Head, load_head
 from heads.medusa import MedusaHead
-from scripts.model_card import CardFacts, head_facts, is_hub_id, model_card
+from scripts.card_facts import CardFacts, ExportFacts, copied_weights, head_facts, is_hub_id
+from scripts.hub import Terms, ask_terms, files_of, upload
+from scripts.model_card import model_card
+from scripts.push_exports import Export, check_same, open_exports, stage_export, verified
+from scripts.staging import place, published, read_json, scrubbed, write_json
 
-PROVENANCE_NAME = "headsmith.json"
 FIGURES = ("acceptance.png", "speedup.png")
 # Nothing else of a folder is a head's own; optimizer states, logs and data stay at home.
-OWN_FILES = ("config.json", PROVENANCE_NAME)
+OWN_JSON = ("config.json", NAME, "draft_tree.json")
 OWN_SUFFIXES = (".safetensors", ".safetensors.index.json")
 NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
-LOCAL_PATH = re.compile(
-    r"""(?:(?:file:/*|(?<![\w./:-])~?)/|(?<!\w)[A-Za-z]:[/\\])   # where an absolute path starts
-        (?:[^\s,;:'"\[\](){}=/\\]+[/\\]+)*                      # its folders
-        ([^\s,;:'"\[\](){}=/\\]+)                               # its last name
-    """,
-    re.VERBOSE,
-)
-
 
 def main(config: PushRun) -> None:
-    """Stages, then writes to `out_dir` (dry run) or uploads in one commit."""
+    """Stages, then writes to `out_dir` (dry run) or uploads, in one commit per repository."""
     _check(config)
+    exports = open_exports(config.exports)
     folder = _head_folder(config)
+    head = load_head(str(folder))
+    for export in exports:
+        check_same(head, export)
+    provenance = read_json(folder / NAME) or {}
+    terms = _terms(config, provenance, head.config.target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
-        staged = Path(name) / "head"
-        _stage(config, folder, staged)
-        _show(staged)
+        repos = {config.repo_id: Path(name) / "head"}
+        _stage_head(folder, provenance, repos[config.repo_id])
+        found = [_stage_export(config, export, repos) for export in exports]
+        notices = _notices(terms, copied_weights(head, provenance, found))
+        facts = replace(_facts(config, head, folder, provenance), exports=found, notices=notices)
+        _write_cards(facts, repos, _figures(config, folder))
+        for repo_id, staged in repos.items():
+            _show(repo_id, staged)
         if config.dry_run:
-            _write_out(staged, Path(config.out_dir))
+            _write_out(repos, Path(config.out_dir))
             print(f"dry run: nothing uploaded; what would be is in {config.out_dir}")
         else:
-            print(_upload(config, staged))
-
-
-def scrubbed(value: Any) -> Any:
-    """Leaves only the last name of every absolute local path in a JSON value."""
-    if isinstance(value, dict):
-        return {_scrubbed_text(str(key)): scrubbed(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [scrubbed(item) for item in value]
-    return _scrubbed_text(value) if isinstance(value, str) else value
-
-
-def _scrubbed_text(text: str) -> str:
-    # A text that is one path, or key=path, may hold spaces; inside prose a path ends at them.
-    key, equals, path = text.rpartition("=")
-    if not re.search(r"[\s=]", key) and "\n" not in path:
-        if path.startswith(("/", "~")):
-            return f"{key}{equals}{PurePosixPath(path).name}"
-        if PureWindowsPath(path).drive:
-            return f"{key}{equals}{PureWindowsPath(path).name}"
-    return LOCAL_PATH.sub(r"\1", text)
+            print("\n".join(upload(repos, config.private)))
 
 
 def _check(config: PushRun) -> None:
@@ -110,61 +90,128 @@ def _head_folder(config: PushRun) -> Path:
     return folder
 
 
-def _stage(config: PushRun, folder: Path, staged: Path) -> None:
-    """Effects: fills `staged` with the head's own files, its figures and the card."""
+def _terms(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:
+    """Asks the Hub about what the head was made from, and says what it answers.
+
+    Raises:
+        InputError: one of them is private, and the head would be public.
+    """
+    adapter = _target_settings(provenance).get("adapter")
+    found = []
+    for name in filter(None, (_target_name(provenance, target), adapter)):
+        asked = ask_terms(name) if is_hub_id(name) else "not a Hub id"
+        if isinstance(asked, str):
+            print(f"{name}: {asked}. Its licence and terms are unknown here: look before you push")
+            continue
+        if asked.private and not config.private and not config.publish_private_target:
+            raise InputError(
+                f"private=false: {name} is a private repository, and a head carries weights and "
+                "traces of its target; leave private=true, or set publish_private_target=true if "
+                "it may be published"
+            )
+        if config.license is None and asked.license:
+            print(f"license is not set; {name} names {asked.license}: set license= to name one")
+        found.append(asked)
+    if config.license is None:
+        print("the card will name no licence")
+    return found
+
+
+def _notices(terms: list[Terms], copied: list[str]) -> list[str]:
+    holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
+    return [
+        f"[{each.name}](https://huggingface.co/{each.name}) is gated: who downloads it agrees to "
+        f"its terms, and they apply to this head as far as it was made from it. {holds}."
+        for each in terms
+        if each.gated
+    ]
+
+
+def _stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
+    """Effects: fills `staged` with the head's own files."""
     staged.mkdir()
-    head = load_head(str(folder))
-    provenance = _json(folder / PROVENANCE_NAME) or {}
-    # Malformed rows are quoted there: somebody's data, of no use to the head's users.
-    (provenance.get("data") or {}).pop("bad", None)
-    contents = {"config.json": scrubbed(_json(folder / "config.json"))}
-    if provenance:
-        contents[PROVENANCE_NAME] = scrubbed(provenance)
-    else:
-        print(f"{folder}: no {PROVENANCE_NAME}, so the card cannot say how it was trained")
+    if not provenance:
+        print(f"{folder}: no {NAME}, so the card cannot say how it was trained")
     left_out = []
     for path in sorted(folder.iterdir()):
         if not _is_own(path):
             left_out.append(path.name)
-        elif path.name in contents:
-            text = json.dumps(contents[path.name], indent=2) + "\n"
-            (staged / path.name).write_text(text, encoding="utf-8")
+        elif path.name == NAME:
+            write_json(staged / NAME, published(provenance))
+        elif path.name in OWN_JSON:
+            write_json(staged / path.name, scrubbed(read_json(path)))
         else:
-            shutil.copyfile(path, staged / path.name)
+            place(path, staged / path.name)
     if left_out:
         print(f"not the head's own, left out: {', '.join(left_out)}")
-    places = [Path(config.measured)] if config.measured else [folder, folder.resolve().parent]
-    figures = [_find(places, name) for name in FIGURES]
-    for figure in filter(None, figures):
-        shutil.copyfile(figure, staged / figure.name)
-    num_heads = head.num_heads if isinstance(head, MedusaHead) else None
-    acceptance = scrubbed(_measurement(places, "acceptance", folder, num_heads))
-    published = contents.get(PROVENANCE_NAME, {})
-    facts = CardFacts(
-        repo_id=config.repo_id,
-        head=head_facts(head, published, acceptance),
-        target=_target_name(provenance, head.config.target),
-        provenance=published,
-        license=config.license.lower() if config.license else None,
-        acceptance=acceptance,
-        speedup=scrubbed(_measurement(places, "speedup", folder, num_heads)),
-        figures=[figure.name for figure in figures if figure],
-    )
-    (staged / "README.md").write_text(str(model_card(facts)), encoding="utf-8")
 
 
 def _is_own(path: Path) -> bool:
     if not path.is_file() or path.name.startswith((".", *NOT_WEIGHTS)):
         return False
-    return path.name in OWN_FILES or path.name.endswith(OWN_SUFFIXES)
+    return path.name in OWN_JSON or path.name.endswith(OWN_SUFFIXES)
+
+
+def _stage_export(config: PushRun, export: Export, repos: dict[str, Path]) -> ExportFacts:
+    """Effects: fills a folder of the head's repository, or one that joins `repos`."""
+    if config.layout is Layout.one:
+        repo_id, folder = config.repo_id, export.format.value
+    else:
+        repo_id, folder = f"{config.repo_id}-{export.format.value}", ""
+        repos[repo_id] = repos[config.repo_id].parent / export.format.value
+    staged = repos[repo_id] / folder
+    stage_export(export, staged)
+    return verified(export, staged, repo_id, folder)
+
+
+def _facts(config: PushRun, head: Head, folder: Path, provenance: dict[str, Any]) -> CardFacts:
+    """What a card says of the head alone."""
+    places = _places(config, folder)
+    num_heads = head.num_heads if isinstance(head, MedusaHead) else None
+    acceptance = scrubbed(_measurement(places, "acceptance", folder, num_heads))
+    return CardFacts(
+        repo_id=config.repo_id,
+        head=head_facts(head, provenance, acceptance),
+        target=_target_name(provenance, head.config.target),
+        provenance=published(provenance),
+        license=config.license.lower() if config.license else None,
+        acceptance=acceptance,
+        speedup=scrubbed(_measurement(places, "speedup", folder, num_heads)),
+    )
+
+
+def _write_cards(facts: CardFacts, repos: dict[str, Path], figures: list[Path]) -> None:
+    """Effects: puts a card, with its pictures, into every staged repository."""
+    facts = replace(facts, figures=[figure.name for figure in figures])
+    for repo_id, staged in repos.items():
+        own = facts
+        if repo_id != facts.repo_id:
+            its = [export for export in facts.exports if export.repo_id == repo_id]
+            own = replace(facts, repo_id=repo_id, exports=its, head_repo=facts.repo_id)
+        (staged / "README.md").write_text(str(model_card(own)), encoding="utf-8")
+        for figure in figures:
+            shutil.copyfile(figure, staged / figure.name)
+
+
+def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:
+    return (provenance.get("config") or {}).get("target") or {}
 
 
 def _target_name(provenance: dict[str, Any], target: str) -> str | None:
     """Returns the target as others can name it, or None for the embedded default."""
-    settings = provenance.get("config", {}).get("target")
-    if isinstance(settings, dict) and settings.get("path") is None:
+    if _target_settings(provenance).get("path", target) is None:
         return None
     return target if is_hub_id(target) else Path(target).name
+
+
+def _places(config: PushRun, folder: Path) -> list[Path]:
+    """Where measurements may lie; the first that has a file counts."""
+    return [Path(config.measured)] if config.measured else [folder, folder.resolve().parent]
+
+
+def _figures(config: PushRun, folder: Path) -> list[Path]:
+    found = [_find(_places(config, folder), name) for name in FIGURES]
+    return [figure for figure in found if figure is not None]
 
 
 def _measurement(
@@ -186,7 +233,7 @@ def _measurement(
         looked = ", ".join(str(place) for place in places)
         print(f"no {name}.json in {looked}: the card will not quote it (eval/{name}.py writes it)")
         return None
-    found = _json(path) or {}
+    found = read_json(path) or {}
     wanted = {
         "acceptance": ("tau", "alpha", "per_position", "by_category", "num_prompts", "mode"),
         "speedup": ("methods", "baseline", "lossless"),
@@ -208,69 +255,20 @@ def _find(places: list[Path], name: str) -> Path | None:
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _show(repo_id: str, staged: Path) -> None:
+    print(repo_id)
+    for path in files_of(staged):
+        print(f"  {path.relative_to(staged).as_posix()} ({path.stat().st_size:,} bytes)")
+
+
+def _write_out(repos: dict[str, Path], out_dir: Path) -> None:
+    """Writes what would be uploaded: a repository, or a folder for each of several."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: holds a {type(content).__name__}, not an object")
-    return content
-
-
-def _show(staged: Path) -> None:
-    for path in sorted(staged.iterdir()):
-        print(f"  {path.name} ({path.stat().st_size:,} bytes)")
-
-
-def _write_out(staged: Path, out_dir: Path) -> None:
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for path in sorted(staged.iterdir()):
-            shutil.copyfile(path, out_dir / path.name)
+        for repo_id, staged in repos.items():
+            there = out_dir if len(repos) == 1 else out_dir / repo_id.rsplit("/")[-1]
+            shutil.copytree(staged, there, dirs_exist_ok=True)
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: {error}") from error
-
-
-def _upload(config: PushRun, staged: Path) -> str:
-    """Returns the URL of the repository."""
-    api = HfApi()
-    try:
-        url = api.create_repo(config.repo_id, private=config.private, exist_ok=True)
-        if config.private and not api.repo_info(config.repo_id).private:
-            raise InputError(
-                f"repo_id={config.repo_id}: exists and is public; set private=false to publish "
-                "there"
-            )
-        api.upload_folder(
-            repo_id=config.repo_id,
-            folder_path=staged,
-            commit_message="Upload draft head",
-            # Files of an earlier head must not mix with this one's; same names are kept.
-            delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.png"],
-        )
-    except HfHubHTTPError as error:
-        raise InputError(_explained(error, config.repo_id, api.endpoint)) from error
-    except (HTTPError, OfflineModeIsEnabled) as error:
-        raise InputError(f"cannot reach {api.endpoint}: {error}") from error
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"repo_id={config.repo_id}: {error}") from error
-    return str(url)
-
-
-def _explained(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:
-    status = error.response.status_code
-    if status == 401:
-        return (
-            f"repo_id={repo_id}: not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
-        )
-    if status == 403:
-        return f"repo_id={repo_id}: this token may not write there (HTTP 403): {error}"
-    return f"repo_id={repo_id}: {endpoint} answered HTTP {status}: {error}"
 
 
 if __name__ == "__main__":

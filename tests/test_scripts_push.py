@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import yaml
 from conf.schema import HeadRef, InputError, PushRun
 from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
+from scripts.staging import scrubbed
 from tests.hub_server import TOKEN, HubServer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +98,12 @@ def dry(run_dir: Path, tmp_path: Path, **changes: object) -> Path:
 
 def hub_env(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
-    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    env |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return env | ({"HF_TOKEN": token} if token else {})
 
 
@@ -178,6 +185,37 @@ def test_dry_run_writes_exactly_what_would_be_uploaded(run_dir: Path, tmp_path: 
         assert torch.equal(tensor, theirs[name])
 
 
+def model_index(*taus: tuple[str, float], data: str) -> list[dict[str, Any]]:
+    results = {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": data.rsplit("/", maxsplit=1)[-1], "type": data},
+        "metrics": [
+            {"type": "tau", "value": tau, "name": f"tau, {name} (mean tokens per target pass)"}
+            for name, tau in taus
+        ],
+    }
+    return [{"name": "qwen-medusa", "results": [results]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/home/ann/mt_bench.jsonl", "mt_bench"),
+        ("HuggingFaceH4/mt_bench", "HuggingFaceH4/mt_bench"),
+    ],
+)
+def test_the_metadata_hold_tau_as_the_hub_reads_it(
+    run_dir: Path, tmp_path: Path, path: str, name: str
+) -> None:
+    tree = {"tau": 2.25, "by_category": {}}
+    measured = {**ACCEPTANCE, "data": {"path": path}, "static_tree": tree}
+    (run_dir / "acceptance.json").write_text(json.dumps(measured))
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n", 2)[1])["model-index"] == model_index(
+        ("chain", 1.8125), ("static tree", 2.25), data=name
+    )
+
+
 def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: Path) -> None:
     card = (dry(run_dir, tmp_path, license="Apache-2.0") / "README.md").read_text()
     _, metadata, body = card.split("---\n", 2)
@@ -187,6 +225,7 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         "library_name": "headsmith",
         "license": "apache-2.0",
         "tags": ["speculative-decoding", "medusa", "draft-head"],
+        "model-index": model_index(("chain", 1.8125), data="headsmith-default"),
     }
     for text in (
         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
@@ -241,7 +280,7 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
     ],
 )
 def test_scrubbed(text: str, expected: str) -> None:
-    assert push.scrubbed({"a": [text]}) == {"a": [expected]}
+    assert scrubbed({"a": [text]}) == {"a": [expected]}
 
 
 def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:

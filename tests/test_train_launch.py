@@ -130,6 +130,7 @@ def test_head_learns_and_says_where_it_is_from(straight: Path, inputs: Path) -> 
     assert origin["target"] == str(inputs / "target")
     assert origin["config"]["train"]["batch_size"] == 4
     assert origin["versions"]["torch"] == torch.__version__
+    assert origin["about_head"][-1].startswith("head: 2 Medusa heads, ")
     assert {"argv", "git", "data"} <= set(origin)
 
 

@@ -79,7 +79,7 @@ def train(config: Run, build: Build) -> None:
         objective=objective,
         train=source.train,
         heldout=source.heldout,
-        provenance=provenance(config, source.target.name, source.report),
+        provenance=provenance(config, source.target.name, source.report) | {"about_head": lines},
         evaluate=replay if replay.prompts else None,
     )
     outcome = loop.fit(accelerator, job)
