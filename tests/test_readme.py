@@ -22,6 +22,7 @@ SCHEMAS = {
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,
     "compare": schema.CompareRun,
+    "prune": schema_measure.PruneRun,
 }
 COMMANDS = re.findall(r"^(?:python|accelerate launch\b.*?) +(\S+/(\w+)\.py)(.*)$", README, re.M)
 
