@@ -234,3 +234,34 @@ class TreeSearchRun(MeasureRun):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
                 raise InputError(f"{name}={values}: must be numbers above 0, rising")
+
+
+@dataclass
+class PruneRun:
+    """`scripts/prune.py`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    head: HeadRef = field(default_factory=HeadRef)
+    sizes: list[int] = field(default_factory=list)
+    """Ids that a pruned head can draft, rising; one head each."""
+    num_sequences: int = 512
+    """Packed training sequences along whose answers the target's first choices are counted."""
+    num_replay_prompts: int = 64
+    """Held-out prompts on which tau is replayed, over the target's own text."""
+    max_new_tokens: int = 128
+    """Of that text, per prompt."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+    out_dir: str = "outputs/pruned"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
+        if min(self.sizes, default=1) <= 0 or sorted(set(self.sizes)) != list(self.sizes):
+            raise InputError(f"sizes={self.sizes}: must be numbers above 0, rising")
+        if self.data.features is not None:
+            raise InputError(
+                f"data.features={self.data.features}: the target's own text is needed here; "
+                "leave it unset and set data.path"
+            )

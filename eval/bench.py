@@ -132,7 +132,7 @@ def _prompts(
     run: MeasureRun, records: Sequence[Record], target: Target, depth: int
 ) -> list[Prompt]:
     prompts = first_turns(records, target.tokenizer)
-    check_window(run, prompts, target, depth)
+    check_window(run.max_new_tokens, prompts, target, depth)
     return prompts
 
 
@@ -150,12 +150,14 @@ def _later_turns(
             break
         answers = greedy_responses(target, latest, run.max_new_tokens)
         latest = next_turns(records, latest, answers, target.tokenizer)
-        check_window(run, latest, target, depth)
+        check_window(run.max_new_tokens, latest, target, depth)
         found += latest
     return found
 
 
-def check_window(run: MeasureRun, prompts: Sequence[Prompt], target: Target, depth: int) -> None:
+def check_window(
+    max_new_tokens: int, prompts: Sequence[Prompt], target: Target, depth: int
+) -> None:
     """Refuses prompts that leave no room for the text.
 
     Raises:
@@ -163,10 +165,10 @@ def check_window(run: MeasureRun, prompts: Sequence[Prompt], target: Target, dep
     """
     window = getattr(target.config, "max_position_embeddings", None)
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    needed = longest + run.max_new_tokens + depth
+    needed = longest + max_new_tokens + depth
     if window is not None and needed > window:
         raise InputError(
-            f"max_new_tokens={run.max_new_tokens}: with the longest prompt of {longest} tokens "
+            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens "
             f"and drafts of depth {depth} that is {needed}, above the target's window of "
             f"{window}; lower max_new_tokens or num_turns, or drop long prompts"
         )

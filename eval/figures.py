@@ -156,6 +156,32 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_pruning(result: dict[str, Any], path: Path) -> None:
+    """tau, coverage and expected speed-up by the size of the draft vocabulary.
+
+    Args:
+        result: the contents of `prune.json`.
+        path: the PNG file to write.
+    """
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    rows = [*result["pruned"], result["before"]]
+    sizes = [row["num_ids"] for row in rows]
+    lows, highs = zip(*(row["tau_ci95"] for row in rows), strict=True)
+    left.vlines(sizes, lows, highs, color="tab:gray")
+    for axis, name in ((left, "tau"), (middle, "coverage"), (right, "speedup")):
+        axis.plot(sizes, [row[name] for row in rows], "o-")
+        axis.plot(sizes[-1], result["before"][name], "D", markersize=9, label="before")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
+        axis.minorticks_off()
+        axis.set_xlabel("ids that can be drafted")
+        axis.legend(fontsize="small")
+    left.set_ylabel("tau of the chain, tokens per verify pass (95% interval)")
+    middle.set(ylabel="share of the target's choices that can be drafted", ylim=(0, 1.02))
+    right.set_ylabel(f"expected speed-up, {result['device']}")
+    _save(figure, path)
+
+
 def _stack(axis: Any, place: int, row: dict[str, Any]) -> None:
     start = 0.0
     for (part, time), color in zip(step_ms(row).items(), COLORS, strict=False):

@@ -311,6 +311,20 @@ class EagleHead(nn.Module):
         parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
         return self.vocab.to_target(torch.cat(parts))
 
+    def pruned(self, vocab: DraftVocab) -> "EagleHead":
+        """A copy, float32 and not attached, that drafts fewer ids: its logits are ours at them.
+
+        Args:
+            vocab: some of the ids that this head, which has its own output head, drafts.
+        """
+        assert self.lm_head is not None
+        small = EagleHead(self.config, vocab)
+        rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
+        tensors = self.state_dict()
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][rows]
+        small.load_state_dict(tensors)
+        return small
+
     def tensors(self) -> dict[str, Tensor]:
         """The names of the original layout, with `d2t` and `t2d` for a reduced vocabulary."""
         prefix = LAYER_NAMES[self.config.form]

@@ -266,6 +266,10 @@ def _problem(head: Head, engine: ExportFormat) -> str | None:
 
 
 def _medusa_problem(head: MedusaHead, layout: MedusaLayout) -> str | None:
+    if not head.vocab.full:
+        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary
+        # and then refuses fewer rows.
+        return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
     blocks = head.config.num_layers
     if layout.max_layers is not None and blocks > layout.max_layers:
         return f"makes one of the {blocks} residual blocks of a head (head.num_layers)"

@@ -1,12 +1,12 @@
 """Medusa heads: K small networks that each predict one future token from one hidden state.
 
 Source: Medusa, arXiv 2401.10774, section 2.1; file layout of FasterDecoding/Medusa, which
-vLLM, TGI and TensorRT-LLM read. Letters: N rows, K heads, D hidden, V vocab.
+vLLM, TGI and TensorRT-LLM read. Letters: N rows, K heads, D hidden, V vocab, W draft vocab.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,11 +19,14 @@ from heads.ends import TargetEnds
 from heads.projection import Projection
 from heads.storage import load_tensors, locate, save_head
 from heads.target import Reads, TargetOutput
+from heads.vocab import DraftVocab
 
 WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
 VLLM_SIGN = '"MedusaModel"'
 VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
 VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
+TOKEN_MAP = "token_map"
+"""[W] int64 target ids beside the weights of a reduced draft vocabulary, as vLLM names it."""
 ROWS_PER_CHUNK = 256
 
 
@@ -57,17 +60,22 @@ class MedusaHead(nn.Module):
 
     Weights start as NaN where they must come from a target or a file, so that a forgotten
     load shows at the first loss.
+
+    Args:
+        config: the architecture.
+        vocab: the ids it can draft; all unless told.
     """
 
     reads = Reads()
 
-    def __init__(self, config: MedusaHeadConfig) -> None:
+    def __init__(self, config: MedusaHeadConfig, vocab: DraftVocab | None = None) -> None:
         super().__init__()
         self.config = config
+        self.vocab = vocab or DraftVocab.everything(config.vocab_size)
         self.heads = nn.ModuleList(
             nn.Sequential(
                 *[ResidualBlock(config.hidden_size) for _ in range(config.num_layers)],
-                nn.Linear(config.hidden_size, config.vocab_size, bias=False),
+                nn.Linear(config.hidden_size, len(self.vocab.ids), bias=False),
             )
             for _ in range(config.num_heads)
         )
@@ -101,7 +109,7 @@ class MedusaHead(nn.Module):
         return medusa.to(target.device)
 
     def head_logits(self, k: int, hidden_states: Tensor) -> Tensor:
-        """[N, V] logits of head k, counted from 0, on final hidden states [N, D].
+        """[N, W] logits of head k, counted from 0, on final hidden states [N, D].
 
         Head 0 reads position t and predicts token t + 2.
         """
@@ -122,7 +130,7 @@ class MedusaHead(nn.Module):
         return Projection(self.heads[k][-1].weight)  # type: ignore[index]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[K, ..., V] logits of every head on final hidden states [..., D]."""
+        """[K, ..., W] logits of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])
 
     def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "MedusaHead":
@@ -142,7 +150,24 @@ class MedusaHead(nn.Module):
                     f"head.path: this head has {name}={mine} (trained for {self.config.target}) "
                     f"but target.path={target.name} has {theirs}; use the head's own target"
                 )
+        self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
+
+    def pruned(self, vocab: DraftVocab) -> "MedusaHead":
+        """A copy, float32 and not attached, that drafts fewer ids: its logits are ours at them.
+
+        Args:
+            vocab: some of the ids that these heads draft.
+        """
+        small = MedusaHead(self.config, vocab)
+        rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
+        last = f".{self.config.num_layers}.weight"
+        tensors = {
+            name: tensor[rows] if name.endswith(last) else tensor
+            for name, tensor in self.state_dict().items()
+        }
+        small.load_state_dict(tensors)
+        return small
 
     @torch.no_grad()
     def candidates(
@@ -165,12 +190,15 @@ class MedusaHead(nn.Module):
         """[depth, ..., width] int64, the best tokens of each head on states [..., D]."""
         hidden_states = hidden_states.to(next(self.parameters()).dtype)
         logits = (self.head_logits(k, hidden_states) for k in range(depth))
-        return torch.stack([each.topk(width, dim=-1).indices for each in logits])
+        return self.vocab.to_target(
+            torch.stack([each.topk(width, dim=-1).indices for each in logits])
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Original names: `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`."""
         # Not `state_dict`, which FSDP takes as a wish for shards.
-        return {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
+        named = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
+        return named if self.vocab.full else named | {TOKEN_MAP: self.vocab.ids}
 
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
         """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.
@@ -185,6 +213,7 @@ class MedusaHead(nn.Module):
 
     def config_json(self) -> dict[str, object]:
         """Keys of the original, of TGI and of vLLM's `MedusaConfig`."""
+        reduced = {} if self.vocab.full else {"truncated_vocab_size": len(self.vocab.ids)}
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -195,6 +224,7 @@ class MedusaHead(nn.Module):
             "medusa_num_layers": self.config.num_layers,
             "medusa_fc_bias": True,
             "dtype": "float32",
+            **reduced,
         }
 
     @classmethod
@@ -214,9 +244,13 @@ class MedusaHead(nn.Module):
         """`load` of a folder that `locate` has found for `path`."""
         settings = json.loads((folder / "config.json").read_text())
         tensors = _load(folder, path)
+        token_map = tensors.pop(TOKEN_MAP, None)
         config = _config_of(tensors, str(settings.get("base_model_name_or_path")), path)
-        head = cls(config)
-        expected = head.tensors()
+        vocab = DraftVocab.everything(config.vocab_size)
+        if token_map is not None:
+            vocab = _reduced(token_map, config.vocab_size, int(settings.get("vocab_size", 0)), path)
+        head = cls(replace(config, vocab_size=vocab.size), vocab)
+        expected = {name: each for name, each in head.tensors().items() if name != TOKEN_MAP}
         wrong = sorted(
             set(tensors) ^ set(expected)
             | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
@@ -250,6 +284,22 @@ def _original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
         named[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
     return named
+
+
+def _reduced(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
+    ids = token_map.to(torch.int64)
+    if (
+        token_map.is_floating_point()
+        or ids.shape != (num_rows,)
+        or bool((ids.diff() <= 0).any())
+        or not 0 <= int(ids[0]) <= int(ids[-1]) < size
+    ):
+        raise InputError(
+            f"head.path={path}: {TOKEN_MAP} is {token_map.dtype} {list(token_map.shape)}: must be "
+            f"the target ids of the {num_rows} rows of each projection, rising and below "
+            f"vocab_size={size} of config.json"
+        )
+    return DraftVocab(ids, size)
 
 
 def _config_of(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:

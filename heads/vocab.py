@@ -81,6 +81,23 @@ class DraftVocab:
         order = rank.argsort(descending=True, stable=True)
         return cls(order[:size].sort().values, len(counts))
 
+    def narrowed(self, counts: Tensor, size: int, always: Iterable[int]) -> "DraftVocab":
+        """Some of these ids, on the CPU: what `choose` takes of them alone.
+
+        Args:
+            counts: [V] int64, on the CPU.
+            size: Vd of the result, at most that of this one.
+            always: as for `choose`; those that are not in this vocabulary are passed over.
+        """
+        mine = self.to("cpu")
+        places = mine.to_draft(torch.tensor(mine.held(always), dtype=torch.int64))
+        chosen = DraftVocab.choose(counts[mine.ids], size, places.tolist())
+        return DraftVocab(mine.ids[chosen.ids], self.size)
+
+    def held(self, target_ids: Iterable[int]) -> list[int]:
+        """Those of some target ids that are in, sorted."""
+        return sorted(set(target_ids) & set(self.ids.tolist()))
+
     @property
     def full(self) -> bool:
         """Whether every target id is in (Vd = V)."""
@@ -127,7 +144,7 @@ def coverage(
         InputError: a size is too small for `always`.
     """
     kept = _emitted(always, len(counts))
-    return [(size, _share(counts, DraftVocab.choose(counts, size, kept))) for size in sizes]
+    return [(size, share(counts, DraftVocab.choose(counts, size, kept))) for size in sizes]
 
 
 def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
@@ -141,10 +158,10 @@ def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) ->
     kept = _emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
     possible = [size for size in sizes if size >= max(1, len(kept))]
-    shares = (f"{size:,} {share:.1%}" for size, share in coverage(counts, possible, kept))
+    shares = (f"{size:,} {part:.1%}" for size, part in coverage(counts, possible, kept))
     return [
         f"draft vocabulary: {len(chosen.ids):,} of {chosen.size:,} ids cover "
-        f"{_share(counts, chosen):.2%} of the learnt tokens",
+        f"{share(counts, chosen):.2%} of the learnt tokens",
         f"  by size: {', '.join(shares)}",
     ]
 
@@ -155,7 +172,13 @@ def _emitted(always: Iterable[int], size: int) -> list[int]:
     return sorted({token for token in always if token < size})
 
 
-def _share(counts: Tensor, vocab: DraftVocab) -> float:
+def share(counts: Tensor, vocab: DraftVocab) -> float:
+    """The share of the counted tokens that are in a vocabulary.
+
+    Args:
+        counts: [V] int64, on the CPU; not all 0.
+        vocab: on the CPU.
+    """
     return int(counts[vocab.ids].sum()) / int(counts.sum())
 
 

@@ -9,8 +9,17 @@ from conf.schema_eagle import EagleForm, OutputHead
 from heads.eagle import EagleHead
 from heads.eagle_config import EagleHeadConfig
 from heads.load import Head
+from heads.vocab import DraftVocab
 
 DATA_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
+BIAS_PROBLEM = (
+    "its fusion layer has a bias (`fc.bias`), for which vLLM has no place. A head trained with "
+    "head.fc_bias=false loads."
+)
+TOKEN_MAP_PROBLEM = (
+    "version 0.32 has a place for `token_map`, but gives each head as many rows as the target has "
+    "ids and then refuses fewer. The head that this one was pruned from loads."
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,7 @@ class HeadFacts:
         description: its parts, then how it drafts; without the final full stop.
         num_draft_tokens: how many an engine should draft at a time.
         vllm_method: None if vLLM does not load the head.
+        vllm_problem: then why, and what loads.
     """
 
     tag: str
@@ -34,6 +44,7 @@ class HeadFacts:
     description: str
     num_draft_tokens: int
     vllm_method: str | None
+    vllm_problem: str
 
 
 @dataclass(frozen=True)
@@ -103,11 +114,18 @@ def head_facts(
         description=(
             f"{config.num_heads} heads of {config.num_layers} residual "
             f"block{'s' if config.num_layers > 1 else ''} (hidden size {config.hidden_size}, "
-            f"vocabulary {config.vocab_size}). Head k drafts the token k + 1 positions ahead"
+            f"{_vocabulary(head.vocab)}). Head k drafts the token k + 1 positions ahead"
         ),
         num_draft_tokens=config.num_heads,
-        vllm_method="medusa",
+        vllm_method="medusa" if head.vocab.full else None,
+        vllm_problem=TOKEN_MAP_PROBLEM,
     )
+
+
+def _vocabulary(vocab: DraftVocab) -> str:
+    if vocab.full:
+        return f"vocabulary {vocab.size}"
+    return f"draft vocabulary {len(vocab.ids)} of the target's {vocab.size}"
 
 
 def _eagle_facts(
@@ -129,6 +147,7 @@ def _eagle_facts(
         num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
         # vLLM builds the fusion layer without a bias and fails on the tensor.
         vllm_method=None if config.fc_bias else tag,
+        vllm_problem=BIAS_PROBLEM,
     )
 
 
@@ -144,16 +163,16 @@ def _eagle_method(config: EagleHeadConfig, settings: dict[str, Any]) -> tuple[st
 
 
 def _eagle_parts(head: EagleHead) -> str:
-    config, vocab = head.config, head.vocab
+    config = head.config
     size = f"hidden size {config.llama.hidden_size}"
     if config.form is EagleForm.eagle1:
-        return f"({size}, vocabulary {vocab.size}) on the target's last hidden state"
-    reduced = f"draft vocabulary {len(vocab.ids)} of the target's {vocab.size}"
-    words = f"vocabulary {vocab.size}" if vocab.full else reduced
+        return f"({size}, {_vocabulary(head.vocab)}) on the target's last hidden state"
     *most, last = map(str, config.layers) if config.layers else ("low", "middle", "high")
     fused = f"{', '.join(most)} and {last}" if most else last
     counted = " (as `output_hidden_states` counts them)" if config.layers else ""
-    return f"({size}, {words}) on the target's hidden states {fused}{counted}, fused"
+    return (
+        f"({size}, {_vocabulary(head.vocab)}) on the target's hidden states {fused}{counted}, fused"
+    )
 
 
 def is_hub_id(name: str) -> bool:

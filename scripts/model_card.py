@@ -217,10 +217,7 @@ def _exports(facts: CardFacts) -> str:
 
 def _serve(facts: CardFacts) -> str:
     if facts.head.vllm_method is None:
-        return (
-            "vLLM does not load this head: its fusion layer has a bias (`fc.bias`), for which "
-            "vLLM has no place. A head trained with head.fc_bias=false loads."
-        )
+        return f"vLLM does not load this head: {facts.head.vllm_problem}"
     speculation = {
         "method": facts.head.vllm_method,
         "model": facts.repo_id,

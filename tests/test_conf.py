@@ -22,9 +22,11 @@ ENTRIES = {
     "scripts/push.py": schema.PushRun,
     "scripts/compare.py": schema.CompareRun,
     "scripts/export.py": schema_export.ExportRun,
+    "scripts/prune.py": schema_measure.PruneRun,
 }
 
 
+PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = ("capture", "engine", "losses", "peers", "train", "unroll")
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 
@@ -40,7 +42,7 @@ def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProce
 def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
     found = [p for d in ("train", "eval", "scripts") for p in (ROOT / d).glob("*.py")]
     entries = {str(p.relative_to(ROOT)) for p in found if "__main__" in p.read_text()}
-    assert entries == {*ENTRIES, "scripts/quickstart.py", *BENCHES}
+    assert entries == {*ENTRIES, *PLAIN, *BENCHES}
     for entry in entries:
         assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
 

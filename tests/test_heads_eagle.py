@@ -13,6 +13,7 @@ from heads.target import Target
 from heads.vocab import DraftVocab
 
 EAGLE1, EAGLE3 = EagleForm.eagle1, EagleForm.eagle3
+CHANGED = ("lm_head.weight", "d2t", "t2d")
 VARIANTS = [
     (EAGLE1, {}),
     (EAGLE3, {}),
@@ -177,3 +178,22 @@ def test_a_head_is_made_and_learns_for_every_family(family: str) -> None:
     head = eagle_head(target, EAGLE3, num_draft_ids=48, num_updates=5)
     assert head.config.llama.head_dim == 32
     assert head.config.layers == (1, 2, 3)
+
+
+def test_a_pruned_head_has_the_logits_of_the_ids_it_keeps(target: Target) -> None:
+    head = untrained(target, EAGLE3, 40)
+    vocab = DraftVocab(head.vocab.ids[[0, 1, 2, 7, 30, 39]], target.vocab_size)
+    small = head.pruned(vocab).attach(target)
+    outputs = torch.randn(5, target.hidden_size)
+    expected = head.logits(outputs)[:, [0, 1, 2, 7, 30, 39]]
+    torch.testing.assert_close(small.logits(outputs), expected, rtol=0, atol=1e-6)
+    kept = {name: each for name, each in head.tensors().items() if name not in CHANGED}
+    assert all(torch.equal(small.tensors()[name], each) for name, each in kept.items())
+    assert small.tensors()["lm_head.weight"].shape == (6, target.hidden_size)
+
+
+def test_pruning_to_all_of_its_ids_changes_nothing(target: Target) -> None:
+    head = untrained(target, EAGLE3, 40)
+    same = head.pruned(head.vocab).tensors()
+    assert same.keys() == head.tensors().keys()
+    assert all(torch.equal(same[name], each) for name, each in head.tensors().items())

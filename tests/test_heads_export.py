@@ -20,6 +20,7 @@ from heads.golden import golden
 from heads.load import load_head
 from heads.medusa import MedusaHead
 from heads.target import Target
+from heads.vocab import DraftVocab
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,14 @@ def test_a_head_that_an_engine_would_compute_otherwise_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=rf"format={engine}.*{message}"):
         check_target(eagle(target, **settings), ExportFormat(engine))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm", "tgi", "original"])
+def test_no_engine_loads_medusa_heads_with_fewer_ids(target: Target, engine: str) -> None:
+    few = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    pruned = make(target, "medusa").pruned(few).attach(target)
+    with pytest.raises(InputError, match=r"reduced draft vocabulary.*allowed for this head: none"):
+        layout_of(pruned, ExportFormat(engine))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import noisy_head, random_target
 
-from conf.schema import InputError
+from conf.schema import InputError, MedusaConfig
 from heads.medusa import WEIGHTS, MedusaHead, MedusaHeadConfig
+from heads.vocab import DraftVocab
+from train.medusa import make_head
 
 CONFIG = MedusaHeadConfig(hidden_size=8, vocab_size=16, num_heads=2, num_layers=2, target="a/b")
 
@@ -122,3 +124,56 @@ def test_a_full_disk_leaves_the_old_head(saved, monkeypatch) -> None:
         head.save(folder)
     assert (folder / WEIGHTS).read_bytes() == before
     assert [p.name for p in folder.parent.iterdir()] == ["head"]
+
+
+def pruned() -> tuple[MedusaHead, MedusaHead]:
+    """Heads of 96 ids, and the same with four of them."""
+    head = noisy_head(random_target())
+    return head, head.pruned(DraftVocab(torch.tensor([0, 3, 50, 95]), 96))
+
+
+def test_pruned_heads_have_the_logits_of_the_ids_they_keep() -> None:
+    head, small = pruned()
+    hidden = torch.randn(5, 64)
+    expected = head(hidden)[..., [0, 3, 50, 95]]
+    torch.testing.assert_close(small(hidden), expected, rtol=0, atol=1e-6)
+    best = expected.argmax(-1, keepdim=True)
+    assert torch.equal(small.best(hidden, 3, 1), torch.tensor([0, 3, 50, 95])[best])
+
+
+def test_pruning_to_every_id_changes_nothing() -> None:
+    head, _ = pruned()
+    same = head.pruned(head.vocab)
+    assert same.tensors().keys() == head.tensors().keys()
+    assert all(torch.equal(same.tensors()[name], each) for name, each in head.tensors().items())
+
+
+def test_pruned_heads_are_saved_as_vllm_names_them(tmp_path) -> None:
+    _, small = pruned()
+    small.save(tmp_path / "head")
+    assert load_file(tmp_path / "head" / WEIGHTS)["token_map"].tolist() == [0, 3, 50, 95]
+    config = json.loads((tmp_path / "head/config.json").read_text())
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (96, 4)
+    loaded = MedusaHead.load(str(tmp_path / "head"))
+    assert loaded.config == small.config
+    assert loaded.vocab.ids.tolist() == [0, 3, 50, 95]
+    assert all(torch.equal(loaded.tensors()[name], each) for name, each in small.tensors().items())
+
+
+@pytest.mark.parametrize(
+    "token_map", [[0, 3, 50], [0, 3, 3, 50], [0, 3, 50, 96], [-1, 3, 50, 95], [0.0, 1.0, 2.0, 3.0]]
+)
+def test_a_token_map_that_is_none_is_refused(tmp_path, token_map: list) -> None:
+    _, small = pruned()
+    small.save(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS) | {"token_map": torch.tensor(token_map)}
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(InputError, match=r"token_map is .*ids of the 4 rows .*vocab_size=96"):
+        MedusaHead.load(str(tmp_path))
+
+
+def test_pruned_heads_are_not_trained(tmp_path) -> None:
+    _, small = pruned()
+    small.save(tmp_path)
+    with pytest.raises(InputError, match=r"drafts 4 of 96 ids; .*name the head that it was pruned"):
+        make_head(MedusaConfig(path=str(tmp_path)), random_target())

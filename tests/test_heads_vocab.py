@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import InputError
-from heads.vocab import DraftVocab, coverage, coverage_lines
+from heads.vocab import DraftVocab, coverage, coverage_lines, share
 
 # 16 target ids; 100 tokens. Ids 4, 7, 9 and 10 tie, 1, 2, 3 and the last five are unseen.
 COUNTS = torch.tensor([2, 0, 0, 0, 5, 50, 20, 5, 8, 5, 5, 0, 0, 0, 0, 0])
@@ -149,3 +149,13 @@ def test_coverage_lines_leave_out_sizes_that_cannot_be_chosen() -> None:
     ones = torch.ones(3, dtype=torch.int64)
     lines = coverage_lines(ones, DraftVocab.everything(3), [])
     assert lines[1] == "  by size: 1 33.3%, 3 100.0%"
+
+
+def test_narrowing_keeps_the_most_frequent_of_the_ids_that_are_in() -> None:
+    vocab = DraftVocab(ids(4, 5, 8, 12, 15), 16)
+    # Id 6 is commoner than 8 but not in; special 2 is not in either, unseen 15 is.
+    narrowed = vocab.narrowed(COUNTS, 3, [15, 2, 16])
+    assert (narrowed.ids.tolist(), narrowed.size) == ([5, 8, 15], 16)
+    assert share(COUNTS, narrowed) == 0.58
+    assert vocab.narrowed(COUNTS, 5, [15]).ids.tolist() == [4, 5, 8, 12, 15]
+    assert vocab.held([16, 15, 2, 4]) == [4, 15]

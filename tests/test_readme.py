@@ -23,6 +23,7 @@ SCHEMAS = {
     "push": schema.PushRun,
     "compare": schema.CompareRun,
     "export": schema_export.ExportRun,
+    "prune": schema_measure.PruneRun,
 }
 COMMANDS = re.findall(r"^(?:python|accelerate launch\b.*?) +(\S+/(\w+)\.py)(.*)$", README, re.M)
 

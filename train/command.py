@@ -13,6 +13,7 @@ from conf.provenance import provenance
 from conf.schema import InputError, MedusaRun, TrainConfig
 from conf.schema_capture import CaptureRun
 from conf.schema_eagle import EagleRun
+from conf.schema_measure import PruneRun
 from data.embedded import ensure_embedded
 from data.features import FeatureStore, StoredDataset
 from data.pack import DataReport, PackedDataset, prepare
@@ -24,6 +25,7 @@ from train.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.stored import check_reads, load_ends, open_store
 
 Run = MedusaRun | EagleRun
+DataRun = Run | CaptureRun | PruneRun
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
 objective and what to say about it."""
@@ -121,7 +123,7 @@ def from_store(config: Run, store: FeatureStore, device: torch.device) -> Source
     return Source(ends, store.train, store.heldout, report, [*lines, *report.lines()], replay)
 
 
-def check_data(config: Run | CaptureRun) -> None:
+def check_data(config: DataRun) -> None:
     """Refuses a missing file before anything heavy is loaded.
 
     Raises:
@@ -136,7 +138,7 @@ def check_data(config: Run | CaptureRun) -> None:
             raise InputError(f"data.{key}={path}: no such file or folder")
 
 
-def fill_defaults(config: Run | CaptureRun, progress: bool) -> None:
+def fill_defaults(config: DataRun, progress: bool) -> None:
     """Puts the embedded default where target or data are unset."""
     if config.target.path is None or config.data.path is None:
         embedded = ensure_embedded(progress=progress)

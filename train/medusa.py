@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from torch import Tensor, nn
 
 from conf import entry
-from conf.schema import Labels, MedusaConfig, MedusaRun
+from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
 from data.features import StoredDataset
 from data.layout import HIDDEN
 from data.pack import PackedDataset
@@ -80,10 +80,20 @@ def main(config: MedusaRun) -> None:
 
 
 def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
-    """Untrained heads, or saved ones that fit the target."""
+    """Untrained heads, or saved ones that fit the target.
+
+    Raises:
+        InputError: they do not fit, or were pruned.
+    """
     if config.path is None:
         return MedusaHead.from_target(target, config.num_heads, config.num_layers)
-    return MedusaHead.load(config.path).attach(target)
+    head = MedusaHead.load(config.path).attach(target)
+    if not head.vocab.full:
+        raise InputError(
+            f"head.path={config.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} ids; "
+            "Medusa heads are trained on all: name the head that it was pruned from"
+        )
+    return head
 
 
 if __name__ == "__main__":
