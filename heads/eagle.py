@@ -162,6 +162,11 @@ class EagleHead(nn.Module):
         return self.to(target.device, dtype)
 
     @property
+    def target(self) -> TargetEnds:
+        """What the head is attached to."""
+        return self._target[0]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
         return self.fc.weight.dtype

@@ -20,6 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 
+from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from heads.eagle import LAYER_NAMES, EagleHead
@@ -92,17 +93,20 @@ class _Checkpoint:
         settings: `config.json`, its parts merged; no None.
         tensors: by their names in `EagleHead.state_dict`, and `d2t` and `t2d`.
         names: the name in the file of each tensor.
+        export: what `heads.export` noted about the folder; empty for others.
     """
 
     path: str
     settings: dict[str, Any]
     tensors: dict[str, Tensor]
     names: dict[str, str]
+    export: dict[str, Any]
 
     @classmethod
     def open(cls, folder: Path, path: str) -> "_Checkpoint":
-        found = cls(path, {}, {}, {})
+        found = cls(path, {}, {}, {}, {})
         found._read_settings(folder / "config.json")
+        found._read_export(folder / PROVENANCE)
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not files:
             raise found.error(
@@ -115,18 +119,27 @@ class _Checkpoint:
             )
         for file in files:
             for name, tensor in load_tensors(file).items():
-                found._add(name, tensor)
+                # Copied from the target, or zeros, for an engine that asks for them.
+                if name not in found.export.get("added", ()):
+                    found._add(name, tensor)
         return found
 
     def _read_settings(self, file: Path) -> None:
-        try:
-            root = json.loads(file.read_text())
-        except ValueError as error:
-            raise self.error(f"config.json is not JSON: {error}") from error
+        root = self._json(file)
         for part in ("model", "transformer_layer_config", "eagle_config"):
             if isinstance(root.get(part), dict):
                 self._merge(root[part])
         self._merge(root)
+
+    def _read_export(self, file: Path) -> None:
+        if file.is_file():
+            self.export = self._json(file).get("export", {})
+
+    def _json(self, file: Path) -> dict[str, Any]:
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise self.error(f"{file.name} is not JSON: {error}") from error
 
     def _merge(self, part: dict[str, Any]) -> None:
         self.settings |= {key: value for key, value in part.items() if value is not None}
@@ -279,7 +292,9 @@ def _target_width(found: _Checkpoint) -> int:
 
 
 def _layers(found: _Checkpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
-    stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ())
+    # Engines count them in several ways, and some not at all.
+    own = found.export.get("layers")
+    stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
     chosen = tuple(stated if layers is None else layers)
     fc = found.tensors.get("fc.weight")
     if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:

@@ -1,20 +1,24 @@
 """Loading a head of any kind."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from conf.schema import InputError
 from heads.eagle import EagleHead
 from heads.eagle_formats import read_eagle
-from heads.medusa import WEIGHTS, MedusaHead
+from heads.medusa import MedusaHead, is_medusa
 from heads.storage import locate
 
 Head = MedusaHead | EagleHead
 
 
-def load_head(path: str, revision: str | None = None, layers: Sequence[int] | None = None) -> Head:
-    """Loads a Medusa or EAGLE head; float32, not attached.
+def kind_of(head: Head) -> str:
+    """`medusa`, `eagle1` or `eagle3`."""
+    return "medusa" if isinstance(head, MedusaHead) else head.config.form.value
 
-    A folder with `medusa_lm_head.safetensors` is a Medusa head, any other an EAGLE head.
+
+def load_head(path: str, revision: str | None = None, layers: Sequence[int] | None = None) -> Head:
+    """Loads a Medusa or EAGLE head, trained, exported or published; float32, not attached.
 
     Args:
         path: folder or Hub id.
@@ -25,8 +29,12 @@ def load_head(path: str, revision: str | None = None, layers: Sequence[int] | No
         InputError: as `MedusaHead.load` and `load_eagle`; `layers` for a Medusa head.
     """
     # Once: a second look at the Hub could find another commit.
-    folder = locate(path, revision)
-    if not (folder / WEIGHTS).is_file():
+    return read_head(locate(path, revision), path, layers)
+
+
+def read_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> Head:
+    """`load_head` of a folder that `locate` has found for `path`."""
+    if not is_medusa(folder):
         return read_eagle(folder, path, layers)
     if layers is not None:
         raise InputError(

@@ -5,6 +5,7 @@ vLLM, TGI and TensorRT-LLM read. Letters: N rows, K heads, D hidden, V vocab.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from heads.projection import Projection
 from heads.storage import load_tensors, locate, save_head
 from heads.target import Reads, TargetOutput
 
-WEIGHTS = "medusa_lm_head.safetensors"
+WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
+VLLM_SIGN = '"MedusaModel"'
+VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
+VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
 ROWS_PER_CHUNK = 256
 
 
@@ -195,7 +199,7 @@ class MedusaHead(nn.Module):
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> "MedusaHead":
-        """Loads a folder or Hub repository, ours or one in the original layout.
+        """Loads a folder or Hub repository in the original layout, which is ours, or in vLLM's.
 
         The published config of the original authors counts fewer heads than the file holds,
         and none of the sizes, so shapes are read from the tensors.
@@ -203,13 +207,13 @@ class MedusaHead(nn.Module):
         Raises:
             InputError: missing, corrupt or foreign files; any tensor too many or too few.
         """
-        return cls.read(locate(path, revision, WEIGHTS), path)
+        return cls.read(locate(path, revision), path)
 
     @classmethod
     def read(cls, folder: Path, path: str) -> "MedusaHead":
         """`load` of a folder that `locate` has found for `path`."""
         settings = json.loads((folder / "config.json").read_text())
-        tensors = load_tensors(folder / WEIGHTS)
+        tensors = _load(folder, path)
         config = _config_of(tensors, str(settings.get("base_model_name_or_path")), path)
         head = cls(config)
         expected = head.tensors()
@@ -221,6 +225,31 @@ class MedusaHead(nn.Module):
             raise InputError(f"head.path={path}: tensors missing, foreign or misshapen: {wrong}")
         head.load_state_dict({f"heads.{name}": tensor for name, tensor in tensors.items()})
         return head
+
+
+def is_medusa(folder: Path) -> bool:
+    """Whether a folder with a `config.json` holds Medusa heads."""
+    return (folder / WEIGHTS).is_file() or VLLM_SIGN in (folder / "config.json").read_text()
+
+
+def _load(folder: Path, path: str) -> dict[str, Tensor]:
+    """The tensors by their original names."""
+    for name in (WEIGHTS, VLLM_WEIGHTS):
+        if (folder / name).is_file():
+            return _original_names(load_tensors(folder / name))
+    found = sorted(file.name for file in folder.iterdir())
+    raise InputError(f"head.path={path}: no {WEIGHTS} or {VLLM_WEIGHTS} there; found {found}")
+
+
+def _original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """vLLM's `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`; other names stay."""
+    found = [re.fullmatch(VLLM_BLOCK, name) for name in tensors]
+    num_layers = 1 + max((int(match[2]) for match in found if match), default=-1)
+    named = {}
+    for name, tensor in tensors.items():
+        block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
+        named[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
+    return named
 
 
 def _config_of(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:

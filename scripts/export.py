@@ -1,0 +1,118 @@
+"""Writes a trained head for a serving engine, and checks what was written.
+
+python scripts/export.py head.path=outputs/eagle/head format=vllm out_dir=outputs/eagle-vllm
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import torch
+
+from conf.entry import run
+from conf.provenance import NAME as PROVENANCE
+from conf.schema import InputError, TargetConfig
+from conf.schema_export import ExportRun
+from heads.eagle_config import UNKNOWN
+from heads.export import export_head
+from heads.export_layouts import check_target, layout_of
+from heads.export_serve import serve_command
+from heads.golden import golden
+from heads.load import Head, read_head
+from heads.load_target import load_target
+from heads.medusa import MedusaHead
+from heads.storage import locate
+from heads.target import Target
+
+
+def main(config: ExportRun) -> None:
+    """Writes `out_dir` whole or not at all, then reads it back as the engine would."""
+    out_dir = Path(config.out_dir)
+    _check_out_dir(out_dir)
+    head, provenance = _load(config)
+    target = load_target(_target_config(config, head), _device())
+    _attach(head, target, config)
+    check_target(head, config.format)
+    export_head(head, config.format, golden(head, target), out_dir, provenance)
+    _verify(out_dir)
+    print(f"wrote {out_dir}; serve it with\n\n{serve_command(head, config.format, str(out_dir))}")
+
+
+def _check_out_dir(out_dir: Path) -> None:
+    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
+        return
+    if "export" not in _provenance(out_dir):
+        raise InputError(
+            f"out_dir={out_dir}: holds something that is no export; choose another or empty it"
+        )
+
+
+def _load(config: ExportRun) -> tuple[Head, dict[str, Any]]:
+    """The head and how it was trained; refuses here what no target could change."""
+    if config.head.path is None:
+        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+    folder = locate(config.head.path, config.head.revision)
+    head = read_head(folder, config.head.path, config.head.layers)
+    layout_of(head, config.format)
+    provenance = _provenance(folder)
+    # Of an earlier export, which this one is not.
+    provenance.pop("export", None)
+    return head, provenance
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    file = folder / PROVENANCE
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON: {error}") from error
+
+
+def _target_config(config: ExportRun, head: Head) -> TargetConfig:
+    path = config.target.path or head.config.target
+    if path == UNKNOWN:
+        raise InputError(
+            f"target.path is unset, and head.path={config.head.path} does not name its target: "
+            "set target.path"
+        )
+    return replace(config.target, path=path)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _attach(head: Head, target: Target, config: ExportRun) -> None:
+    """Gives the head the dtype of the export and the target by the name of today."""
+    head.attach(target, getattr(torch, config.dtype.value)).eval()
+    if isinstance(head, MedusaHead):
+        head.config = replace(head.config, target=target.name)
+
+
+def _verify(out_dir: Path) -> None:
+    """Prints what an independent reader finds.
+
+    Raises:
+        InputError: it does not compute what was trained.
+    """
+    from eval.served import verify
+
+    try:
+        verdict = verify(out_dir)
+    except InputError as error:
+        raise InputError(f"{error}. {out_dir} is left as it is: do not serve it") from error
+    for line in verdict.lines:
+        print(line)
+    print(
+        f"parity: max |difference| {verdict.max_difference:.2g} of logits up to {verdict.scale:.2g}"
+    )
+
+
+if __name__ == "__main__":
+    run(main, ExportRun, "export")
