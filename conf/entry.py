@@ -3,8 +3,9 @@
 import os
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -47,4 +48,11 @@ def _checked(composed: DictConfig) -> Any:
     try:
         return OmegaConf.to_object(composed)
     except errors.MissingMandatoryValue as error:
-        raise InputError(f"{error}: set it on the command line") from error
+        raise InputError(f"{error.full_key} is unset{_allowed(error)}") from error
+
+
+def _allowed(error: errors.MissingMandatoryValue) -> str:
+    kind = get_type_hints(error.object_type)[str(error.key)]
+    if issubclass(kind, Enum):
+        return f"; allowed: {', '.join(each.value for each in kind)}"
+    return ": set it on the command line"

@@ -126,7 +126,8 @@ def _added(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
     if layout.embedding and head.embed_tokens is None:
         added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
     if layout.output_head and head.lm_head is None and kind_of(head) == "eagle3":
-        added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype)
+        # A copy, as one file cannot hold a tensor that is tied to the embedding.
+        added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
     if layout.zero_fc_bias and head.fc.bias is None:
         added[FC_BIAS] = torch.zeros(len(head.fc.weight), dtype=head.dtype)
     return added

@@ -81,6 +81,7 @@ class EagleLayout:
         d2t: dtype of `d2t`.
         t2d: has a place for `t2d`.
         exclusive_norms: takes `fc_norm` or `norm_before_fc`, not both.
+        equal_widths: takes features as wide as the head alone.
         old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
             size but hidden / heads.
     """
@@ -97,13 +98,14 @@ class EagleLayout:
     d2t: torch.dtype = torch.int64
     t2d: bool = True
     exclusive_norms: bool = False
+    equal_widths: bool = False
     old_rope: bool = False
 
 
 Layout = MedusaLayout | EagleLayout
 FORMATS: dict[ExportFormat, dict[str, Layout]] = {
     ExportFormat.vllm: {
-        # Its own names: versions before 0.2x know no others.
+        # Its own names: older versions do not know the authors'.
         "medusa": MedusaLayout(EAGLE_WEIGHTS, own_names=True, architecture="MedusaModel"),
         "eagle1": EagleLayout("LlamaForCausalLM", (), "layers.0."),
         "eagle3": EagleLayout(
@@ -152,6 +154,7 @@ FORMATS: dict[ExportFormat, dict[str, Layout]] = {
             "layers.0.",
             output_head=True,
             exclusive_norms=True,
+            equal_widths=True,
         ),
     },
     ExportFormat.original: {
@@ -206,17 +209,21 @@ def check_target(head: Head, engine: ExportFormat) -> None:
     if isinstance(head, MedusaHead):
         return
     assert isinstance(layout, EagleLayout)
-    own = head.embed_tokens
-    if own is not None and not takes_own_embedding(head, layout):
-        theirs = head.target.embedding.weight.to(own.weight)
-        if not torch.equal(own.weight, theirs):
-            raise InputError(
-                f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, "
-                "and embed_tokens.weight of this head is another; allowed: vllm, speculators, "
-                "original"
-            )
+    _check_embedding(head, engine, layout)
     if head.config.layers:
         _check_layers(head.config.layers, engine, layout, head.target.num_layers)
+
+
+def _check_embedding(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
+    own = head.embed_tokens
+    if own is None or takes_own_embedding(head, layout):
+        return
+    if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
+        raise InputError(
+            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, and "
+            "embed_tokens.weight of this head is another; allowed where a head keeps its own: "
+            "vllm, original"
+        )
 
 
 def _check_layers(
@@ -272,6 +279,11 @@ def _eagle_problem(head: EagleHead, layout: EagleLayout) -> str | None:
         return "has no place for biases of queries, keys and values alone (q_proj.bias)"
     if layout.exclusive_norms and config.fc_norm and config.norm_before_fc:
         return "takes one of fc_norm and norm_before_fc"
+    if layout.equal_widths and config.target_hidden_size != config.llama.hidden_size:
+        return (
+            f"fuses features as wide as the head, and this head has {config.llama.hidden_size} "
+            f"for features of {config.target_hidden_size}"
+        )
     return _order_problem(config.layers, layout) or _rope_problem(head, layout)
 
 

@@ -59,9 +59,8 @@ def _medusa(num_heads: int, engine: ExportFormat, target: str, folder: str) -> s
             "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
         )
     # Their loader opens pickles alone.
-    return f'python -c "{CONVERT.format(folder=folder)}"\npython -m medusa.inference.cli ' + (
-        f"--model {folder}"
-    )
+    convert = CONVERT.format(folder=folder)
+    return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
 
 
 def _eagle(head: EagleHead, engine: ExportFormat, target: str, folder: str) -> str:

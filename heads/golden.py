@@ -28,16 +28,18 @@ ROWS_PER_CHUNK = 8192
 
 
 @dataclass(frozen=True)
-class _Logits:
-    """What a head drafts with.
+class _Drafted:
+    """What a head makes of the features.
 
     Attributes:
-        values: [D, S, V], -inf where the head cannot draft the id.
-        served: what else goes into the file.
+        logits: [D, S, V], -inf where the head cannot draft the id.
+        beside: what else goes into the file.
+        output_head: [V, F] of the target, if the head drafts with that.
     """
 
-    values: Tensor
-    served: dict[str, Tensor]
+    logits: Tensor
+    beside: dict[str, Tensor]
+    output_head: Tensor | None = None
 
 
 @torch.no_grad()
@@ -67,35 +69,28 @@ def golden(
             a bias.
     """
     depth = head.num_heads if isinstance(head, MedusaHead) else depth
-    config = target.config
+    longest = target.config.max_position_embeddings
     token_ids = _tokens(target, num_rows + depth + 1)
-    hidden_states = _hidden_states(target, token_ids[:num_rows])
-    longest = config.max_position_embeddings - depth - 1
-    shared = {
-        "token_ids": token_ids[1:],
-        "position_ids": torch.linspace(0, longest, num_rows, dtype=torch.float64).long(),
-    }
+    states = _hidden_states(target, token_ids[:num_rows])
+    places = torch.linspace(0, longest - depth - 1, num_rows, dtype=torch.float64).long()
     if isinstance(head, MedusaHead):
-        found = _medusa(head, hidden_states[-1])
+        drafted = _medusa(head, states[-1])
     else:
-        found = _eagle(head, target, hidden_states, token_ids, shared["position_ids"])
-    kept = range(len(hidden_states)) if kind_of(head) == "eagle3" else (-2, -1)
-    for index in kept:
-        place = index % len(hidden_states)
-        shared[f"hidden_states.{place}"] = _half_at_most(hidden_states[index])
-    ids = _ids(found.values)
-    served = dict(found.served)
-    if "output_head" in served:
-        served["output_head"] = served["output_head"][ids]
-    shared |= served | {"ids": ids, "logits": found.values[..., ids]}
+        drafted = _eagle(head, target, states, token_ids, places)
+    ids = _ids(drafted.logits)
+    tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
+    tensors |= _features(states, kind_of(head)) | drafted.beside
+    tensors["logits"] = drafted.logits[..., ids]
+    if drafted.output_head is not None:
+        tensors["output_head"] = drafted.output_head[ids]
     metadata = {
         "headsmith_parity": "1",
         "kind": kind_of(head),
         "num_layers": str(target.num_layers),
-        "max_position_embeddings": str(config.max_position_embeddings),
+        "max_position_embeddings": str(longest),
         "vocab_size": str(target.vocab_size),
     }
-    return {name: tensor.contiguous() for name, tensor in shared.items()}, metadata
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata
 
 
 def _tokens(target: Target, count: int) -> Tensor:
@@ -114,36 +109,37 @@ def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     return [states[0].cpu() for states in output.hidden_states]
 
 
-def _half_at_most(states: Tensor) -> Tensor:
-    """The same numbers in a dtype that every reader knows."""
-    return states if states.dtype is torch.bfloat16 else states.float()
+def _features(states: list[Tensor], kind: str) -> dict[str, Tensor]:
+    """All features of EAGLE-3, among them those of layers read one too low or too high."""
+    first = 0 if kind == "eagle3" else len(states) - 2
+    return {
+        f"hidden_states.{index}": each if each.dtype is torch.bfloat16 else each.float()
+        for index, each in enumerate(states)
+        if index >= first
+    }
 
 
-def _medusa(head: MedusaHead, hidden_states: Tensor) -> _Logits:
+def _medusa(head: MedusaHead, states: Tensor) -> _Drafted:
     # One head at a time: together they can be larger than the target.
-    logits = [deepcopy(each).to("cpu", torch.float32)(hidden_states.float()) for each in head.heads]
-    values = torch.stack(logits)
-    return _Logits(values, {"logsumexp": values.logsumexp(-1)})
+    each = [deepcopy(part).to("cpu", torch.float32)(states.float()) for part in head.heads]
+    logits = torch.stack(each)
+    return _Drafted(logits, {"logsumexp": logits.logsumexp(-1)})
 
 
 def _eagle(
-    head: EagleHead,
-    target: Target,
-    hidden_states: list[Tensor],
-    token_ids: Tensor,
-    position_ids: Tensor,
-) -> _Logits:
+    head: EagleHead, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> _Drafted:
     embeddings = _embeddings(target.embedding, token_ids, head.dtype)
     own = _embeddings(head.embed_tokens, token_ids, head.dtype) if head.embed_tokens else embeddings
-    outputs = _unrolled(_on_cpu(head, own), hidden_states, position_ids)
-    served = {"token_embeddings": embeddings[1:]}
+    outputs = _unrolled(_on_cpu(head, own), states, places)
+    beside = {"token_embeddings": embeddings[1:]}
     if head.lm_head is None:
         rows = _output_rows(target, head.dtype)
-        return _Logits(_projected(outputs, rows), served | {"output_head": rows})
+        return _Drafted(_projected(outputs, rows), beside, rows)
     drafted = _projected(outputs, head.lm_head.weight.cpu())
-    values = torch.full((*drafted.shape[:2], head.vocab.size), float("-inf"))
-    values[..., head.vocab.ids.cpu()] = drafted
-    return _Logits(values, served | {"logsumexp": drafted.logsumexp(-1)})
+    logits = torch.full((*drafted.shape[:2], head.vocab.size), float("-inf"))
+    logits[..., head.vocab.ids.cpu()] = drafted
+    return _Drafted(logits, beside | {"logsumexp": drafted.logsumexp(-1)})
 
 
 def _embeddings(embedding: nn.Embedding, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import schema, schema_capture, schema_eagle, schema_measure
+from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
@@ -21,6 +21,7 @@ ENTRIES = {
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema.PushRun,
     "scripts/compare.py": schema.CompareRun,
+    "scripts/export.py": schema_export.ExportRun,
 }
 
 

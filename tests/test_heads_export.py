@@ -60,10 +60,12 @@ def test_headsmith_json_says_what_was_trained_and_what_was_written(
     }
 
 
+@pytest.mark.parametrize("tied", [False, True])
 def test_what_a_head_borrows_is_written_where_it_would_start_at_random(
-    target: Target, tmp_path: Path
+    tmp_path: Path, tied: bool
 ) -> None:
     """A published head without an output head of its own drafts with the target's."""
+    target = toy_target(tie_word_embeddings=tied)
     whole = eagle(target, num_ids=96)
     head = EagleHead(replace(whole.config, own_output_head=False), whole.vocab)
     tensors = whole.state_dict()

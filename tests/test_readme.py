@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import schema, schema_capture, schema_eagle, schema_measure
+from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,6 +22,7 @@ SCHEMAS = {
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,
     "compare": schema.CompareRun,
+    "export": schema_export.ExportRun,
 }
 COMMANDS = re.findall(r"^(?:python|accelerate launch\b.*?) +(\S+/(\w+)\.py)(.*)$", README, re.M)
 
