@@ -1,8 +1,10 @@
 """Other engines and trainers, each in an environment of its own: `make test-engines`."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +40,26 @@ def opened(folder: Path) -> Target:
     # Texts of one length, whatever the engine takes for their end.
     target.tokenizer, target.model.generation_config.eos_token_id = None, None
     return target
+
+
+def counts_of_vllm(
+    folder: Path,
+    target: Target,
+    prompts: list[list[int]],
+    num_tokens: int,
+    settings: list[dict[str, Any]],
+) -> list[list[dict[str, Any]]]:
+    """Per `speculative_config` and prompt, as `vllm_count.py` says."""
+    job = {
+        "target": target.name,
+        "speculative": settings,
+        "num_tokens": num_tokens,
+        "prompts": prompts,
+    }
+    question, answer = folder / "job.json", folder / "result.json"
+    question.write_text(json.dumps(job))
+    run(VLLM, "vllm_count.py", question, answer)
+    return json.loads(answer.read_text())
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """vLLM on a CPU: greedy texts, drafts and accepted tokens, to the unit."""
 
-import json
 from copy import deepcopy
 from dataclasses import asdict
 from itertools import pairwise
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from environments import VLLM, needs, opened, run
+from environments import VLLM, counts_of_vllm, needs, opened
 from toys import eagle_head, save_target, texts, tokenizer
 
 from conf.schema_eagle import EagleForm
@@ -71,18 +70,10 @@ def accepted_per_pass(target: Target, head: EagleHead, prompt: list[int]) -> lis
 
 def counted(
     folder: Path, target: Target, prompts: list[list[int]], depth: int, **speculative: Any
-) -> Any:
+) -> list[dict[str, Any]]:
     """What vLLM counts under its `speculative_config`, per prompt as `vllm_count.py` says."""
-    job = {
-        "target": target.name,
-        "speculative": speculative | {"num_speculative_tokens": depth},
-        "num_tokens": NUM_TOKENS,
-        "prompts": prompts,
-    }
-    question, answer = folder / "job.json", folder / "result.json"
-    question.write_text(json.dumps(job))
-    run(VLLM, "vllm_count.py", question, answer)
-    return json.loads(answer.read_text())
+    settings = speculative | {"num_speculative_tokens": depth}
+    return counts_of_vllm(folder, target, prompts, NUM_TOKENS, [settings])[0]
 
 
 @needs(VLLM)
