@@ -45,6 +45,8 @@ PARTS = {
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
 }
 
+NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+
 
 @dataclass(frozen=True)
 class MedusaLayout:
@@ -69,7 +71,7 @@ class EagleLayout:
 
     Attributes:
         architecture: in `architectures`.
-        parts: the `PARTS` that its layer computes.
+        parts: the `PARTS` that its layer computes, and `mlp_bias` if its MLP may have biases.
         layer_prefix: of the names of the layer's tensors.
         layer_offset: what its layer ids are more than those of `output_hidden_states`; None if it
             always reads 2, L/2 and L-3 of these.
@@ -107,10 +109,10 @@ FORMATS: dict[ExportFormat, dict[str, Layout]] = {
     ExportFormat.vllm: {
         # Its own names: older versions do not know the authors'.
         "medusa": MedusaLayout(EAGLE_WEIGHTS, own_names=True, architecture="MedusaModel"),
-        "eagle1": EagleLayout("LlamaForCausalLM", (), "layers.0."),
+        "eagle1": EagleLayout("LlamaForCausalLM", ("mlp_bias",), "layers.0."),
         "eagle3": EagleLayout(
             "LlamaForCausalLMEagle3",
-            ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norm"),
+            (*NORMS, "qk_norm", "mlp_bias"),
         ),
     },
     ExportFormat.sglang: {
@@ -136,7 +138,7 @@ FORMATS: dict[ExportFormat, dict[str, Layout]] = {
         # `EAGLE3` is put before the name.
         "eagle3": EagleLayout(
             "LlamaForCausalLM",
-            ("fc_bias", "fc_norm", "norm_before_fc", "norm_output"),
+            ("fc_bias", "fc_norm", "norm_before_fc", "norm_output", "mlp_bias"),
             layer_offset=-1,
             min_layers=2,
             own_embedding=False,
@@ -150,7 +152,7 @@ FORMATS: dict[ExportFormat, dict[str, Layout]] = {
     ExportFormat.speculators: {
         "eagle3": EagleLayout(
             "Eagle3Speculator",
-            ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norm"),
+            (*NORMS, "qk_norm", "mlp_bias"),
             "layers.0.",
             output_head=True,
             exclusive_norms=True,
@@ -275,6 +277,8 @@ def _eagle_problem(head: EagleHead, layout: EagleLayout) -> str | None:
     for part, words in PARTS.items():
         if getattr(config, part) and part not in layout.parts:
             return f"has no place for {words}"
+    if config.llama.mlp_bias and "mlp_bias" not in layout.parts:
+        return "has no place for biases of the MLP (up_proj.bias)"
     if config.llama.attention_bias:
         return "has no place for biases of queries, keys and values alone (q_proj.bias)"
     if layout.exclusive_norms and config.fc_norm and config.norm_before_fc:

@@ -1,0 +1,38 @@
+"""Checks an export on any machine: `python scripts/verify_export.py DIR`.
+
+Reads the folder as its engine does, computes the head and compares its logits with the trained
+head's in `parity/`. Needs torch and safetensors, no engine, no target and no GPU.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from conf.schema import InputError
+from eval.served import FORMATS, verify
+
+
+def main() -> int:
+    """Prints one line per check; 0 if the export holds what was trained, 2 if not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path, help="the folder of the export")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="the engine, if headsmith.json does not name it"
+    )
+    chosen = parser.parse_args()
+    try:
+        verdict = verify(chosen.folder, chosen.format)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(verdict.lines))
+    print(
+        f"parity: max |difference| {verdict.max_difference:.1e} of logits up to {verdict.scale:.3g}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
