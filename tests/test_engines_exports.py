@@ -75,7 +75,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     embedded = ensure_embedded()
-    tokenizer = load_tokenizer(TargetConfig(path=embedded.target_path))
+    _, tokenizer = load_tokenizer(TargetConfig(path=embedded.target_path))
     records = load_records(embedded.prompts_path).records[:8]
     return [prompt.token_ids for prompt in first_turns(records, tokenizer)]
 
