@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-import layouts
 import pytest
 import torch
 from environments import MODELOPT, SPECULATORS, needs, opened, run, unrolled
+from exports import eagle, exported, toy_target
 from safetensors.torch import load_file, save_file
-from toys import random_target, save_target
+from toys import save_target
 
 from heads.eagle_formats import load_eagle
 
@@ -21,31 +21,32 @@ pytestmark = pytest.mark.engine
 
 @needs(SPECULATORS)
 @pytest.mark.parametrize(
-    "settings",
+    ("engine", "num_ids", "settings"),
     [
-        pytest.param({}, id="EAGLE-3"),
-        pytest.param(AFTER, id="EAGLE-3, norm_before_residual"),
-        pytest.param(EAGLE31, id="EAGLE-3.1"),
+        pytest.param("original", 24, {}, id="speculators convert"),
+        pytest.param("speculators", 24, {}, id="EAGLE-3"),
+        pytest.param("speculators", None, {}, id="EAGLE-3, every id"),
+        pytest.param("speculators", 24, AFTER, id="EAGLE-3, norm_before_residual"),
+        pytest.param("speculators", 24, EAGLE31, id="EAGLE-3.1"),
     ],
 )
-def test_speculators_unrolls_the_logits_that_we_do(tmp_path: Path, settings) -> None:
-    """A head of 24 of 96 ids in the original layout, three steps of the training-time test."""
-    target = random_target(num_hidden_layers=4)
+def test_speculators_unrolls_an_export_as_we_do_the_head(
+    tmp_path: Path, engine: str, num_ids: int | None, settings
+) -> None:
+    """Three steps of the training-time test."""
+    target = toy_target()
     target.model.save_pretrained(tmp_path / "target")
-    stated = {"draft_vocab_size": layouts.DRAFT, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    config = layouts.LLAMA | stated | {"torch_dtype": "float32"} | settings
-    norms = layouts.random({f"fc_norm.{i}.weight": [layouts.HIDDEN] for i in range(3)}, seed=6)
-    tensors = layouts.eagle3_tensors() | (norms if "fc_norm" in settings else {})
-    layouts.write(tmp_path / "head", config, tensors)
+    target.name = str(tmp_path / "target")
+    head = eagle(target, num_ids=num_ids, **settings)
+    exported(head, target, engine, tmp_path / "head")
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(layouts.VOCAB, (25,), generator=generator)
-    features = torch.randn(25, 3 * layouts.HIDDEN, generator=generator)
+    ids = torch.randint(target.vocab_size, (25,), generator=generator)
+    features = torch.randn(25, 3 * target.hidden_size, generator=generator)
     save_file({"ids": ids, "features": features}, tmp_path / "inputs.safetensors")
     arguments = (tmp_path / name for name in ("head", "target", "inputs.safetensors"))
     run(SPECULATORS, "speculators_logits.py", *arguments, tmp_path / "logits.safetensors")
 
     theirs = load_file(tmp_path / "logits.safetensors")
-    head = load_eagle(str(tmp_path / "head")).attach(target)
     for step, ours in enumerate(unrolled(head, ids, features[:-1], 3)):
         # The last rows have no token left to read.
         num_rows = len(ids) - 1 - step
