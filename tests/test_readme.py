@@ -22,6 +22,7 @@ SCHEMAS = {
     "show_mask": schema.ShowMaskRun,
     "push": schema.PushRun,
     "compare": schema.CompareRun,
+    "serve_check": schema_measure.ServeCheckRun,
     "export": schema_export.ExportRun,
     "prune": schema_measure.PruneRun,
 }

@@ -50,7 +50,7 @@ def test_the_original_medusa_step_trains_the_same_heads() -> None:
     assert ours[2] < ours[0]
 
 
-@pytest.mark.oracle
+@pytest.mark.engine
 @pytest.mark.skipif(bench_peers.SPECULATORS not in os.environ, reason="needs speculators")
 @pytest.mark.parametrize("depth", bench_peers.EAGLE3_STEPS)
 def test_speculators_trains_the_same_head(depth: int) -> None:

@@ -1,15 +1,17 @@
-"""Draft logits of speculators for an EAGLE-3 head in the original layout, float32 on a CPU.
+"""Draft logits of speculators for an EAGLE-3 head, float32 on a CPU.
 
 Run by the Python of its own environment, on a file with `ids` [T + 1] and `features` [T + 1, 3H]:
 
     python speculators_logits.py head target inputs.safetensors logits.safetensors
 
-Writes `step0` to `step2`, [T, W] each: the training-time test, in which step j of row t reads
-token t + 1 + j and the output of step j - 1. The last j rows of step j read no token.
+A head in another layout than its own goes through `speculators convert` first. Writes `step0` to
+`step2`, [T, W] each: the training-time test, in which step j of row t reads token t + 1 + j and
+the output of step j - 1. The last j rows of step j read no token.
 """
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,29 +19,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators.convert.eagle.eagle3_converter import Eagle3Converter
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig, shift_batch
 
 NUM_STEPS = 3
-# The converter takes these from its caller, not from config.json.
-SETTINGS = (
-    "eagle_aux_hidden_state_layer_ids",
-    "norm_before_residual",
-    "fc_norm",
-    "norm_output",
-)
 
 
-def converted(head: str, target: str, folder: Path) -> Eagle3DraftModel:
-    """The head as a model of speculators, by its own converter, written to `folder`."""
-    stated = json.loads((Path(head) / "config.json").read_text())
-    settings = {name: stated[name] for name in SETTINGS if name in stated}
-    Eagle3Converter().convert(head, folder, target, validate=False, **settings)
-    weights = folder / "model.safetensors"
-    original = load_file(Path(head) / "model.safetensors")
-    # Version 0.9.0 says `fc_norm: true` and leaves the norms out.
-    norms = {name: tensor for name, tensor in original.items() if name.startswith("fc_norm.")}
-    save_file(load_file(weights) | norms, weights, metadata={"format": "pt"})
+def converted(head: Path, target: str, folder: Path) -> Path:
+    """`head` in speculators' layout, written to `folder` unless it has that already."""
+    stated = json.loads((head / "config.json").read_text())
+    if "speculators_model_type" in stated:
+        return head
+    # It does not read these in config.json.
+    names = ("eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    settings = stated | stated.get("eagle_config", {})
+    chosen = {name: settings[name] for name in names if name in settings}
+    command = [str(Path(sys.executable).with_name("speculators")), "convert", str(head)]
+    command += ["--algorithm", "eagle3", "--verifier", target, "--output-path", str(folder)]
+    command += ["--algorithm-kwargs", json.dumps(chosen), "--validate-device", "cpu"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def opened(folder: Path) -> Eagle3DraftModel:
+    """The head as a model of speculators."""
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel.from_pretrained(folder, config=config, dtype=torch.float32)
@@ -77,7 +79,7 @@ def logits(model: Eagle3DraftModel, ids: torch.Tensor, features: torch.Tensor) -
 
 def main() -> None:
     head, target, inputs, outputs = sys.argv[1:]
-    model = converted(head, target, Path(outputs).with_suffix(""))
+    model = opened(converted(Path(head), target, Path(outputs).with_suffix("")))
     steps = logits(model, **load_file(inputs))
     save_file({f"step{j}": step.contiguous() for j, step in enumerate(steps)}, outputs)
 

@@ -2,7 +2,7 @@
 
 Run by the Python of vLLM's own environment:
 
-    python vllm_states.py --model FOLDER --speculative-config ... --kv-transfer-config ...
+    python vllm_server.py --model FOLDER --speculative-config ...
 """
 
 import os

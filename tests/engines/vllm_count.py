@@ -1,12 +1,13 @@
 """Greedy texts of vLLM on a CPU, and its counts of drafts and accepted draft tokens.
 
-Run by the Python of vLLM's own environment, on a job {"target": folder, "speculative": vLLM's
-`speculative_config`, "num_tokens", "prompts": token ids}:
+Run by the Python of vLLM's own environment, on a job {"target": folder, "speculative": list of
+vLLM's `speculative_config`, "num_tokens", "prompts": token ids}:
 
     python vllm_count.py job.json result.json
 
-Writes {"text", "drafts", "proposed": draft tokens, "accepted": of each depth} per prompt. A text
-must end well before the target's `max_position_embeddings`, near which vLLM stops drafting.
+Writes {"text", "drafts", "proposed": draft tokens, "accepted": of each depth} per prompt, for each
+setting. A text must end well before the target's `max_position_embeddings`, near which vLLM stops
+drafting.
 """
 
 import json
@@ -27,9 +28,10 @@ os.environ |= {
 }
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 
-def opened(job: dict) -> LLM:
+def opened(job: dict, speculative: dict) -> LLM:
     """The engine, one request at a time."""
     return LLM(
         model=job["target"],
@@ -38,7 +40,7 @@ def opened(job: dict) -> LLM:
         max_num_seqs=1,
         # The counters are statistics.
         disable_log_stats=False,
-        speculative_config=job["speculative"],
+        speculative_config=speculative,
     )
 
 
@@ -49,9 +51,8 @@ def counts(llm: LLM) -> list[int]:
     return proposed + found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    llm = opened(job)
+def counted(llm: LLM, job: dict) -> list[dict]:
+    """What the prompts add to the counts, one after the other."""
     greedy = SamplingParams(temperature=0, max_tokens=job["num_tokens"], ignore_eos=True)
     results = []
     for prompt in job["prompts"]:
@@ -60,6 +61,17 @@ def main() -> None:
         new = [now - old for now, old in zip(counts(llm), before, strict=True)]
         found = {"drafts": new[0], "proposed": new[1], "accepted": new[2:]}
         results.append({"text": list(output.token_ids)} | found)
+    return results
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results = []
+    for speculative in job["speculative"]:
+        llm = opened(job, speculative)
+        results.append(counted(llm, job))
+        del llm
+        cleanup_dist_env_and_memory()
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

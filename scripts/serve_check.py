@@ -1,0 +1,127 @@
+r"""Holds a running vLLM or SGLang server against our own decoder: texts, drafts, accepted tokens.
+
+    python scripts/serve_check.py endpoint=http://localhost:8000 head.path=outputs/eagle/head \
+        target.path=Qwen/Qwen3-8B target.dtype=float32 data.path=prompts.jsonl
+
+Every prompt goes to the server as token ids, greedily and one at a time. Exits with 1 if anything
+falls apart by more than `tolerance`. In float32 on both sides nothing may; in bfloat16 the first
+near-tie makes another text of it.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from conf.entry import run
+from conf.schema import InputError
+from conf.schema_measure import ServeCheckRun
+from data.endpoint import Endpoint
+from data.engine_counts import Drafted, RunningEngine
+from eval.bench import Bench, check_out_dir, open_bench, seed_of, write_result
+from eval.counts import Totals, divergences, drafted, problems
+
+RESULT = "serve_check.json"
+
+
+def main(config: ServeCheckRun) -> None:
+    """Asks the server, decodes the same prompts, prints, writes `serve_check.json`."""
+    check_out_dir(config, RESULT)
+    endpoint = Endpoint(config.endpoint, api_key=os.environ.get(config.api_key_env))
+    with RunningEngine(endpoint) as engine:
+        check_depth(config, engine)
+        bench = open_bench(config, RESULT)
+        check_room(config, bench, engine)
+        theirs = list(_answers(engine, bench, config))
+    ours = list(_decoded(bench, config))
+    found = problems(ours, theirs, config.tolerance)
+    result = {
+        "engine": engine.name,
+        "served_model": engine.model,
+        "depth": engine.depth,
+        "tolerance": config.tolerance,
+        "num_texts": len(ours),
+        "divergences": [asdict(each) for each in divergences(ours, theirs)],
+        "ours": asdict(Totals.of(ours)),
+        "theirs": asdict(Totals.of(theirs)),
+        "problems": found,
+    }
+    console = Console()
+    show(result, console)
+    console.print(f"wrote {write_result(config, RESULT, result, bench)}")
+    if found:
+        print(f"differs: {'; '.join(found)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def check_depth(config: ServeCheckRun, engine: RunningEngine) -> None:
+    """Takes the server's depth, or refuses another one.
+
+    Raises:
+        InputError: with both.
+    """
+    config.depth = config.depth or engine.depth
+    if config.depth != engine.depth:
+        raise InputError(
+            f"depth={config.depth}: {config.endpoint} drafts {engine.depth} tokens; leave depth "
+            "unset, or start the server with as many speculative tokens"
+        )
+
+
+def check_room(config: ServeCheckRun, bench: Bench, engine: RunningEngine) -> None:
+    """Refuses texts near the end of the server's window, where it drafts less.
+
+    Raises:
+        InputError: with the lengths.
+    """
+    longest = max(len(prompt.token_ids) for prompt in bench.prompts)
+    needed = longest + config.max_new_tokens + engine.depth + 1
+    if engine.max_model_len is not None and needed > engine.max_model_len:
+        raise InputError(
+            f"max_new_tokens={config.max_new_tokens}: with the longest prompt of {longest} tokens "
+            f"and drafts of {engine.depth} that is {needed}, and {config.endpoint} takes "
+            f"{engine.max_model_len}; lower it, or start the server with --max-model-len {needed}"
+        )
+
+
+def _answers(engine: RunningEngine, bench: Bench, config: ServeCheckRun) -> Iterator[Drafted]:
+    for prompt in tqdm(bench.prompts, desc=engine.name, unit="prompt"):
+        yield engine.answer(prompt.token_ids, config.max_new_tokens)
+
+
+def _decoded(bench: Bench, config: ServeCheckRun) -> Iterator[Drafted]:
+    depth = bench.head.chain.depth
+    for prompt in tqdm(bench.prompts, desc="our own decoder", unit="prompt"):
+        drafter = bench.head.drafter("chain", bench.sampling, [seed_of(prompt, config.seed)])
+        yield drafted(bench.target, drafter, prompt.token_ids, config.max_new_tokens, depth)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints counts side by side."""
+    ours, theirs = result["ours"], result["theirs"]
+    num_texts = result["num_texts"]
+    equal = num_texts - len(result["divergences"])
+    table = Table(title=f"{equal} of {num_texts} texts equal, {result['engine']} and ours")
+    for column in ("", result["engine"], "ours", f"rate {result['engine']}", "rate ours"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("drafts", str(theirs["drafts"]), str(ours["drafts"]), "", "")
+    pairs = zip(theirs["accepted"], ours["accepted"], strict=True)
+    for depth, (their_count, our_count) in enumerate(pairs, start=1):
+        rates = (
+            f"{count / max(1, total['drafts']):.4f}"
+            for count, total in ((their_count, theirs), (our_count, ours))
+        )
+        table.add_row(f"accepted at {depth}", str(their_count), str(our_count), *rates)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run(main, ServeCheckRun, "serve_check")

@@ -1,0 +1,72 @@
+"""Other engines and trainers, each in an environment of its own: `make test-engines`."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.schema import Dtype, TargetConfig
+from heads.branch_attention import Branches, causal_rows
+from heads.eagle import EagleHead
+from heads.load_target import load_target
+from heads.target import Target
+
+SCRIPTS = Path(__file__).parent / "engines"
+VLLM = "HEADSMITH_VLLM_PYTHON"
+SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
+MODELOPT = "HEADSMITH_MODELOPT_PYTHON"
+
+
+def needs(variable: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        variable not in os.environ,
+        reason=f"{variable} names no Python: `make test-engines` builds its environment",
+    )
+
+
+def run(variable: str, script: str, *arguments: str | Path) -> None:
+    command = [os.environ[variable], str(SCRIPTS / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def opened(folder: Path) -> Target:
+    target = load_target(TargetConfig(path=str(folder), dtype=Dtype.float32), torch.device("cpu"))
+    # Texts of one length, whatever the engine takes for their end.
+    target.tokenizer, target.model.generation_config.eos_token_id = None, None
+    return target
+
+
+def counts_of_vllm(
+    folder: Path,
+    target: Target,
+    prompts: list[list[int]],
+    num_tokens: int,
+    settings: list[dict[str, Any]],
+) -> list[list[dict[str, Any]]]:
+    """Per `speculative_config` and prompt, as `vllm_count.py` says."""
+    job = {
+        "target": target.name,
+        "speculative": settings,
+        "num_tokens": num_tokens,
+        "prompts": prompts,
+    }
+    question, answer = folder / "job.json", folder / "result.json"
+    question.write_text(json.dumps(job))
+    run(VLLM, "vllm_count.py", question, answer)
+    return json.loads(answer.read_text())
+
+
+@torch.no_grad()
+def unrolled(head: EagleHead, ids: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
+    """[T, W] logits of each step, fed with features [T, F] and the tokens ids [T + 1 or more]."""
+    rows = torch.arange(len(features))
+    text = head.read(head.fuse(features), ids[1 : len(rows) + 1], rows)
+    allowed = causal_rows(torch.zeros_like(rows), rows)
+    steps = head.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], allowed))
+    return [head.logits(next(steps)) for _ in range(num_steps)]
