@@ -81,7 +81,7 @@ def head_facts(
     return HeadFacts(
         tag="medusa",
         name="Medusa heads",
-        method="Medusa-1",
+        method="Medusa-2" if "adapter" in provenance else "Medusa-1",
         paper="2401.10774",
         description=(
             f"{config.num_heads} heads of {config.num_layers} residual "
@@ -169,12 +169,18 @@ def _introduction(facts: CardFacts) -> str:
     target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
     if facts.target and is_hub_id(facts.target):
         target = f"[{facts.target}](https://huggingface.co/{facts.target})"
+    trained = "on a frozen target. The head works with this target only."
+    if "adapter" in facts.provenance:
+        trained = (
+            "together with an adapter of the target. The head works with the target so adapted, "
+            "or merged with the adapter, only."
+        )
     return (
         f"# {facts.repo_id.rsplit('/')[-1]}\n\n"
         f"{head.name} for speculative decoding of {target}: {head.description}; the target checks "
         "all drafts in one pass, so that its own greedy text comes out, in fewer passes.\n\n"
-        f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), on a "
-        "frozen target. The head works with this target only."
+        f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), "
+        f"{trained}"
     )
 
 
