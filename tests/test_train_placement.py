@@ -276,7 +276,7 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
         placement.backward(placement.objective(batch(number), UNIT).total)
         placement.step(learning_rate=0.1, number=number)
 
-    config = settings(max_grad_norm=1e9)
+    config = settings(max_grad_norm=1e9, warmup_steps=2)
     placement = place(processes.start(config), Late(), config)
     plain = ToyObjective()
     early = torch.optim.AdamW([plain.head.weight], lr=0.05, weight_decay=0.0)
@@ -291,6 +291,7 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
         plain(batch(number), UNIT).total.backward()
         early.step()
         if number >= 2:
+            late.param_groups[0]["lr"] = {2: 0.05, 3: 0.1}[number]  # it warms up
             late.step()
         assert placement.head.bias.equal(plain.head.bias), number
         assert placement.head.weight.equal(plain.head.weight), number

@@ -15,7 +15,8 @@ class Group:
     Attributes:
         parameters: of the objective's head.
         rate: their learning rate, as a share of `train.learning_rate`.
-        first_step: optimizer step, from 0, that trains them first.
+        first_step: optimizer step, from 0, that trains them first; later ones than 0 begin a
+            warm-up of their own, of `train.warmup_steps`.
     """
 
     parameters: list[nn.Parameter]

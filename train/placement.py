@@ -25,6 +25,7 @@ from heads.load_target import resolve_dtype
 from train.checkpoint import MOMENTS, Tensors
 from train.objective import Group
 from train.processes import uses_fsdp
+from train.schedule import late_warmup
 
 
 def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":
@@ -109,7 +110,8 @@ class Placement:
             Their norm before clipping; if it is not finite, nothing was applied.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate * group["rate"]
+            warmth = late_warmup(self.config, number, group["first_step"])
+            group["lr"] = learning_rate * group["rate"] * warmth
             if number < group["first_step"]:
                 for parameter in group["params"]:
                     parameter.grad = None  # AdamW passes over it, and does not count the step
