@@ -28,10 +28,9 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     assert config.path is not None
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
-    with _naming(config):
-        model = _load_model(config, model_config, dtype, device)
+    model = load_model(config, model_config, dtype, device)
     if config.adapter is not None:
-        model = _with_adapter(model, config.adapter)
+        model = with_adapter(model, config.adapter).get_base_model()
     target = Target(model, tokenizer, config.path)
     check_served(target)
     return target
@@ -81,9 +80,20 @@ def _common(config: TargetConfig) -> dict[str, Any]:
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
-def _load_model(
-    config: TargetConfig, model_config: Any, dtype: torch.dtype, device: torch.device
+def load_model(
+    config: TargetConfig, model_config: Any, dtype: torch.dtype | str, device: torch.device
 ) -> Any:
+    """The transformers model of a target, without its adapter.
+
+    Args:
+        config: where it is and how to load it; `path` is set.
+        model_config: of `load_tokenizer`.
+        dtype: of its parameters; `auto` takes that of its files.
+        device: where it goes, unless `device_map` says otherwise.
+
+    Raises:
+        InputError: nothing there, or it does not load.
+    """
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attention_for(model_config),
@@ -94,13 +104,14 @@ def _load_model(
     elif config.device_map is not None:
         options["device_map"] = config.device_map
     assert config.path is not None
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        config.path, config=model_config, use_safetensors=True, **options, **_common(config)
-    )
+    with _naming(config):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.path, config=model_config, use_safetensors=True, **options, **_common(config)
+        )
     return model if "device_map" in options else model.to(device)
 
 
-def _quantization(kind: Quantization, dtype: torch.dtype) -> Any:
+def _quantization(kind: Quantization, dtype: torch.dtype | str) -> Any:
     from transformers import BitsAndBytesConfig
 
     try:
@@ -116,13 +127,22 @@ def _quantization(kind: Quantization, dtype: torch.dtype) -> Any:
     )
 
 
-def _with_adapter(model: Any, adapter: str) -> Any:
+def with_adapter(model: Any, adapter: str) -> Any:
+    """The peft model of a target and a saved adapter.
+
+    Args:
+        model: the transformers model, changed in place.
+        adapter: folder or Hub id.
+
+    Raises:
+        InputError: an adapter that is not there or does not fit.
+    """
     from peft import PeftModel
 
     if Path(adapter).is_dir() and not (Path(adapter) / "adapter_model.safetensors").is_file():
         raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
     try:
-        return PeftModel.from_pretrained(model, adapter).get_base_model()
+        return PeftModel.from_pretrained(model, adapter)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
 

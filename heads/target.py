@@ -57,7 +57,7 @@ class Target(TargetEnds):
     """A frozen causal language model with explicit masks and positions.
 
     Attributes:
-        model: the transformers model, in eval mode, without gradients.
+        model: the transformers model, in eval mode, its own parameters without gradients.
         decoder: the model without its output head.
     """
 
@@ -139,7 +139,6 @@ class Target(TargetEnds):
             if hooked is not None:
                 module.forward = hooked
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids: Tensor,
@@ -150,6 +149,8 @@ class Target(TargetEnds):
         reads: Reads | None = None,
     ) -> TargetOutput:
         """Runs the decoder with an explicit attention mask.
+
+        Gradients reach an adapter that is trained, where the caller wants any.
 
         Args:
             input_ids: [B, Q] int64.
@@ -187,6 +188,8 @@ class Target(TargetEnds):
         reads: Reads | None = None,
     ) -> TargetOutput:
         """States [B, T, D] of packed sequences; no document sees another.
+
+        Gradients as in `forward`.
 
         Args:
             input_ids: [B, T] int64.

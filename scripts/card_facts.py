@@ -109,7 +109,7 @@ def head_facts(
     return HeadFacts(
         tag="medusa",
         name="Medusa heads",
-        method="Medusa-1",
+        method="Medusa-2" if "adapter" in provenance else "Medusa-1",
         paper="2401.10774",
         description=(
             f"{config.num_heads} heads of {config.num_layers} residual "

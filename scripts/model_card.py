@@ -74,12 +74,18 @@ def _introduction(facts: CardFacts) -> str:
     target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
     if facts.target and is_hub_id(facts.target):
         target = f"[{facts.target}](https://huggingface.co/{facts.target})"
+    trained = "on a frozen target. The head works with this target only."
+    if "adapter" in facts.provenance:
+        trained = (
+            "together with an adapter of the target. The head works with the target so adapted, "
+            "or merged with the adapter, only."
+        )
     return (
         f"# {facts.repo_id.rsplit('/')[-1]}\n\n"
         f"{head.name} for speculative decoding of {target}: {head.description}; the target checks "
         "all drafts in one pass, so that its own greedy text comes out, in fewer passes.\n\n"
-        f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), on a "
-        f"frozen target. The head works with this target only.{_elsewhere(facts)}"
+        f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), "
+        f"{trained}{_elsewhere(facts)}"
     )
 
 

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure
+from conf import (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
 ENTRIES = {
     "train/medusa.py": schema.MedusaRun,
+    "train/medusa2.py": schema_medusa2.Medusa2Run,
     "train/eagle.py": schema_eagle.EagleRun,
     "eval/acceptance.py": schema_measure.AcceptanceRun,
     "eval/speedup.py": schema_measure.SpeedupRun,
@@ -20,6 +28,7 @@ ENTRIES = {
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema.PushRun,
+    "scripts/merge_adapter.py": schema_medusa2.MergeAdapterRun,
     "scripts/compare.py": schema.CompareRun,
     "scripts/serve_check.py": schema_measure.ServeCheckRun,
     "scripts/export.py": schema_export.ExportRun,

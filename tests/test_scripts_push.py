@@ -248,6 +248,16 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         assert text in body
 
 
+def test_card_of_a_head_that_belongs_to_an_adapter(run_dir: Path, tmp_path: Path) -> None:
+    belongs = {"adapter": {"path": "/home/ann/run/adapter", "sha256": "f00d" * 16}}
+    (run_dir / "head/headsmith.json").write_text(json.dumps(PROVENANCE | belongs))
+    staged = dry(run_dir, tmp_path)
+    assert "Medusa-2 ([arXiv 2401.10774]" in (staged / "README.md").read_text()
+    assert "works with the target so adapted, or" in (staged / "README.md").read_text()
+    published = json.loads((staged / "headsmith.json").read_text())
+    assert published["adapter"] == {"path": "adapter", "sha256": "f00d" * 16}
+
+
 def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path) -> None:
     make_head(run_dir / "head", target="/home/ann/models/tiny-chat")
     staged = dry(run_dir, tmp_path)

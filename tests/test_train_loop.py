@@ -19,6 +19,7 @@ from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainCo
 from heads.storage import save_head
 from train import checkpoint, launch, loop, processes, schedule, tracking
 from train.losses import Batch, Sums
+from train.objective import Objective
 
 T, D = 6, 4
 
@@ -32,7 +33,7 @@ class ToyHead(nn.Linear):
         save_head(folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance})
 
 
-class ToyObjective(nn.Module):
+class ToyObjective(Objective):
     """Squared error with noise, so that resuming has random draws to get right."""
 
     measures = ("top1", "top5")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from conf.schema import InputError, LogConfig
 from train import loop, processes
+from train.objective import Group
 from train.placement import Placement, Sharded, place
 
 __all__ = ["inputs"]
@@ -231,7 +232,7 @@ def values(placement: Placement) -> list[list[float]]:
 def one_step(placement: Placement, row: int) -> float:
     with placement.micro_batch(last=True):
         placement.backward(placement.objective(batch(row), UNIT).total)
-    return placement.step(learning_rate=0.1)
+    return placement.step(learning_rate=0.1, number=0)
 
 
 def test_steps_are_those_of_torch(layout: type[Placement]) -> None:
@@ -267,12 +268,42 @@ def test_what_is_restored_goes_on_as_what_was_saved(layout: type[Placement], ste
     assert values(restored) == values(saved)
 
 
+def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
+    class Late(ToyObjective):
+        def groups(self) -> list[Group]:
+            return [Group([self.head.weight], rate=0.5), Group([self.head.bias], first_step=2)]
+
+    def step(placement: Placement, number: int) -> None:
+        placement.backward(placement.objective(batch(number), UNIT).total)
+        placement.step(learning_rate=0.1, number=number)
+
+    config = settings(max_grad_norm=1e9, warmup_steps=2)
+    placement = place(processes.start(config), Late(), config)
+    plain = ToyObjective()
+    early = torch.optim.AdamW([plain.head.weight], lr=0.05, weight_decay=0.0)
+    late = torch.optim.AdamW([plain.head.bias], lr=0.1, weight_decay=0.0)
+    for number in range(4):
+        if number == 3:
+            saved, placement = placement, place(processes.start(config), Late(), config)
+            placement.head.load_state_dict(saved.tensors().head)
+            placement.restore(3, saved.tensors().moments)
+        step(placement, number)
+        plain.zero_grad()
+        plain(batch(number), UNIT).total.backward()
+        early.step()
+        if number >= 2:
+            late.param_groups[0]["lr"] = {2: 0.05, 3: 0.1}[number]  # it warms up
+            late.step()
+        assert placement.head.bias.equal(plain.head.bias), number
+        assert placement.head.weight.equal(plain.head.weight), number
+
+
 def test_a_gradient_that_is_not_finite_is_not_applied(layout: type[Placement]) -> None:
     placement = placed()
     before = values(placement)
     bad = batch(0) | {"x": torch.full((1, 6, 4), torch.inf), "loss_mask": torch.ones(1, 6)}
     placement.backward(placement.objective(bad, UNIT).total)
-    assert not math.isfinite(placement.step(learning_rate=0.1))
+    assert not math.isfinite(placement.step(learning_rate=0.1, number=0))
     assert values(placement) == before
 
 

@@ -34,6 +34,7 @@ from heads.target import Reads
 from heads.vocab import DraftVocab
 from train import command, eagle, loop, medusa
 from train.medusa import make_head
+from train.objective import Objective
 from train.replay import HeldoutReplay, StoredReplay
 from train.stored import check_reads, load_ends, open_store
 
@@ -191,11 +192,11 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> loop.Job:
         return loop.Outcome(True, 0, {})
 
     def build(target: Any, _train: Any) -> tuple[Any, list[str]]:
-        class Objective:
+        class Two(Objective):
             head = make_head(MedusaConfig(num_heads=2), target)
             weights = torch.ones(2)
 
-        return Objective(), ["head: two"]
+        return Two(), ["head: two"]
 
     def stop(*_: object) -> None:
         raise AssertionError("the target was loaded")

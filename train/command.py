@@ -14,6 +14,7 @@ from conf.schema import InputError, MedusaRun, TrainConfig
 from conf.schema_capture import CaptureRun
 from conf.schema_eagle import EagleRun
 from conf.schema_measure import PruneRun
+from conf.schema_medusa2 import Medusa2Run
 from data.embedded import ensure_embedded
 from data.features import FeatureStore, StoredDataset
 from data.pack import DataReport, PackedDataset, prepare
@@ -21,10 +22,11 @@ from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
 from train import launch, loop, processes
+from train.objective import Objective
 from train.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.stored import check_reads, load_ends, open_store
 
-Run = MedusaRun | EagleRun
+Run = MedusaRun | EagleRun | Medusa2Run
 DataRun = Run | CaptureRun | PruneRun
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
@@ -52,8 +54,23 @@ class Source:
     replay: Callable[[int, Reads], Replay]
 
 
-def train(config: Run, build: Build) -> None:
-    """Trains what `build` makes, to `out_dir/head`."""
+Measure = Callable[[Any, Source, Objective], loop.Evaluate | None]
+
+
+def replayed(_config: Run, source: Source, objective: Objective) -> loop.Evaluate | None:
+    """Tau on held-out prompts, if there are any."""
+    replay = source.replay(objective.depth, objective.head.reads)
+    return replay if replay.prompts else None
+
+
+def train(config: Run, build: Build, measure: Measure = replayed) -> None:
+    """Trains what `build` makes, to `out_dir/head`.
+
+    Args:
+        config: the command's settings.
+        build: makes the objective.
+        measure: makes what evaluations add to the objective's own figures.
+    """
     out_dir = Path(config.out_dir)
     launch.check_out_dir(out_dir, config.train.resume)
     check_data(config)
@@ -72,7 +89,6 @@ def train(config: Run, build: Build) -> None:
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         print_plan(config, source.target.name, [*source.lines, *lines], where)
-    replay = source.replay(len(objective.weights), objective.head.reads)
     job = loop.Job(
         config=config.train,
         log=config.log,
@@ -82,7 +98,7 @@ def train(config: Run, build: Build) -> None:
         train=source.train,
         heldout=source.heldout,
         provenance=provenance(config, source.target.name, source.report) | {"about_head": lines},
-        evaluate=replay if replay.prompts else None,
+        evaluate=measure(config, source, objective),
     )
     outcome = loop.fit(accelerator, job)
     if accelerator.is_main_process:
@@ -159,6 +175,9 @@ def print_end(outcome: loop.Outcome, out_dir: Path) -> None:
     if outcome.finished:
         tau = outcome.evaluation.get("eval/tau")
         measured = "" if tau is None else f", tau {tau:.2f} on held-out prompts (chain)"
+        change = outcome.evaluation.get("eval/target_change_percent")
+        if change is not None:
+            measured += f", the target's own held-out loss {change:+.2f}%"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from conf import entry
@@ -29,11 +29,12 @@ from train import command
 from train.eagle_losses import MEASURES, EagleCriterion, Step, eagle_loss, step_weights
 from train.fused import Teacher
 from train.losses import Batch, Sums, answered, supervised, supervised_counts
+from train.objective import Objective
 from train.states import states_of, with_states
 from train.teachers import HiddenTeacher, TopKTeacher
 
 
-class EagleObjective(nn.Module):
+class EagleObjective(Objective):
     """The training-time test of a batch."""
 
     measures = MEASURES

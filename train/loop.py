@@ -1,8 +1,8 @@
 """The one training loop: batches, gradients, evaluation, checkpoints, resuming, stopping.
 
-A head's entry script brings an objective; the loop
-divides its sums by the number of supervised tokens of the whole optimizer step, counted over
-all processes and micro batches before the first of them runs.
+A head's entry script brings an objective; the loop divides its sums by the number of supervised
+tokens of the whole optimizer step, counted over all processes and micro batches before the
+first of them runs.
 """
 
 import math
@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
@@ -23,7 +23,8 @@ from conf.schema import InputError, LogConfig, TrainConfig
 from train import checkpoint, schedule
 from train.feed import Dataset, Feed, stacked
 from train.launch import stop_signals
-from train.losses import Batch, Sums
+from train.losses import Sums
+from train.objective import Objective
 from train.placement import Placement, place
 from train.tracking import Metrics, as_line, figures
 
@@ -31,29 +32,6 @@ TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
 Evaluate = Callable[[Any], dict[str, float]]
-
-
-class Objective(Protocol):
-    """What is trained, an `nn.Module` that holds the head; K terms of the loss."""
-
-    head: nn.Module
-    """Its trainable part; has `save(folder, provenance)`."""
-    weights: Tensor
-    """[K] float32, the weight of each term."""
-    measures: tuple[str, ...]
-    """Names of the rows of `Sums.terms` after losses and tokens."""
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[K] float32, what the sum of each term is divided by, over the optimizer step."""
-        ...
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The batch with what the target gives; needs no gradient and no head."""
-        ...
-
-    def __call__(self, batch: Batch, scale: Tensor) -> Sums:
-        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,7 @@ class Job:
     log: LogConfig
     seed: int
     out_dir: Path
-    objective: Any
+    objective: Objective
     train: Dataset
     heldout: Dataset
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +99,6 @@ class Run:
         self.device = accelerator.device
         self.checkpoints = job.out_dir / "checkpoints"
         self.placement: Placement
-        self.weights = job.objective.weights.to(self.device)
         self.step = self.tokens = 0
         self.stop = {"asked": False}
         self.metrics: Metrics | None = None
@@ -186,6 +163,7 @@ class Run:
             "train.adam_beta2": self.config.adam_beta2,
             "packed sequences": len(self.job.train),
             "checksum of the first sequence": self._checksum(),
+            **self.job.objective.same,
         }
 
     def _checksum(self) -> int:
@@ -244,18 +222,19 @@ class Run:
         """One optimizer step; returns its loss."""
         config = self.config
         totals = self._count(self.feed.next_step())
+        self._weights = self.job.objective.begin(self.step).to(self.device)
         # Gradients become a mean over the processes; their sum is wanted.
-        scale = self.world * self.weights / totals[1:].clamp_min(1).float()
+        scale = self.world * self._weights / totals[1:].clamp_min(1).float()
         sums = self._accumulate(scale)
         step_sums = self._check_finite(sums, self._indices(self.step))
         self._rate = config.learning_rate * schedule.rate(config, self.step)
         with record_function("optimizer"):
-            norm = self.placement.step(self._rate)
+            norm = self.placement.step(self._rate, self.step)
         if not math.isfinite(norm):
             self._stop_on("the gradient's norm", norm, self._indices(self.step))
         self.tokens += int(totals[0])
         self.window.append(step_sums)
-        return float((self.weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
+        return float((self._weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
 
     def _indices(self, step: int) -> list[int]:
         """The sequences of a step over all processes."""
@@ -322,7 +301,7 @@ class Run:
     def _log(self) -> None:
         sums = torch.stack(self.window).sum(0)
         self.window.clear()
-        metrics = figures("train", sums, self.weights, self.job.objective.measures)
+        metrics = figures("train", sums, self._weights, self.job.objective)
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         if self.metrics is not None:
@@ -339,7 +318,7 @@ class Run:
             if self.rank == 0 and self.job.evaluate is not None:
                 more = self.job.evaluate(objective.head)
         objective.train()
-        self.evaluation = figures("eval", self._sum(sums), self.weights, objective.measures)
+        self.evaluation = figures("eval", self._sum(sums), objective.weights, objective)
         self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
@@ -348,13 +327,14 @@ class Run:
     def _heldout_sums(self) -> Tensor:
         """[2 + L, K] over this process's share of the held-out sequences."""
         objective, size = self.job.objective, self.config.micro_batch_size
-        sums = torch.zeros(2 + len(objective.measures), len(self.weights), device=self.device)
+        weights = objective.weights.to(self.device)
+        sums = torch.zeros(2 + len(objective.measures), len(weights), device=self.device)
         mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
         mine = mine[self.rank :: self.world]
         for begin in range(0, len(mine), size):
             batch = stacked(self.job.heldout, mine[begin : begin + size], self.device)
             # Not a call: the hooks of a strategy would wait for processes that have no batch left.
-            sums += objective.forward(objective.prepare(batch), self.weights).terms
+            sums += objective.forward(objective.prepare(batch), weights).terms
         return sums
 
     def _save(self) -> None:

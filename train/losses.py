@@ -1,4 +1,4 @@
-"""Losses of draft heads, as sums over supervised tokens; and that of Medusa.
+"""Losses as sums over supervised tokens; that of Medusa, and the target's own.
 
 A loss is a sum and a count, never a mean: the loop divides by the count over all processes and
 micro batches of an optimizer step, so the result does not depend on how sequences fall on them.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from heads.ends import TargetEnds
 from heads.projection import Projection
 from train.divergences import Said, kl
 from train.fused import Part, Teacher, Verdict, fused_linear
@@ -150,6 +151,38 @@ def medusa_loss(
     with record_function("loss"):
         total, found = fused_linear(parts, TextTeacher(labels, teacher), text_criterion, compiled)
     return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
+
+
+def target_loss(
+    target: TargetEnds,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
+) -> Sums:
+    """Cross-entropy of the target itself against the text, or KL from what it said before.
+
+    Args:
+        target: its output head, which gets no gradient.
+        hidden: [B, T, D], its last hidden states.
+        batch: `input_ids` [B, T] and what `supervised` reads.
+        scale: [1] float32, the weight of the sum in the total.
+        teacher: of `answered(batch)`, learnt in place of the text.
+        compiled: compile the loss on first use.
+
+    Returns:
+        One term, with the measures of `medusa_loss`.
+    """
+    places = answered(batch).places
+    labels = batch["input_ids"].flatten().roll(-1)[places]
+    rows = torch.arange(len(places), device=places.device)
+    states = hidden.flatten(0, 1)[places]
+    part = Part(states, target.projection, rows, scale.expand(len(rows)))
+    with record_function("loss"):
+        text = TextTeacher(labels, teacher)
+        total, (found,) = fused_linear([part], text, text_criterion, compiled)
+    return Sums(total, term_sums(found).unsqueeze(1))
 
 
 def term_sums(found: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf import entry
 from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
@@ -24,11 +24,12 @@ from train.losses import (
     medusa_weights,
     supervised_counts,
 )
+from train.objective import Objective
 from train.states import with_states
 from train.teachers import HiddenTeacher
 
 
-class MedusaObjective(nn.Module):
+class MedusaObjective(Objective):
     """The Medusa loss of a batch."""
 
     measures = ("top1", "top5")

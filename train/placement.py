@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from conf.schema import TrainConfig
 from heads.load_target import resolve_dtype
 from train.checkpoint import MOMENTS, Tensors
+from train.objective import Group
 from train.processes import uses_fsdp
+from train.schedule import late_warmup
 
 
 def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":
@@ -31,7 +33,7 @@ def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Pla
 
     Args:
         accelerator: of `processes.start`.
-        objective: an `nn.Module` whose parameters are all those of its `head`, float32, the
+        objective: an `Objective` whose parameters are all those of its `head`, float32, the
             same on every process. Its forward pass gets the autocast of `train.dtype`.
         config: the optimizer's settings.
     """
@@ -65,7 +67,7 @@ class Placement:
         self.objective, self.optimizer = self._lay_out(objective)
         self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
         # From the start, so that a run can be saved before its first step.
-        for tensor in self._stepped():
+        for tensor, _ in self._stepped():
             moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
             self.optimizer.state[tensor] = {"step": torch.tensor(0.0), **moments}
 
@@ -76,11 +78,13 @@ class Placement:
         return f"{self.name}, {held / self._size:.0%} of the optimizer state on each process"
 
     def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
-        return self.accelerator.prepare(objective), _adamw(self.head, self.config)
+        groups = objective.groups()
+        return self.accelerator.prepare(objective), _adamw(groups, self.config)
 
-    def _stepped(self) -> Iterable[Tensor]:
-        """What the optimizer holds state of."""
-        return self.optimizer.param_groups[0]["params"]
+    def _stepped(self) -> Iterable[tuple[Tensor, int]]:
+        """What the optimizer holds state of, and the first step that trains it."""
+        groups = self.optimizer.param_groups
+        return [(tensor, group["first_step"]) for group in groups for tensor in group["params"]]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -95,14 +99,22 @@ class Placement:
         """Adds the gradients of a loss []; over the processes they become a mean."""
         loss.backward()
 
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float, number: int) -> float:
         """Clips and applies the gradients, and clears them.
+
+        Args:
+            learning_rate: of a group whose rate is 1.
+            number: of the optimizer step, from 0.
 
         Returns:
             Their norm before clipping; if it is not finite, nothing was applied.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            warmth = late_warmup(self.config, number, group["first_step"])
+            group["lr"] = learning_rate * group["rate"] * warmth
+            if number < group["first_step"]:
+                for parameter in group["params"]:
+                    parameter.grad = None  # AdamW passes over it, and does not count the step
         return self._apply()
 
     def _apply(self) -> float:
@@ -142,8 +154,8 @@ class Placement:
             step: optimizer steps done.
             moments: of a checkpoint's `Tensors`, on every process.
         """
-        for state in self.optimizer.state.values():
-            state["step"].fill_(step)
+        for tensor, first_step in self._stepped():
+            self.optimizer.state[tensor]["step"].fill_(max(0, step - first_step))
         for name, parameter in self.trained.items():
             for key in MOMENTS:
                 self._set_moment(parameter, key, moments[f"{name}.{key}"])
@@ -167,7 +179,7 @@ class Sharded(Placement):
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         # The backward pass follows at once: shards in between would only be gathered again.
         fully_shard(objective, mesh=mesh, reshard_after_forward=False)
-        return objective, _adamw(self.head, self.config)
+        return objective, _adamw(objective.groups(), self.config)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -199,7 +211,8 @@ class Zero(Placement):
     """
 
     def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
-        engine, _ = self.accelerator.prepare(objective, _adamw(self.head, self.config))
+        optimizer = _adamw(objective.groups(), self.config)
+        engine, _ = self.accelerator.prepare(objective, optimizer)
         if engine.zero_optimization_stage() == 3:
             # They gather weights around each submodule; a leaf module, the remedy for others,
             # reduces gradients too early unless an input of it has a gradient.
@@ -213,9 +226,10 @@ class Zero(Placement):
     def _weights_in_shards(self) -> bool:
         return self.objective.zero_optimization_stage() == 3
 
-    def _stepped(self) -> Iterable[Tensor]:
-        zero = self.objective.optimizer
-        return zero.fp32_partitioned_groups_flat if self._weights_in_shards else super()._stepped()
+    def _stepped(self) -> Iterable[tuple[Tensor, int]]:
+        if not self._weights_in_shards:
+            return super()._stepped()
+        return [(flat, 0) for flat in self.objective.optimizer.fp32_partitioned_groups_flat]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -269,9 +283,12 @@ class Zero(Placement):
             self.objective.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _adamw(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def _adamw(groups: list[Group], config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        [parameter for parameter in head.parameters() if parameter.requires_grad],
+        [
+            {"params": group.parameters, "rate": group.rate, "first_step": group.first_step}
+            for group in groups
+        ],
         lr=config.learning_rate,
         betas=(0.9, config.adam_beta2),
         weight_decay=config.weight_decay,

@@ -48,6 +48,23 @@ def uses_fsdp() -> bool:
     return _is_set("ACCELERATE_USE_FSDP")
 
 
+def refuse_shards(script: str) -> None:
+    """Refuses strategies that cut parameters or their optimizer's state into pieces.
+
+    Args:
+        script: that is run.
+
+    Raises:
+        InputError: the launch asks for one.
+    """
+    for name, asked in (("FSDP", uses_fsdp()), ("DeepSpeed", _is_set("ACCELERATE_USE_DEEPSPEED"))):
+        if asked:
+            raise InputError(
+                f"{script} does not run under {name}: an adapter's parameters lie inside the "
+                "target, whole. Use conf/accelerate/ddp.yaml"
+            )
+
+
 def _set_up_fsdp() -> None:
     """Keeps transformers from loading the target, which is not sharded, on one process only.
 

@@ -42,6 +42,17 @@ def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) ->
     return [own[start : start + size] for start in range(0, share, size)]
 
 
+def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
+    """The share of `rate` for parameters that are trained from a later step on.
+
+    AdamW's first steps are as long as any, whatever little the gradient has to say, so what joins
+    a run warms up like what began it.
+    """
+    if first_step == 0 or config.warmup_steps == 0:
+        return 1.0
+    return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)
+
+
 def rate(config: TrainConfig, step: int) -> float:
     """The share of `learning_rate` that optimizer step `step` (from 0) uses.
 

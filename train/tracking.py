@@ -13,28 +13,27 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from conf.schema import InputError, LogConfig, Tracker
+from train.objective import Objective
 
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 Say = Callable[[str], None]
 
 
-def figures(
-    prefix: str, sums: Tensor, weights: Tensor, measures: tuple[str, ...]
-) -> dict[str, float]:
-    """Means of sums by name: loss, and per term d (from 1) the loss and the measures.
+def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) -> dict[str, float]:
+    """Means of sums by name: loss, and per term, of depth d, the loss and the measures.
 
     Args:
         prefix: of the names.
         sums: [2 + M, K], losses, supervised tokens, and M measures.
         weights: [K] of the losses.
-        measures: M names.
+        objective: names the measures, and knows the first depth.
     """
     means = sums / sums[1].clamp_min(1)
-    found = {f"{prefix}/loss": float((weights * means[0]).sum())}
-    for row, name in ((0, "loss"), *enumerate(measures, start=2)):
-        for term, value in enumerate(means[row].tolist(), start=1):
-            found[f"{prefix}/{name}_d{term}"] = value
+    found = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
+    for row, name in ((0, "loss"), *enumerate(objective.measures, start=2)):
+        for depth, value in enumerate(means[row].tolist(), start=objective.first_depth):
+            found[f"{prefix}/{name}_d{depth}"] = value
     return found
 
 

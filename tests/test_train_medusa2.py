@@ -1,0 +1,424 @@
+"""Medusa-2: the loss by hand, who learns when, and what comes out of a run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_launch import TWO, arguments, inputs, trained
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+from toys import noisy_head, packed, random_target, save_target
+
+from conf.schema import (
+    DataConfig,
+    HeadRef,
+    InputError,
+    MedusaConfig,
+    Quantization,
+    TargetConfig,
+    TrainConfig,
+)
+from conf.schema_measure import AcceptanceRun
+from conf.schema_medusa2 import (
+    AdapterConfig,
+    HeadsSchedule,
+    JointConfig,
+    Medusa2Run,
+    MergeAdapterRun,
+    TargetLoss,
+)
+from eval import acceptance
+from heads.adapter import AdaptedMedusa, Adapter
+from heads.load_target import load_target
+from heads.target import Target
+from scripts import merge_adapter
+from train import medusa2
+from train.heldout_loss import HeldoutLoss
+from train.medusa2 import Medusa2Objective, heads_weight
+
+__all__ = ["inputs"]
+CPU = torch.device("cpu")
+TEXT = [5, 9, 17, 40, 8, 61, 23, 77, 31, 5]
+UNIT = torch.ones(3)
+
+
+def objective_of(target: Target, changed: bool = True, **joint: Any) -> Medusa2Objective:
+    """Two heads and an adapter which, if `changed`, has learnt something; joint from step 2."""
+    config = Medusa2Run(
+        head=MedusaConfig(num_heads=2),
+        adapter=AdapterConfig(rank=4, alpha=8, dropout=0.0),
+        joint=JointConfig(**{"heads_only_steps": 2, "target_loss": TargetLoss.text, **joint}),
+        train=TrainConfig(max_steps=6, warmup_steps=0),
+    )
+    head = noisy_head(target, 2)
+    adapter = Adapter(target, config.adapter, seed=0)
+    if changed:
+        change(adapter)
+    return Medusa2Objective(AdaptedMedusa(head, adapter), target, config)
+
+
+def change(adapter: Adapter) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for name, factor in adapter.factors.items():
+        if "lora_B" in name:
+            factor.data.normal_(std=0.1, generator=generator)
+
+
+def batch() -> dict[str, Tensor]:
+    return packed([TEXT]) | {"noise_seed": torch.tensor([7])}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (HeadsSchedule.constant, [0.2, 0.2, 0.2, 0.2, 0.2]),
+        (HeadsSchedule.sine, [0.2, 0.0, 0.0765367, 0.1414214, 0.1847759]),
+    ],
+)
+def test_the_weight_of_the_heads_over_the_joint_steps(
+    schedule: HeadsSchedule, expected: list[float]
+) -> None:
+    config = JointConfig(heads_weight=0.2, heads_schedule=schedule)
+    assert [heads_weight(config, s, 4) for s in range(-1, 4)] == pytest.approx(expected, abs=1e-7)
+
+
+def test_the_target_counts_from_the_first_joint_step() -> None:
+    objective = objective_of(random_target())
+    weights = [objective.begin(step).tolist() for step in (0, 1, 2, 5)]
+    heads = pytest.approx([0.16, 0.128])
+    assert [w[0] for w in weights] == [0.0, 0.0, 1.0, 1.0]
+    assert all(w[1:] == heads for w in weights)
+    assert objective.weights.tolist() == [1.0, *weights[0][1:]]
+    assert objective.counts(batch()).tolist() == [6.0, 6.0, 6.0]
+    assert objective.depth == 2
+
+
+def test_joint_loss_by_hand() -> None:
+    """Tokens 4.. are learnt; the target says them from 3 on, head k from 3 - k on."""
+    target = random_target()
+    objective = objective_of(target)
+    text = torch.tensor(TEXT)
+    found = target.model(input_ids=text[None], output_hidden_states=True)
+    hidden, heads = found.hidden_states[-1][0], objective.head.heads
+    expected = [cross_entropy(found.logits[0, 3:-1], text[4:], reduction="sum")]
+    for k in (1, 2):
+        logits = heads.head_logits(k - 1, hidden[3 - k : -1 - k])
+        expected.append(cross_entropy(logits, text[4:], reduction="sum"))
+    scale = objective.begin(2)
+    sums = objective(objective.prepare(batch()), scale)
+    torch.testing.assert_close(sums.terms[0], torch.stack(expected).detach())
+    assert sums.terms[1].tolist() == [6.0, 6.0, 6.0]
+    total = expected[0] + 0.16 * expected[1] + 0.128 * expected[2]
+    torch.testing.assert_close(sums.total, total)
+
+
+def test_self_distillation_by_hand() -> None:
+    """KL(without adapter || with it) over the learnt tokens only."""
+    target, bare = random_target(), random_target()
+    objective = objective_of(target, target_loss=TargetLoss.self)
+    text = torch.tensor([TEXT])
+    p = bare.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
+    q = target.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
+    objective.begin(2)
+    found = objective(batch(), UNIT).terms[0, 0]
+    torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
+    assert found > 0.1
+
+
+def test_soft_labels_are_the_targets_own_without_the_adapter() -> None:
+    target, bare = random_target(), random_target()
+    objective = objective_of(target)
+    objective.soft = True
+    text = torch.tensor([TEXT])
+    hidden = target.model(input_ids=text, output_hidden_states=True).hidden_states[-1][0]
+    p = bare.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
+    q = objective.head.heads.head_logits(0, hidden[2:-2]).log_softmax(-1)
+    objective.begin(2)
+    found = objective(batch(), UNIT).terms[0, 1]
+    torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
+
+
+def test_an_untrained_adapter_has_nothing_to_unlearn() -> None:
+    objective = objective_of(random_target(), changed=False, target_loss=TargetLoss.self)
+    objective.begin(2)
+    assert objective(batch(), UNIT).terms[0, 0].abs() < 1e-5
+
+
+def test_switched_off_the_target_is_what_it_was() -> None:
+    target, bare = random_target(), random_target()
+    adapter = objective_of(target).head.adapter
+    expected = bare.read_text(TEXT).hidden_states
+    with adapter.off():
+        assert target.read_text(TEXT).hidden_states.equal(expected)
+    assert not target.read_text(TEXT).hidden_states.allclose(expected, atol=1e-2)
+
+
+def learnt(objective: Medusa2Objective, step: int) -> dict[str, bool]:
+    """Which parts get a gradient in a step."""
+    scale = objective.begin(step)
+    objective.zero_grad()
+    objective(batch(), scale).total.backward()
+    parts = objective.head.named_children()
+    return {name: all(bool(p.grad.any()) for p in part.parameters()) for name, part in parts}
+
+
+def test_who_learns_when() -> None:
+    target = random_target()
+    objective = objective_of(target)
+    assert learnt(objective, 1) == {"heads": True, "adapter": False}
+    assert all(p.grad.eq(0).all() for p in objective.head.adapter.parameters())
+    assert learnt(objective, 2) == {"heads": True, "adapter": True}
+    mine = {id(p) for p in objective.head.parameters()}
+    others = [p for p in target.model.parameters() if id(p) not in mine]
+    assert len(others) == len(list(random_target().model.parameters()))
+    assert not any(p.requires_grad or p.grad is not None for p in others)
+
+
+def test_gradients_reach_the_adapter_of_a_quantised_target(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = save_target(tmp_path / "t", intermediate_size=128)
+    gradients = []
+    for kind in (Quantization.none, Quantization.int8):
+        target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
+        objective = objective_of(target)
+        objective(batch(), objective.begin(2)).total.backward()
+        grads = [p.grad.flatten() for p in objective.head.adapter.parameters()]
+        gradients.append(torch.cat(grads))
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.95
+    target = load_target(TargetConfig(path=str(folder), quantization=Quantization.nf4), CPU)
+    with pytest.raises(InputError, match=r"in 4 bits: bitsandbytes gives no gradient"):
+        objective_of(target)
+
+
+def test_dropout_is_drawn_for_the_sequence() -> None:
+    objective = objective_of(random_target())
+    for dropout in objective.head.adapter.dropouts:
+        dropout["default"] = torch.nn.Dropout(0.5)
+    objective.begin(2)
+    first, again = (objective(batch(), UNIT).total for _ in range(2))
+    other = objective(batch() | {"noise_seed": torch.tensor([8])}, UNIT).total
+    assert first == again != other
+    objective.eval()
+    without = objective(batch(), UNIT).total
+    assert without == objective(batch() | {"noise_seed": torch.tensor([8])}, UNIT).total != first
+
+
+def test_the_targets_own_loss_before_and_after() -> None:
+    target, bare = random_target(), random_target()
+    adapter = Adapter(target, AdapterConfig(rank=4, dropout=0.0), seed=0)
+    rows = [{name: column[0] for name, column in packed([TEXT]).items()}] * 3
+    measure = HeldoutLoss(target, adapter, rows, 2)
+    text = torch.tensor(TEXT)
+    losses = []
+    for model in (bare.model, target.model):
+        if model is target.model:
+            assert measure()["target_change_percent"] == 0.0
+            change(adapter)
+        logits = model(input_ids=text[None]).logits[0, 3:-1]
+        losses.append(float(cross_entropy(logits, text[4:]).detach()))
+    assert measure() == {
+        "target_loss_before": pytest.approx(losses[0], rel=1e-5),
+        "target_loss": pytest.approx(losses[1], rel=1e-5),
+        "target_change_percent": pytest.approx(100 * (losses[1] / losses[0] - 1), rel=1e-3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["q_proj", "lm_head"], r"adapter\.modules=.*\['lm_head'\] is one of the ends"),
+        (["q_prj"], r"adapter\.modules=\['q_prj'\]: .*not found"),
+    ],
+)
+def test_modules_that_cannot_be_adapted(modules: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Adapter(random_target(), AdapterConfig(modules=modules), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdapterConfig(rank=0), r"adapter\.rank=0: must be above 0"),
+        (lambda: AdapterConfig(dropout=1.0), r"adapter\.dropout=1\.0: must be from 0"),
+        (lambda: JointConfig(heads_only_steps=-1), r"joint\.heads_only_steps=-1: must be"),
+        (
+            lambda: Medusa2Run(joint=JointConfig(heads_only_steps=1000)),
+            r"joint\.heads_only_steps=1000 leaves no joint step of train\.max_steps=1000",
+        ),
+        (lambda: Medusa2Run(data=DataConfig(features="store")), r"data\.features=store: the"),
+        (lambda: Medusa2Run(target=TargetConfig(adapter="lora")), r"scripts/merge_adapter\.py"),
+        (lambda: Medusa2Run(target=TargetConfig(device_map="auto")), r"device_map=auto: .*one dev"),
+    ],
+)
+def test_settings_that_make_no_sense(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_untrained_heads_come_first() -> None:
+    assert Medusa2Run().joint.heads_only_steps == 500
+    assert Medusa2Run(head=MedusaConfig(path="head")).joint.heads_only_steps == 0
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_strategies_that_cut_parameters_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(InputError, match=r"train/medusa2\.py does not run under .*ddp\.yaml"):
+        medusa2.main(Medusa2Run())
+
+
+def settings(inputs: Path, out_dir: Path, **train: Any) -> Medusa2Run:
+    """Those of `arguments`, but joint from step 6, with dropout."""
+    steps: dict[str, Any] = {
+        "max_steps": 12, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 0.01,
+        "warmup_steps": 2, "eval_steps": 6, "save_steps": 2, "log_steps": 1,
+        "num_checkpoints": 10, "num_replay_prompts": 2,
+    }  # fmt: skip
+    return Medusa2Run(
+        target=TargetConfig(path=str(inputs / "target")),
+        data=DataConfig(path=str(inputs / "chat.jsonl"), max_length=32, eval_fraction=0.1),
+        head=MedusaConfig(num_heads=2),
+        adapter=AdapterConfig(rank=4, alpha=8),
+        train=TrainConfig(**{**steps, **train}),
+        out_dir=str(out_dir),
+    )
+
+
+def state(out_dir: Path, kind: str) -> dict[str, Tensor]:
+    return load_file(out_dir / f"checkpoints/step-000012/{kind}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process that was never stopped."""
+    out_dir = tmp_path_factory.mktemp("medusa2") / "out"
+    medusa2.main(settings(inputs, out_dir))
+    return out_dir
+
+
+def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path) -> None:
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if "train/loss" in line]
+    assert [line["train/loss_d0"] > 1e-6 for line in train] == [False] * 7 + [True] * 5
+    first, last = (line for line in lines if "eval/target_loss" in line)
+    assert first["eval/target_change_percent"] == 0.0
+    change = 100 * (last["eval/target_loss"] / last["eval/target_loss_before"] - 1)
+    assert last["eval/target_change_percent"] == pytest.approx(change) != 0.0
+    assert last["eval/tau"] >= 1.0
+    origin = json.loads((straight / "head/headsmith.json").read_text())
+    assert origin["adapter"]["path"] == str(straight / "adapter")
+    assert len(origin["adapter"]["sha256"]) == 64
+    assert sorted(path.name for path in (straight / "adapter").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "headsmith.json",
+    ]  # fmt: skip
+
+
+def test_the_heads_learn_alone_until_the_joint_steps(straight: Path) -> None:
+    before, after = (
+        load_file(straight / f"checkpoints/step-0000{step}/head.safetensors")
+        for step in ("06", "12")
+    )
+    factors = [name for name in before if name.startswith("adapter.")]
+    assert len(factors) == 2 * 2 * 7  # two factors, two layers, seven projections
+    assert all(before[name].eq(0).all() for name in factors if "lora_B" in name)
+    assert not any(after[name].equal(before[name]) for name in before)
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_resumed_equals_uninterrupted(
+    straight: Path, inputs: Path, tmp_path: Path, step: int
+) -> None:
+    resume = str(straight / f"checkpoints/step-00000{step}")
+    medusa2.main(settings(inputs, tmp_path / "out", resume=resume))
+    for kind in ("head", "optimizer"):
+        found, expected = state(tmp_path / "out", kind), state(straight, kind)
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_another_joint_setting_does_not_continue_a_run(
+    straight: Path, inputs: Path, tmp_path: Path
+) -> None:
+    resume = str(straight / "checkpoints/step-000004")
+    config = settings(inputs, tmp_path / "out", resume=resume)
+    config.joint.heads_only_steps = 8
+    with pytest.raises(InputError, match=r"made with joint\.heads_only_steps=6, now it is 8"):
+        medusa2.main(config)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(straight: Path, inputs: Path, tmp_path: Path) -> None:
+    script = [str(Path(medusa2.__file__)), *arguments(inputs, tmp_path / "out")[1:]]
+    more = ["train.micro_batch_size=2", "adapter.rank=4", "adapter.alpha=8"]
+    said = trained([*TWO, *script, *more], tmp_path)
+    assert "2 process(es), cpu" in said
+    assert "the target's own held-out loss" in said
+    for kind in ("head", "optimizer"):
+        for name, expected in state(straight, kind).items():
+            found = state(tmp_path / "out", kind)[name]
+            difference = (found - expected).abs().max()
+            assert difference <= 1e-5 * expected.abs().max(), (name, difference)
+
+
+@pytest.fixture(scope="module")
+def merged(straight: Path, inputs: Path) -> Path:
+    out_dir = straight.parent / "merged"
+    target = TargetConfig(path=str(inputs / "target"), adapter=str(straight / "adapter"))
+    merge_adapter.main(MergeAdapterRun(target, str(out_dir)))
+    return out_dir
+
+
+def test_merged_equals_adapted(straight: Path, inputs: Path, merged: Path) -> None:
+    bare, adapted, whole = (
+        load_target(TargetConfig(path=str(path), adapter=adapter), CPU)
+        for path, adapter in (
+            (inputs / "target", None), (inputs / "target", str(straight / "adapter")),
+            (merged, None),
+        )
+    )  # fmt: skip
+    said = [each.logits(each.read_text([5, 7, 9, 4]).hidden_states) for each in (adapted, whole)]
+    torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
+    before = bare.logits(bare.read_text([5, 7, 9, 4]).hidden_states)
+    assert (said[0] - before).abs().max() > 1e-2
+    assert whole.tokenizer.chat_template == bare.tokenizer.chat_template
+    assert whole.generation_config.eos_token_id == bare.generation_config.eos_token_id
+    assert whole.dtype == bare.dtype
+
+
+def test_acceptance_takes_the_adapter_or_the_merged_target(
+    straight: Path, inputs: Path, merged: Path, tmp_path: Path
+) -> None:
+    found = []
+    for path, adapter in ((inputs / "target", str(straight / "adapter")), (merged, None)):
+        out_dir = tmp_path / path.name
+        config = AcceptanceRun(
+            target=TargetConfig(path=str(path), adapter=adapter),
+            head=HeadRef(str(straight / "head")),
+            data=DataConfig(path=str(inputs / "chat.jsonl"), num_prompts=3),
+            max_new_tokens=16,
+            out_dir=str(out_dir),
+        )
+        acceptance.main(config)
+        found.append(json.loads((out_dir / "acceptance.json").read_text()))
+    assert found[0]["tau"] == found[1]["tau"]
+    assert found[0]["alpha"] == found[1]["alpha"]
+
+
+def test_a_merge_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    adapter = str(tmp_path)
+    for target, message in (
+        (TargetConfig(adapter=adapter), r"target\.path is unset"),
+        (TargetConfig(path="t"), r"target\.adapter is unset"),
+    ):
+        with pytest.raises(InputError, match=message):
+            merge_adapter.main(MergeAdapterRun(target))
+    (tmp_path / "mine").touch()
+    target = TargetConfig(path="t", adapter=adapter)
+    with pytest.raises(InputError, match=r"out_dir=.* is there and not empty"):
+        merge_adapter.main(MergeAdapterRun(target, str(tmp_path)))

@@ -1,0 +1,204 @@
+"""Trains Medusa heads and an adapter of the target: `accelerate launch train/medusa2.py ...`.
+
+Heads first, then both: `head.path=outputs/medusa/head` starts from trained heads, otherwise the
+first `joint.heads_only_steps` train them. Writes `out_dir/head` and `out_dir/adapter`.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from conf import entry
+from conf.provenance import plain
+from conf.schema import InputError, Labels
+from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
+from data.layout import HIDDEN
+from data.pack import PackedDataset
+from heads.adapter import AdaptedMedusa, Adapter
+from heads.target import Target
+from heads.vocab import DraftVocab
+from train import command, loop, processes
+from train.heldout_loss import HeldoutLoss
+from train.losses import (
+    Batch,
+    Sums,
+    answered,
+    medusa_loss,
+    medusa_weights,
+    supervised,
+    supervised_counts,
+    target_loss,
+)
+from train.medusa import make_head
+from train.objective import Group, Objective
+from train.replay import HeldoutReplay, heldout_prompts
+from train.states import with_states
+from train.teachers import HiddenTeacher
+
+
+class Medusa2Objective(Objective):
+    """The target's own loss, and that of the heads which read it.
+
+    Its terms are the depths 0, the target itself, to K, the last head.
+
+    Source: "Medusa", arXiv:2401.10774, section 2.2.2, eq. 2; self-distillation: section 2.3.2.
+    The authors' fork of axolotl trains the heads first, with the weight that they keep.
+    """
+
+    measures = ("top1", "top5")
+    first_depth = 0
+
+    def __init__(self, head: AdaptedMedusa, target: Target, config: Medusa2Run) -> None:
+        super().__init__()
+        self.head = head
+        self.target = target
+        self.joint, self.num_steps = config.joint, config.train.max_steps
+        self.distilled = config.joint.target_loss is TargetLoss.self
+        self.soft = config.head.labels is Labels.soft
+        self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
+        self.weights = self._weights(1.0, config.joint.heads_weight)
+        self.same = {f"joint.{name}": plain(value) for name, value in vars(self.joint).items()}
+        self.adapting = self.compiled = False
+        self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
+
+    def _weights(self, own: float, heads: float) -> Tensor:
+        return torch.cat([torch.tensor([own]), heads * self.decays])
+
+    def compile_parts(self) -> None:
+        """From now on compiles the losses, and the blocks of the heads."""
+        self.compiled = True
+        self.head.heads.compile_layers()
+
+    def groups(self) -> list[Group]:
+        """The heads, and the adapter, which joins them later."""
+        return [
+            Group(list(self.head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
+            Group(list(self.head.adapter.parameters()), first_step=self._first_step),
+        ]
+
+    @property
+    def _first_step(self) -> int:
+        """The first joint one."""
+        assert self.joint.heads_only_steps is not None, "the run's settings fill it in"
+        return self.joint.heads_only_steps
+
+    def begin(self, step: int) -> Tensor:
+        """[1 + K] float32 weights of the terms in a step; from now on it is of this step."""
+        self.adapting = step >= self._first_step
+        joint_steps = self.num_steps - self._first_step
+        weight = heads_weight(self.joint, step - self._first_step, joint_steps)
+        return self._weights(float(self.adapting), weight)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[1 + K] float32 supervised tokens of the target and of each head."""
+        own = supervised(batch, 0).sum().float()
+        return torch.cat([own[None], supervised_counts(batch, len(self.decays))])
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch: what the target gives needs gradients."""
+        return batch
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What target and heads give on a batch; `scale` [1 + K] weighs their losses."""
+        bare = self._bare(batch) if self._wants_bare else None
+        hidden = self._adapted(batch) if bare is None or self.adapting else bare
+        teacher = None if bare is None else self._teacher(batch, bare)
+        was, soft = teacher if self.distilled else None, teacher if self.soft else None
+        own = target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
+        heads = medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
+        total = own.total + heads.total
+        if not self.adapting:
+            # DDP waits for a gradient of every parameter.
+            total = total + 0.0 * sum(each.sum() for each in self.head.adapter.parameters())
+        return Sums(total, torch.cat([own.terms, heads.terms], dim=1))
+
+    @property
+    def _wants_bare(self) -> bool:
+        """Whether to run the target without its adapter, which adds nothing at first."""
+        return self.distilled or self.soft or not self.adapting
+
+    def _teacher(self, batch: Batch, bare: Tensor) -> HiddenTeacher:
+        """What the target said before it was adapted."""
+        places = answered(batch).places
+        return HiddenTeacher(self.target, self.vocab, bare.flatten(0, 1)[places])
+
+    @torch.no_grad()
+    def _bare(self, batch: Batch) -> Tensor:
+        with self.head.adapter.off():
+            return self._hidden(batch)
+
+    def _adapted(self, batch: Batch) -> Tensor:
+        if self.training:
+            # Dropout is drawn for the sequences: alike on any number of processes.
+            torch.manual_seed(int(batch["noise_seed"][0]))
+        return self._hidden(batch)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """[B, T, D] last hidden states, in the dtype of the heads."""
+        with record_function("target"):
+            return with_states(self.target, batch, self.head.reads)[HIDDEN].float()
+
+
+def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
+    """The weight of the heads' losses.
+
+    Args:
+        config: its size and schedule.
+        step: joint one, from 0; below it the heads are alone.
+        num_steps: joint ones.
+    """
+    if config.heads_schedule is HeadsSchedule.constant or step < 0:
+        return config.heads_weight
+    return config.heads_weight * math.sin(math.pi / 2 * step / num_steps)
+
+
+def measured(config: Medusa2Run, source: command.Source, objective: Objective) -> loop.Evaluate:
+    """The target's own loss, and tau on what it answers at the time."""
+    target: Any = source.target
+    heldout: Any = source.heldout
+    prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
+    adapter, number = objective.head.adapter, config.train.num_eval_sequences
+    loss = HeldoutLoss(target, adapter, heldout, number)
+
+    def evaluate(head: AdaptedMedusa) -> dict[str, float]:
+        if not prompts:
+            return loss()
+        replay = HeldoutReplay(target, prompts, objective.depth, head.reads)
+        return loss() | replay(head)
+
+    return evaluate
+
+
+def main(config: Medusa2Run) -> None:
+    """Trains to `out_dir/head` and `out_dir/adapter`."""
+    processes.refuse_shards("train/medusa2.py")
+
+    def build(target: Target, _train: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
+        heads = make_head(config.head, target)
+        if not target.output_head.weight.is_floating_point():
+            raise InputError(
+                f"target.path={target.name}: its output head is quantised, and the adapter is "
+                "trained through it; name the model before quantisation"
+            )
+        adapter = Adapter(target, config.adapter, config.seed)
+        sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (heads, adapter)]
+        lines = [
+            f"head: {heads.num_heads} Medusa heads, {sizes[0]:.1f} M parameters",
+            f"adapter: rank {config.adapter.rank}, {sizes[1]:.1f} M parameters, from step "
+            f"{config.joint.heads_only_steps}",
+        ]
+        return Medusa2Objective(AdaptedMedusa(heads, adapter), target, config), lines
+
+    command.train(config, build, measured)
+
+
+if __name__ == "__main__":
+    entry.run(main, Medusa2Run, "medusa2")
