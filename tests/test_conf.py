@@ -41,7 +41,7 @@ def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProce
 def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
     found = [p for d in ("train", "eval", "scripts") for p in (ROOT / d).glob("*.py")]
     entries = {str(p.relative_to(ROOT)) for p in found if "__main__" in p.read_text()}
-    assert entries == {*ENTRIES, "scripts/quickstart.py", *BENCHES}
+    assert entries == {*ENTRIES, "scripts/quickstart.py", "scripts/verify_export.py", *BENCHES}
     for entry in entries:
         assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
 
