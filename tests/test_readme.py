@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure
+from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -24,6 +24,8 @@ SCHEMAS = {
     "compare": schema.CompareRun,
     "serve_check": schema_measure.ServeCheckRun,
     "export": schema_export.ExportRun,
+    "medusa2": schema_medusa2.Medusa2Run,
+    "merge_adapter": schema_medusa2.MergeAdapterRun,
     "prune": schema_measure.PruneRun,
 }
 # Without Hydra; a test of its own runs it.
