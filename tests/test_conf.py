@@ -36,6 +36,8 @@ ENTRIES = {
 }
 
 
+# One of each folder: a start imports torch.
+QUICKLY_SHOWN = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = ("capture", "engine", "losses", "peers", "train", "unroll")
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
@@ -57,7 +59,13 @@ def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
         assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
 
 
-@pytest.mark.parametrize("entry", sorted(ENTRIES))
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, marks=[] if entry in QUICKLY_SHOWN else pytest.mark.slow)
+        for entry in sorted(ENTRIES)
+    ],
+)
 def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path) -> None:
     for name in ("data", "heads", "conf"):
         (tmp_path / name).mkdir()

@@ -51,6 +51,7 @@ def test_a_head_learns_and_reports_every_step(straight: Path) -> None:
     assert "embed_tokens.weight" not in saved
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_accumulation(
     straight: Path, inputs: Path, tmp_path: Path
 ) -> None:
