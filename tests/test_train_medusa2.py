@@ -114,6 +114,9 @@ def test_joint_loss_by_hand() -> None:
     assert sums.terms[1].tolist() == [6.0, 6.0, 6.0]
     total = expected[0] + 0.16 * expected[1] + 0.128 * expected[2]
     torch.testing.assert_close(sums.total, total)
+    parameters = list(objective.head.parameters())
+    by_hand, found = (torch.autograd.grad(each, parameters) for each in (total, sums.total))
+    torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=1e-4)
 
 
 def test_self_distillation_by_hand() -> None:
