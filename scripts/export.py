@@ -3,7 +3,6 @@
 python scripts/export.py head.path=outputs/eagle/head format=vllm out_dir=outputs/eagle-vllm
 """
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from heads.load_target import load_target
 from heads.medusa import MedusaHead
 from heads.storage import locate
 from heads.target import Target
+from scripts.staging import read_json
 
 
 def main(config: ExportRun) -> None:
@@ -45,7 +45,7 @@ def main(config: ExportRun) -> None:
 def _check_out_dir(out_dir: Path) -> None:
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return
-    if "export" not in _provenance(out_dir):
+    if "export" not in (read_json(out_dir / PROVENANCE) or {}):
         raise InputError(
             f"out_dir={out_dir}: holds something that is no export; choose another or empty it"
         )
@@ -58,20 +58,10 @@ def _load(config: ExportRun) -> tuple[Head, dict[str, Any]]:
     folder = locate(config.head.path, config.head.revision)
     head = read_head(folder, config.head.path, config.head.layers)
     layout_of(head, config.format)
-    provenance = _provenance(folder)
+    provenance = read_json(folder / PROVENANCE) or {}
     # Of an earlier export, which this one is not.
     provenance.pop("export", None)
     return head, provenance
-
-
-def _provenance(folder: Path) -> dict[str, Any]:
-    file = folder / PROVENANCE
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"{file}: not JSON: {error}") from error
 
 
 def _target_config(config: ExportRun, head: Head) -> TargetConfig:

@@ -41,6 +41,7 @@ from heads.storage import locate
 from heads.target import Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab, share
+from scripts.staging import read_json
 from train.command import check_data, fill_defaults
 from train.losses import answered
 from train.replay import heldout_prompts
@@ -61,7 +62,7 @@ def main(config: PruneRun) -> None:
     """Prints a table; writes `{size}/head` for each size, `prune.json` and `prune.png`."""
     check(config)
     folder = locate(str(config.head.path), config.head.revision)
-    record(folder)
+    trained = read_json(folder / PROVENANCE) or {}
     head = load_head(str(folder), layers=config.head.layers)
     depth = chain_depth(config, head)
     check_sizes(config.sizes, head.vocab, [])
@@ -98,7 +99,7 @@ def main(config: PruneRun) -> None:
         **provenance(config, target.name, report),
     }
     show(result, Console())
-    write(config, result, [head.pruned(vocab) for vocab in vocabs], folder)
+    write(config, result, [head.pruned(vocab) for vocab in vocabs], trained)
 
 
 def check(config: PruneRun) -> None:
@@ -155,19 +156,6 @@ def chain_depth(config: PruneRun, head: Head) -> int:
             "lm_head of their own, and Medusa heads"
         )
     return config.depth or EAGLE_DEPTH
-
-
-def record(folder: Path) -> dict[str, Any]:
-    """How a head was trained, from beside its weights; nothing if nobody wrote it down.
-
-    Raises:
-        InputError: the file is not JSON.
-    """
-    path = folder / PROVENANCE
-    try:
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{path}: not a JSON object ({error}); restore or delete it") from error
 
 
 def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDataset, DataReport]:
@@ -303,19 +291,21 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def write(config: PruneRun, result: dict[str, Any], heads: Sequence[Head], folder: Path) -> None:
+def write(
+    config: PruneRun, result: dict[str, Any], heads: Sequence[Head], trained: dict[str, Any]
+) -> None:
     """Writes the heads, then the picture and the figures.
 
     Args:
         config: says where.
         result: the contents of `prune.json`.
         heads: one for each of its rows, with the weights as they were trained.
-        folder: of the head that was pruned.
+        trained: the record of the head that was pruned; empty if nobody wrote one down.
 
     Raises:
         InputError: the disk is full or not writable.
     """
-    out_dir, trained = Path(config.out_dir), record(folder)
+    out_dir = Path(config.out_dir)
     for head, row in zip(heads, result["pruned"], strict=True):
         before = {name: result["before"][name] for name in ("num_ids", "tau")}
         facts = {name: value for name, value in result.items() if name not in ("before", "pruned")}

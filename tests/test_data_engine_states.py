@@ -151,7 +151,7 @@ def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_pat
         refused(server, rf"{address}states of shape \[1, 4, 2\] and not \[1, 3, 2\].*{SERVE}")
         server.folder = tmp_path
         refused(server, rf"{address}writes .*, and not to layers-1-3-4: it may be other.*{SERVE}")
-        server.answer = lambda _: {"choices": [], "kv_transfer_params": None}  # type: ignore
+        server.answer = lambda _: {"choices": [], "kv_transfer_params": None}  # type: ignore[method-assign]
         refused(server, f"{address}answers without hidden states{SERVE}")
         server.fault_for = lambda _: (400, {})
         refused(server, f"{address}no states of a document of 1 tokens: HTTP 400")
@@ -165,7 +165,7 @@ def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_pat
 def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server:
         there = {"hidden_states_path": "/there/layers-1-3-4/cmpl-1.safetensors"}
-        server.answer = lambda _: {"kv_transfer_params": there}  # type: ignore
+        server.answer = lambda _: {"kv_transfer_params": there}  # type: ignore[method-assign]
         refused(
             server,
             r"/there/layers-1-3-4/cmpl-1.safetensors.lock cannot be seen from this machine: mount "
@@ -206,7 +206,7 @@ def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
         mine = server.folder / "model.safetensors"
         save_file({"weight": torch.ones(2)}, mine)
         mine.with_name("model.safetensors.lock").touch()
-        server.answer = lambda _: {"kv_transfer_params": {"hidden_states_path": str(mine)}}  # type: ignore
+        server.answer = lambda _: {"kv_transfer_params": {"hidden_states_path": str(mine)}}  # type: ignore[method-assign]
         refused(server, "model.safetensors does not hold the tokens that were sent")
     assert mine.is_file()
 
