@@ -15,19 +15,15 @@ import pytest
 import torch
 from stores import SHARD_BYTES, captured, files, save_inputs, settings
 from test_train_launch import ENV, TWO
-from torch import Tensor
 
 from conf.schema import DataConfig, Dtype, InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data import shard
-from data.endpoint import Endpoint
-from data.engine_states import EngineTaps
 from data.features import FeatureStore, restore
 from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
 from scripts import capture as script
-from scripts import capture_states
 from scripts.capture import capture
 from scripts.capture_states import largest
 from train.replay import greedy_answer
@@ -354,43 +350,6 @@ def test_an_output_head_that_is_more_than_a_projection_is_refused(
     with pytest.raises(InputError, match="is more than a projection"):
         script.save_ends(target, tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_states_may_come_from_an_engine(
-    whole: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = load_target(settings(inputs, tmp_path).target, CPU)
-
-    class EngineStates:
-        """Gives states before the final norm, as the real one does."""
-
-        def __init__(self, endpoint: Endpoint, taps: EngineTaps, concurrency: int) -> None:
-            assert str(endpoint) == "engine=http://here/v1"
-            self.taps = taps
-
-        def __enter__(self) -> "EngineStates":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def read_rows(self, rows: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-            written = tuple(self.taps.written)
-            for row in rows:
-                names = ("input_ids", "position_ids", "document_ids")
-                output = target.read(*(row[name][None] for name in names), Reads(written))
-                yield self.taps.named(torch.stack([output.layers[i][0] for i in written], 1))
-
-    monkeypatch.setattr(capture_states, "EngineStates", EngineStates)
-    captured(inputs, tmp_path / "store", engine="http://here/v1")
-    store, local = FeatureStore(tmp_path / "store"), FeatureStore(whole)
-    for index in range(len(store.train)):
-        expected = local.train[index]
-        for name, found in store.train[index].items():
-            torch.testing.assert_close(found, expected[name], rtol=2**-7, atol=1e-5)
-    assert len(store.replay) == 0
-    with pytest.raises(InputError, match=r"target\.by_engine was True, is False"):
-        captured(inputs, tmp_path / "store")
 
 
 def test_the_manifest_says_where_a_store_is_from(whole: Path, inputs: Path) -> None:

@@ -1,0 +1,57 @@
+"""`scripts/capture.py engine=...`: states of a serving engine are stored as the target's own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from stores import captured, save_inputs, settings
+from torch import Tensor
+
+from conf.schema import InputError
+from data.endpoint import Endpoint
+from data.engine_states import EngineTaps
+from data.features import FeatureStore
+from heads.load_target import load_target
+from heads.target import Reads
+from scripts import capture_states
+
+CPU = torch.device("cpu")
+
+
+def test_states_may_come_from_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    inputs = save_inputs(tmp_path / "inputs")
+    whole = captured(inputs, tmp_path / "whole")
+    target = load_target(settings(inputs, tmp_path).target, CPU)
+
+    class EngineStates:
+        """Gives states before the final norm, as the real one does."""
+
+        def __init__(self, endpoint: Endpoint, taps: EngineTaps, concurrency: int) -> None:
+            assert str(endpoint) == "engine=http://here/v1"
+            self.taps = taps
+
+        def __enter__(self) -> "EngineStates":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def read_rows(self, rows: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+            written = tuple(self.taps.written)
+            for row in rows:
+                names = ("input_ids", "position_ids", "document_ids")
+                output = target.read(*(row[name][None] for name in names), Reads(written))
+                yield self.taps.named(torch.stack([output.layers[i][0] for i in written], 1))
+
+    monkeypatch.setattr(capture_states, "EngineStates", EngineStates)
+    captured(inputs, tmp_path / "store", engine="http://here/v1")
+    store, local = FeatureStore(tmp_path / "store"), FeatureStore(whole)
+    for index in range(len(store.train)):
+        expected = local.train[index]
+        for name, found in store.train[index].items():
+            torch.testing.assert_close(found, expected[name], rtol=2**-7, atol=1e-5)
+    assert len(store.replay) == 0
+    with pytest.raises(InputError, match=r"target\.by_engine was True, is False"):
+        captured(inputs, tmp_path / "store")
