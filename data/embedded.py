@@ -160,12 +160,10 @@ def _build_into(folder: Path, recipe: Recipe, progress: bool) -> None:
         torch.set_num_threads(_num_cores())
         try:
             build(partial, recipe, progress)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+            partial.rename(folder)
         finally:
             torch.set_num_threads(num_threads)
-    partial.rename(folder)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _num_cores() -> int:

@@ -41,13 +41,12 @@ class Journal:
         self.num_torn = 0
         out_dir.mkdir(parents=True, exist_ok=True)
         self._lock = locked(out_dir / ".lock")
-        try:
+        with contextlib.ExitStack() as unless_opened:
+            unless_opened.callback(self._lock.release)
             _check_manifest(out_dir, manifest, has_rows=self.path.exists())
             self._recover()
             write_whole(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
-        except BaseException:
-            self._lock.release()
-            raise
+            unless_opened.pop_all()
 
     def __enter__(self) -> "Journal":
         return self

@@ -255,8 +255,13 @@ def test_journal_recovers_and_guards_its_rows(tmp_path: Path) -> None:
     with Journal(tmp_path, {"seed": 0}) as journal:
         assert journal.finish() == [rows[1], rows[0]]
     path.write_bytes(b"garbage\n" + whole)
-    with pytest.raises(InputError, match=r"conversations\.jsonl:1: not a row"):
+    # Holds the traceback, and so the journal that was refused, which must not hold the folder.
+    with pytest.raises(InputError, match=r"conversations\.jsonl:1: not a row") as refused:
         Journal(tmp_path, {"seed": 0})
+    path.write_bytes(whole)
+    with Journal(tmp_path, {"seed": 0}) as journal:
+        assert journal.done == {0, 2}
+    assert refused.tb is not None
 
 
 def test_retry_after() -> None:
