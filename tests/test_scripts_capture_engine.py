@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stores import captured, save_inputs, settings
+from stores import SHARD_BYTES, captured, save_inputs, settings
 from torch import Tensor
 
 from conf.schema import InputError
@@ -15,6 +15,7 @@ from data.features import FeatureStore
 from heads.load_target import load_target
 from heads.target import Reads
 from scripts import capture_states
+from scripts.capture import capture
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,8 @@ def test_states_may_come_from_an_engine(tmp_path: Path, monkeypatch: pytest.Monk
                 yield self.taps.named(torch.stack([output.layers[i][0] for i in written], 1))
 
     monkeypatch.setattr(capture_states, "EngineStates", EngineStates)
-    captured(inputs, tmp_path / "store", engine="http://here/v1")
+    # Two sequences in a shard, so that they are asked for together.
+    capture(settings(inputs, tmp_path / "store", engine="http://here/v1"), 4 * SHARD_BYTES)
     store, local = FeatureStore(tmp_path / "store"), FeatureStore(whole)
     for index in range(len(store.train)):
         expected = local.train[index]
@@ -54,4 +56,4 @@ def test_states_may_come_from_an_engine(tmp_path: Path, monkeypatch: pytest.Monk
             torch.testing.assert_close(found, expected[name], rtol=2**-7, atol=1e-5)
     assert len(store.replay) == 0
     with pytest.raises(InputError, match=r"target\.by_engine was True, is False"):
-        captured(inputs, tmp_path / "store")
+        capture(settings(inputs, tmp_path / "store"), 4 * SHARD_BYTES)
