@@ -15,7 +15,7 @@ from torch import Tensor
 from eval.accept import GREEDY, Noise, Sampling
 from eval.draft import Draft
 from eval.engine import Seen
-from heads.branch_attention import Branches
+from heads.branches import Branches, Stretch
 from heads.cache import SlotBuffer, Slots, upload
 from heads.eagle import EagleHead
 from heads.tree import Tree
@@ -77,7 +77,7 @@ class _Reader:
         width = self.slots.width(length)
         keys, values = self.buffer.write(new_keys, new_values, places, width)
         self.slots.commit([list(range(len(row))) for row in tokens], self.buffer)
-        seen = torch.arange(keys.shape[2], device=device) < self.slots.committed
+        seen = Stretch.up_to(self.slots.committed[:, 0])
         branches = Branches(keys.transpose(1, 2), values.transpose(1, 2), seen)
         last = upload([len(row) - 1 for row in tokens], device)
         rows = last + torch.arange(num_texts, device=device) * length

@@ -19,7 +19,8 @@ from torch.nn import functional
 from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle_config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle_layer import EagleLayer, LlamaRMSNorm, normed
 from heads.ends import TargetEnds
@@ -300,10 +301,8 @@ class EagleHead(nn.Module):
         places = torch.arange(len(ids) - 1, device=device)
         text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
         rows = places[first:]
-        allowed = causal_rows(torch.zeros_like(places), rows)
-        unrolled = self.unroll(
-            text, ids, rows, Branches(text.keys[None], text.values[None], allowed)
-        )
+        seen = causal_rows(Documents.single(len(places), device), rows)
+        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
         return torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
 
     def _best(self, outputs: Tensor, width: int) -> Tensor:

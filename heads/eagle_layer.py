@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from heads.branch_attention import Branches, branch_attention
+from heads.branch_attention import branch_attention
+from heads.branches import Branches
 
 
 class EagleAttention(nn.Module):

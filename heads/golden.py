@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import InputError
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.load import Head, kind_of
 from heads.medusa import MedusaHead
@@ -166,9 +167,8 @@ def _unrolled(head: EagleHead, hidden_states: list[Tensor], position_ids: Tensor
     rows = places[:num_rows]
     output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
     text = head.read(head.fuse(head.features(output)), places[1 : num_rows + 1], position_ids)
-    branches = Branches(
-        text.keys[None], text.values[None], causal_rows(torch.zeros_like(rows), rows)
-    )
+    documents = Documents.single(num_rows, rows.device)
+    branches = Branches(text.keys[None], text.values[None], causal_rows(documents, rows))
     steps = head.unroll(text, places, rows, branches)
     depth = len(places) - num_rows - 1
     return torch.stack([head.normed(next(steps)) for _ in range(depth)])

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from heads.branch_attention import Branches, branch_attention, causal_rows, plain_attention
+from heads.branch_attention import branch_attention, plain_attention
+from heads.branches import Branches, causal_rows
 
 STEPS = (1, 3, 5, 7)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Dtype, TargetConfig
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.load_target import load_target
 from heads.target import Target

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import config_json
 from heads.medusa import MedusaHead

@@ -7,7 +7,7 @@ from eval.accept import Sampling
 from eval.eagle import DynamicShape, EagleChain, EagleTree
 from eval.engine import NoDraft, Seen, decode, decode_batch
 from eval.replay import replay
-from heads.branch_attention import Branches
+from heads.branches import Branches
 from heads.eagle import EagleHead
 from heads.target import Target
 from heads.tree import Tree, default_tree

@@ -2,13 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.branch_attention import (
-    ROWS_PER_CHUNK,
-    Branches,
-    branch_attention,
-    causal_rows,
-    plain_attention,
-)
+from heads.branch_attention import branch_attention, plain_attention
+from heads.branches import Branches, ROWS_PER_CHUNK, causal_rows
 
 DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, -1])
 T = len(DOCUMENTS)
@@ -66,7 +61,7 @@ def test_a_row_sees_its_document_up_to_its_own_token() -> None:
 
 
 def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
-    monkeypatch.setattr("heads.branch_attention.ROWS_PER_CHUNK", 2)
+    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", 2)
     keys, values = torch.zeros(2, 1, T, 1, 8)
     spans = Branches(keys, values, causal_rows(DOCUMENTS, SOME)).spans
     found = [(s.rows.start, s.rows.stop, s.tokens.start, s.tokens.stop) for s in spans]
@@ -82,7 +77,7 @@ def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
 def test_the_plain_path_is_the_definition(
     num_own: int, rows: Tensor, chunk: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branch_attention.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, (4, 2), torch.float64)
     found = with_grads(branch_attention, inputs, rows)
     assert type(found[0].grad_fn).__name__ != "_FusedBackward"
@@ -100,7 +95,7 @@ def test_the_plain_path_is_the_definition(
 def test_the_fused_path_equals_the_plain_one(
     num_own: int, heads: tuple[int, int], rows: Tensor, chunk: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branch_attention.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, heads, torch.float32)
     expected = with_grads(plain_attention, inputs, rows)
     for mine, theirs in zip(with_grads(fused, inputs, rows), expected, strict=True):
@@ -162,7 +157,7 @@ def test_selected_branches_take_their_drafts_along() -> None:
 def test_the_fused_path_on_cuda_equals_the_plain_one(
     num_own: int, heads: tuple[int, int], chunk: int, dtype, tolerance: float, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branch_attention.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", chunk)
     for rows in (ALL, SOME):
         inputs = tensors(num_own, rows, heads, dtype, "cuda")
         exact = [each.detach().double().requires_grad_() for each in inputs]

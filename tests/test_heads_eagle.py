@@ -6,7 +6,7 @@ from toys import eagle_head, packed, random_target, texts
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import default_layers
 from heads.target import Target

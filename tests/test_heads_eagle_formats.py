@@ -12,7 +12,7 @@ from toys import noisy_head, random_model, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_config import EagleHeadConfig, llama_like
 from heads.eagle_formats import load_eagle

@@ -6,7 +6,7 @@ from torch import Tensor
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from heads import golden as module
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.golden import golden
 from heads.target import Target, TargetOutput

@@ -13,7 +13,7 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.vocab import DraftVocab
 from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective, make_head

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conf.schema_eagle import Divergence
+from train.ranking import first_best
 
 LEAST_ALPHA = 1e-6
 """Keeps -log alpha finite where q has nothing of p in float32."""
@@ -29,22 +30,23 @@ class Said(NamedTuple):
         logits: [N, W] float32 (or float64).
         q: [N, W], their softmax.
         log_norm: [N], their logsumexp.
-        best: [N] int64, the first of the likeliest columns.
     """
 
     logits: Tensor
     q: Tensor
     log_norm: Tensor
-    best: Tensor
 
     @classmethod
     def of(cls, logits: Tensor) -> "Said":
         """From the logits alone."""
-        highest, best = logits.max(-1)
         q = logits.softmax(-1)
         # Cheaper than logsumexp, which makes the exponentials again.
-        log_norm = highest - q.gather(1, best.unsqueeze(1)).squeeze(1).log()
-        return cls(logits, q, log_norm, best)
+        return cls(logits, q, logits.amax(-1) - q.amax(-1).log())
+
+    @property
+    def best(self) -> Tensor:
+        """[N] int64, the first of the likeliest columns."""
+        return first_best(self.logits)
 
     def log_q(self) -> Tensor:
         """[N, W] log-probabilities."""
@@ -164,7 +166,8 @@ def total_variation(pair: Pair, want_grad: bool) -> Found:
     if not want_grad:
         return Found(loss, None)
     # As min does, half of the gradient goes to each where they are equal.
-    below = torch.heaviside(pair.p - pair.q, pair.q.new_tensor(0.5))
+    half = pair.q.new_full((), 0.5)
+    below = torch.heaviside(pair.p - pair.q, half)
     return Found(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
 
 

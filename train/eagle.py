@@ -20,16 +20,17 @@ from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, Toke
 from data.features import StoredDataset
 from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from data.pack import PackedDataset
-from heads.branch_attention import Branches, causal_rows
+from heads.branches import Branches, causal_rows
 from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
 from heads.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train import command
-from train.eagle_losses import MEASURES, EagleCriterion, Step, eagle_loss, step_weights
+from train.eagle_losses import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.fused import Teacher
-from train.losses import Batch, Sums, answered, supervised, supervised_counts
+from train.losses import Sums
 from train.objective import Objective
+from train.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
 from train.states import states_of, with_states
 from train.teachers import HiddenTeacher, TopKTeacher
 
@@ -52,10 +53,15 @@ class EagleObjective(Objective):
         self.criterion.compiled = True
         self.head.compile_layers()
 
+    def indexed(self, batch: Batch) -> Batch:
+        """A batch on the CPU with where its documents lie and what each step learns of it."""
+        batch = super().indexed(batch)
+        return {**batch, UNROLLED: Unrolled.of(batch[LEARNT])}
+
     def counts(self, batch: Batch) -> Tensor:
         """[J] float32, what the summed loss of each step is divided by."""
         if self.config.token_normalizer is TokenNormalizer.supervised:
-            return supervised_counts(batch, self.config.num_steps)
+            return batch[LEARNT].counts[1:]
         num_tokens = (batch["document_ids"] >= 0).sum().float()
         return num_tokens.expand(self.config.num_steps)
 
@@ -65,56 +71,49 @@ class EagleObjective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the head gives on a prepared batch; `scale` [J] weighs the losses of the steps."""
-        sequences = []
-        for index in range(len(batch["input_ids"])):
-            one = {name: rows[index : index + 1] for name, rows in batch.items()}
-            sequences.append(self._sequence(one, scale))
-        return Sums(*(torch.stack(column).sum(0) for column in zip(*sequences, strict=True)))
-
-    def _sequence(self, batch: Batch, scale: Tensor) -> Sums:
-        """One packed sequence."""
-        config, head = self.config, self.head
-        learnt = [supervised(batch, d)[0] for d in range(1, config.num_steps + 1)]
-        # One row that nothing is learnt from keeps every parameter in the graph.
-        rows = torch.stack(learnt).any(0).nonzero().squeeze(1)
-        rows = rows if len(rows) else rows.new_zeros(1)
-        places, number = answered(batch)
         with record_function("head"):
-            outputs = self._unrolled(batch, rows)
-            steps = [
-                Step(next(outputs)[mask[rows]], number[mask.nonzero().squeeze(1) + d])
-                for d, mask in enumerate(learnt, start=1)
-            ]
+            steps = self._unrolled(batch)
+            outputs = [next(steps) for _ in range(self.config.num_steps)]
         with record_function("loss"):
-            teacher, features = self._teacher(batch, places)
-            return eagle_loss(self.criterion, head, steps, teacher, features, scale)
+            teacher = self._teacher(batch)
+            return eagle_loss(self.criterion, self.head, outputs, batch, teacher, scale)
 
-    def _unrolled(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
-        """[N, H] outputs of each step at rows of a sequence."""
-        head, ids = self.head, batch["input_ids"][0]
-        features = self._noisy(head.features(states_of(batch))[0], batch)
-        text = head.read(head.fuse(features), ids.roll(-1), batch["position_ids"][0])
-        allowed = causal_rows(batch["document_ids"][0], rows)
-        branches = Branches(text.keys[None], text.values[None], allowed)
-        return head.unroll(text, ids, rows, branches, self.config.detach_features)
+    def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
+        """[N, H] outputs of each step at the tokens that draft, of all sequences in a row."""
+        head, ids = self.head, batch["input_ids"].flatten()
+        features = self._noisy(head.features(states_of(batch)).flatten(0, 1), batch)
+        positions = batch["position_ids"].flatten()
+        text = head.read(head.fuse(features), ids.roll(-1), positions)
+        drafts = batch[UNROLLED].drafts
+        seen = causal_rows(batch[DOCUMENTS], drafts)
+        branches = Branches(text.keys[None], text.values[None], seen)
+        return head.unroll(text, ids, drafts, branches, self.config.detach_features)
 
-    def _teacher(self, batch: Batch, places: Tensor) -> tuple[Teacher, Tensor | None]:
-        """What the target says after some tokens, and its features there if it was stored."""
-        vocab = self.head.vocab
+    def _teacher(self, batch: Batch) -> Teacher:
+        """What the target says after the answered places."""
+        vocab, places = self.head.vocab, batch[LEARNT].places
         if TEACHER_IDS in batch:
-            kept = (batch[name][0, places] for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
-            return TopKTeacher(vocab, *kept), None
-        hidden = batch[HIDDEN][0, places]
-        return HiddenTeacher(self.target, vocab, hidden), hidden
+            names = (TEACHER_IDS, TEACHER_LOG_PROBS)
+            return TopKTeacher(vocab, *(batch[name].flatten(0, 1)[places] for name in names))
+        return HiddenTeacher(self.target, vocab, batch[HIDDEN].flatten(0, 1)[places])
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
-        """Adds U(-noise / 2, noise / 2) * 512 / T while training (EAGLE, `train/main.py`)."""
+        """Adds U(-noise / 2, noise / 2) * 512 / T while training, T the length of a document.
+
+        Source: SafeAILab/EAGLE `train/main.py`, which trains on one document at a time.
+        """
         if not self.training or not self.config.noise:
             return features
-        width = self.config.noise * 512 / len(features)
-        generator = torch.Generator(features.device).manual_seed(int(batch["noise_seed"]))
-        draws = torch.rand(features.shape, generator=generator, device=features.device)
-        return features + (draws - 0.5).to(features) * width
+        # Of each sequence by itself: alike in any company, on any number of processes.
+        generators = [
+            torch.Generator(features.device).manual_seed(seed) for seed in batch[NOISE_SEEDS]
+        ]
+        shape = (len(features) // len(generators), features.shape[1])
+        draws = [torch.rand(shape, generator=g, device=features.device) for g in generators]
+        lengths = batch[DOCUMENTS].bounds.diff()
+        lengths = lengths.repeat_interleave(lengths, output_size=len(features)).unsqueeze(1)
+        width = self.config.noise * 512 / lengths
+        return features + ((torch.cat(draws) - 0.5) * width).to(features)
 
 
 def main(config: EagleRun) -> None:

@@ -4,41 +4,30 @@ Sums over supervised tokens, as in `train.losses`. A step d (from 1) of the trai
 predicts x_{t+1+d} from token t, so it is supervised where Medusa's head d is, and is compared
 with what the target says at t + d.
 
-Letters: N rows, M rows of all steps, P answered places, H hidden, V vocabulary, W draft
-vocabulary, J steps.
+Letters: N tokens that draft, M rows of all steps, P answered places, H hidden, V vocabulary,
+W draft vocabulary, J steps.
 """
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.schema_eagle import EagleConfig, StepNormalizer
+from data.layout import HIDDEN
 from heads.eagle import EagleHead
 from heads.vocab import DraftVocab
 from train.divergences import Found, Pair, Said, divergence, top_k
 from train.fused import Part, Teacher, Verdict, fused_linear
 from train.losses import Sums, term_sums
+from train.rows import LEARNT, UNROLLED, Batch, Unrolled
 from train.teachers import Distribution
 
 MEASURES = ("top1", "alpha")
 """Tokens where the head's and the target's first choice agree; and the sum over the whole
 vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
-
-
-class Step(NamedTuple):
-    """The supervised rows of one step.
-
-    Attributes:
-        outputs: [N, H] of the head.
-        rows: [N] int64, the teacher's row that each is compared with.
-    """
-
-    outputs: Tensor
-    rows: Tensor
 
 
 def step_weights(config: EagleConfig) -> Tensor:
@@ -50,39 +39,38 @@ def step_weights(config: EagleConfig) -> Tensor:
 def eagle_loss(
     criterion: "EagleCriterion",
     head: EagleHead,
-    steps: Sequence[Step],
+    outputs: Sequence[Tensor],
+    batch: Batch,
     teacher: Teacher,
-    features: Tensor | None,
     scale: Tensor,
 ) -> Sums:
-    """The losses of all steps of a text.
+    """The losses of all steps of a batch.
 
     Args:
         criterion: weights and formulas.
         head: its norm and output head are used.
-        steps: J of them.
+        outputs: of each of J steps [N, H], at the tokens that draft.
+        batch: what is learnt of it, and `hidden_states` [B, T, H] for the regression loss.
         teacher: what the target says after its P answered places.
-        features: [P, H], the target's hidden states there, for the regression loss.
         scale: [J] float32, the weight of each step's sum in the total.
 
     Returns:
         `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
         vocabulary add nothing to the loss.
     """
-    outputs = torch.cat([step.outputs for step in steps])
-    rows = torch.cat([step.rows for step in steps])
-    sizes = [len(step.rows) for step in steps]
-    scales = torch.cat([each.expand(size) for each, size in zip(scale, sizes, strict=True)])
-    part = Part(head.normed(outputs), head.projection(), rows, scales)
+    unrolled: Unrolled = batch[UNROLLED]
+    answers, scales = unrolled.rows.answers, scale[unrolled.steps]
+    learnt = torch.cat([*outputs]).index_select(0, unrolled.rows.places)
+    part = Part(head.normed(learnt), head.projection(), answers, scales)
     total, (found,) = fused_linear([part], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
-        assert features is not None
-        wanted = features[rows].float()
-        near = weight * F.smooth_l1_loss(outputs.float(), wanted, reduction="none").mean(-1)
+        wanted = batch[HIDDEN].flatten(0, 1)[batch[LEARNT].places[answers.device]].float()
+        near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
         total = total + (near * scales).sum()
         found[0] += near.detach()
-    return Sums(total, torch.stack([term_sums(each) for each in found.split(sizes, 1)], dim=1))
+    by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
+    return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
 
 
 class EagleCriterion:
@@ -95,12 +83,14 @@ class EagleCriterion:
 
     def __call__(self, known: Distribution, at: Tensor, said: Said, want_grad: bool) -> Verdict:
         """See `train.fused.Criterion`."""
-        best = known.best[at]
-        top1 = self.vocab.to_target(said.best) == best
+        best, full = known.best[at], self.vocab.full
+        top1 = (said.best if full else self.vocab.to_target(said.best)) == best
         pair = known.pair(at, said)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
-        found = self._loss(pair, want_grad).where(self.vocab.to_draft(best) >= 0)
-        return Verdict(found.loss, found.grad, torch.stack([top1.to(alpha), alpha]))
+        found = self._loss(pair, want_grad)
+        if not full:
+            found = found.where(self.vocab.to_draft(best) >= 0)
+        return Verdict(torch.stack([found.loss, top1.to(alpha), alpha]), found.grad)
 
     def _loss(self, pair: Pair, want_grad: bool) -> Found:
         config, terms = self.config, []

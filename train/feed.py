@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from train.losses import Batch
+from train.rows import Batch, moved, tensors_of
 
 
 class Dataset(Protocol):
@@ -29,15 +29,18 @@ class Dataset(Protocol):
         ...
 
 
-def stacked(
-    dataset: Dataset, indices: list[int], device: torch.device | None = None
-) -> dict[str, Tensor]:
-    """Some sequences as one batch, on a device if one is named."""
+def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
+    """Some sequences as one batch, on the CPU."""
     rows = [dataset[index] for index in indices]
-    return {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-Load = Callable[[int], list[dict[str, Tensor]]]
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch on a device; copies from pinned memory are not waited for."""
+    return moved(batch, lambda each: each.to(device, non_blocking=True))
+
+
+Load = Callable[[int], list[Batch]]
 Prepare = Callable[[Batch], Batch]
 
 
@@ -53,7 +56,7 @@ class Feed:
     """The micro batches of steps first..last, in order.
 
     Args:
-        load: the micro batches of a step on the CPU, each a dict of tensors; called in a thread.
+        load: the micro batches of a step on the CPU; called in a thread.
         prepare: adds what the target gives to a batch on the device.
         device: where batches go.
         first, last: steps, from 0, the last one not included.
@@ -66,8 +69,8 @@ class Feed:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, "headsmith-feed")
         self._steps = iter(range(first, last))
-        self._coming: Future[list[dict[str, Tensor]]] | None = None
-        self._current: list[dict[str, Tensor]] = []
+        self._coming: Future[list[Batch]] | None = None
+        self._current: list[Batch] = []
         self._ahead: _Started | None = None
         self._ask()
 
@@ -75,13 +78,13 @@ class Feed:
         step = next(self._steps, None)
         self._coming = None if step is None else self._pool.submit(self._loaded, step)
 
-    def _loaded(self, step: int) -> list[dict[str, Tensor]]:
+    def _loaded(self, step: int) -> list[Batch]:
         batches = self._load(step)
         if self._stream is None:
             return batches
-        return [{name: each.pin_memory() for name, each in batch.items()} for batch in batches]
+        return [moved(batch, Tensor.pin_memory) for batch in batches]
 
-    def next_step(self) -> list[dict[str, Tensor]]:
+    def next_step(self) -> list[Batch]:
         """The micro batches of the next step as they were loaded, on the CPU.
 
         Raises:
@@ -103,7 +106,7 @@ class Feed:
                 self._ahead = self._start(following)
             yield self._finish(started)
 
-    def _following(self, number: int) -> dict[str, Tensor] | None:
+    def _following(self, number: int) -> Batch | None:
         """The batch after one of this step, if it is loaded."""
         if number + 1 < len(self._current):
             return self._current[number + 1]
@@ -111,10 +114,9 @@ class Feed:
         ready = coming is not None and coming.done() and coming.exception() is None
         return coming.result()[0] if coming is not None and ready else None
 
-    def _start(self, batch: dict[str, Tensor]) -> _Started:
+    def _start(self, batch: Batch) -> _Started:
         with torch.cuda.stream(self._stream), record_function("target"):
-            moved = {name: each.to(self._device, non_blocking=True) for name, each in batch.items()}
-            prepared = self._prepare(moved)
+            prepared = self._prepare(on_device(batch, self._device))
             done = None if self._stream is None else self._stream.record_event()
         return _Started(prepared, done)
 
@@ -122,7 +124,7 @@ class Feed:
         if started.done is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(started.done)
-            for each in started.batch.values():
+            for each in tensors_of(started.batch):
                 # Its memory belongs to the side stream, which must not reuse it too early.
                 each.record_stream(here)
         return started.batch

@@ -10,6 +10,9 @@ Matrix products want many rows, and logits are narrow numbers; what is done betw
 float32 and wants few. So a chunk is compared in pieces, and a piece's gradient takes the place
 of its logits.
 
+The gradient of a projection is as large as itself, so there is only one: it is added to `.grad`
+as it is found, and the backward pass adds nothing to it, but tells whoever waits for it.
+
 Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hidden, W columns
 (vocabulary), L measures.
 """
@@ -25,19 +28,21 @@ from torch.autograd.function import once_differentiable
 
 from heads.projection import Projection
 from train.divergences import Said
+from train.rows import Rising
 
-CHUNK_BYTES = 96 * 2**20
+CHUNK_BYTES = 192 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 64 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
+CPU_CHUNK_BYTES = 64 * 2**20
 CPU_PIECE_BYTES = 4 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Of a piece of a projection's gradient before it is added to the rest."""
 
 
-Judge = Callable[..., Any]
-"""`judge` with its first arguments given."""
+Compare = Callable[..., Any]
+"""`compared` with its first arguments given."""
 
 
 class Part(NamedTuple):
@@ -45,14 +50,14 @@ class Part(NamedTuple):
 
     Attributes:
         hidden: [M, D].
-        projection: gets a gradient if its weight wants one.
-        rows: [M] int64, the teacher's row that each is compared with.
+        projection: gets a gradient if its weight, a parameter, wants one.
+        rows: M rows of the teacher that they are compared with.
         scales: [M] float32, the weight of each row in the total.
     """
 
     hidden: Tensor
     projection: Projection
-    rows: Tensor
+    rows: Rising
     scales: Tensor
 
 
@@ -75,11 +80,10 @@ class Teacher(Protocol):
 
 
 class Verdict(NamedTuple):
-    """Of r student rows: loss [r], gradient [r, W] of the logits or None, measures [L, r]."""
+    """Of r student rows: loss and measures [1 + L, r], gradient [r, W] of the logits or None."""
 
-    loss: Tensor
+    found: Tensor
     grad: Tensor | None
-    measures: Tensor
 
 
 class Criterion(Protocol):
@@ -99,19 +103,33 @@ class Criterion(Protocol):
         ...
 
 
-def judge(criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool) -> Verdict:
+def compared(
+    criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool
+) -> Verdict:
     """What a criterion finds of logits; all that is done on [r, W] besides matrix products."""
     precise = torch.promote_types(logits.dtype, torch.float32)
     return criterion(known, at, Said.of(logits.to(precise)), want_grad)
 
 
-compiled_judge = torch.compile(judge, dynamic=True)
+_compiled = torch.compile(compared, dynamic=True)
+
+
+def compare_compiled(
+    criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool
+) -> Verdict:
+    """`compared`, compiled on first use."""
+    # A single row would be compiled for itself: dynamo takes 1 for a constant.
+    one_row = len(logits) == 1
+    return (compared if one_row else _compiled)(criterion, known, at, logits, want_grad)
 
 
 def fused_linear(
     parts: Sequence[Part], teacher: Teacher, criterion: Criterion, compiled: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum of losses over all rows, each times its scale, and what each row gave.
+
+    Effects: with gradients, those of trained projections are in their `.grad` when this returns.
+    The total must then be run backward once, as it is: times a number it would be another loss.
 
     Args:
         parts: the students. Under autocast they are projected in its dtype; everything from
@@ -121,13 +139,15 @@ def fused_linear(
         compiled: compile it on first use.
 
     Returns:
-        total: [] float32 with a gradient to hidden states and, where trained, projections.
+        total: [] float32 with a gradient to hidden states.
         found: per part [1 + L, M] float32, loss and measures of each row, without one.
     """
     inputs = [tensor for part in parts for tensor in (part.hidden, part.projection.weight)]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    judged = partial(compiled_judge if compiled else judge, criterion)
-    total, *found = _Fused.apply(parts, teacher, criterion.num_measures, judged, want_grad, *inputs)
+    compare = partial(compare_compiled if compiled else compared, criterion)
+    total, *found = _Fused.apply(
+        parts, teacher, criterion.num_measures, compare, want_grad, *inputs
+    )
     return total, found
 
 
@@ -138,21 +158,23 @@ class _Fused(torch.autograd.Function):
         parts: Sequence[Part],
         teacher: Teacher,
         num_measures: int,
-        judged: Judge,
+        compare: Compare,
         want_grad: bool,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        dtype = _autocast_dtype(inputs[0].device)
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            size = rows_of(CHUNK_BYTES, teacher.row_bytes)
+        device = inputs[0].device
+        dtype = _autocast_dtype(device)
+        with torch.autocast(device.type, enabled=False):
+            size = rows_of(chunk_bytes(device), teacher.row_bytes)
             edges = [*range(0, teacher.num_rows, size), teacher.num_rows]
             students = [_Student(part, num_measures, want_grad, dtype, edges) for part in parts]
             for chunk, (begin, end) in enumerate(pairwise(edges)):
                 known = teacher.known(begin, end)
                 for student in students:
-                    student.compare(partial(judged, known), chunk, begin)
+                    student.compare(partial(compare, known), chunk, begin)
                 del known  # before the next one is made
-        ctx.grads = [grad for student in students for grad in student.grads]
+        ctx.hidden_grads = [student.hidden_grad for student in students]
+        ctx.weights = [part.projection.weight for part in parts]
         found = [student.found for student in students]
         ctx.mark_non_differentiable(*found)
         totals = [(s.found[0] * s.part.scales).sum() for s in students]
@@ -161,10 +183,14 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        assert ctx.grads is not None, "one backward pass per loss"
-        # In place, because the gradient of a projection is as large as itself.
-        grads = [None if grad is None else grad.mul_(grad_total) for grad in ctx.grads]
-        ctx.grads = None
+        assert ctx.hidden_grads is not None, "one backward pass per loss"
+        grads: list[Tensor | None] = []
+        for grad, weight in zip(ctx.hidden_grads, ctx.weights, strict=True):
+            grads.append(None if grad is None else grad.mul_(grad_total))
+            # Not None: who waits for this gradient, as DDP does, must hear of it.
+            trained = weight.requires_grad
+            grads.append(weight.new_zeros(()).expand_as(weight) if trained else None)
+        ctx.hidden_grads = None
         return None, None, None, None, None, *grads
 
 
@@ -181,58 +207,47 @@ class _Student:
     ) -> None:
         self.part, self.want_grad = part, want_grad
         weight = part.projection.weight
-        self.projection = part.projection._replace(weight=weight.detach().to(dtype or weight.dtype))
-        rows, self.order = torch.sort(part.rows, stable=True)
-        self.bounds = torch.searchsorted(rows, rows.new_tensor(edges)).tolist()
+        self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
+        self.projection: Projection | None = None
+        self.bounds = torch.searchsorted(part.rows.host, torch.tensor(edges)).tolist()
         precise = torch.promote_types(weight.dtype, torch.float32)
-        self.found = torch.zeros(
-            1 + num_measures, len(part.rows), dtype=precise, device=weight.device
-        )
-        self.hidden_grad = torch.zeros_like(part.hidden) if self._wants(part.hidden) else None
-        wanted = self._wants(weight)
-        self.weight_grad = torch.zeros_like(weight, dtype=precise) if wanted else None
+        shape = (1 + num_measures, len(part.hidden))
+        self.found = torch.zeros(shape, dtype=precise, device=weight.device)
+        wanted = want_grad and part.hidden.requires_grad
+        self.hidden_grad = torch.zeros_like(part.hidden) if wanted else None
+        self.weight_grad = _grad_of(weight) if want_grad and weight.requires_grad else None
 
-    def _wants(self, tensor: Tensor) -> bool:
-        return self.want_grad and tensor.requires_grad
-
-    @property
-    def grads(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of hidden states and projection, in their dtypes."""
-        if self.weight_grad is None:
-            return self.hidden_grad, None
-        return self.hidden_grad, self.weight_grad.to(self.part.projection.weight.dtype)
-
-    def compare(self, judged: Judge, chunk: int, begin: int) -> None:
+    def compare(self, compare: Compare, chunk: int, begin: int) -> None:
         """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
+        weight = self.part.projection.weight
+        if self.projection is None:
+            narrow = weight.detach().to(self.dtype)
+            self.projection = self.part.projection._replace(weight=narrow)
         first, last = self.bounds[chunk : chunk + 2]
-        weight = self.projection.weight
-        size = rows_of(CHUNK_BYTES, weight.shape[0] * weight.element_size())
-        for mine in self.order[first:last].split(size):
-            if len(mine):
-                self._rows(judged, mine, self.part.rows[mine] - begin)
+        size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
+        for rows in balanced(first, last, size):
+            self._rows(compare, rows, self.projection, begin)
+        if chunk == self.last_chunk:
+            self.projection = None  # before the next student casts its own
 
-    def _rows(self, judged: Judge, mine: Tensor, at: Tensor) -> None:
-        hidden = self.part.hidden[mine].detach().to(self.projection.weight.dtype)
-        logits = self.projection.logits(hidden)
-        size = piece_rows(logits)
-        for piece in zip(mine.split(size), at.split(size), logits.split(size), strict=True):
-            self._piece(judged, *piece)
+    def _rows(self, compare: Compare, rows: slice, projection: Projection, begin: int) -> None:
+        hidden = self.part.hidden[rows].detach().to(self.dtype)
+        logits, at = projection.logits(hidden), self.part.rows.device[rows] - begin
+        for piece in balanced(0, len(logits), piece_rows(logits)):
+            verdict = compare(at[piece], logits[piece], self.want_grad)
+            self.found[:, rows][:, piece] = verdict.found
+            if verdict.grad is not None:
+                logits[piece] = projection.before(verdict.grad, logits[piece])
         if self.want_grad:
-            self._carry_back(logits, mine, hidden)
+            self._carry_back(logits, rows, hidden, projection)
 
-    def _piece(self, judged: Judge, mine: Tensor, at: Tensor, logits: Tensor) -> None:
-        """Compares r rows; their gradient takes the place of the logits."""
-        verdict = judged(at, logits, self.want_grad)
-        self.found[0, mine] = verdict.loss
-        self.found[1:, mine] = verdict.measures
-        if verdict.grad is not None:
-            logits.copy_(self.projection.before(verdict.grad, logits))
-
-    def _carry_back(self, grad: Tensor, mine: Tensor, hidden: Tensor) -> None:
+    def _carry_back(
+        self, grad: Tensor, rows: slice, hidden: Tensor, projection: Projection
+    ) -> None:
         # The scales go to the narrow side of each product.
-        scales = self.part.scales[mine].unsqueeze(1)
+        scales = self.part.scales[rows].unsqueeze(1)
         if self.hidden_grad is not None:
-            self.hidden_grad[mine] = (scales * (grad @ self.projection.weight)).to(self.hidden_grad)
+            self.hidden_grad[rows] = scales * (grad @ projection.weight)
         if self.weight_grad is not None:
             hidden = (scales * hidden).to(hidden)
             size = rows_of(TILE_BYTES, 4 * hidden.shape[1])
@@ -241,16 +256,42 @@ class _Student:
                 _add_product(whole, tile.T, hidden)
 
 
+def _grad_of(weight: Tensor) -> Tensor:
+    """The `.grad` of a parameter, made if need be."""
+    assert weight.is_leaf, "a projection is trained as a parameter"
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
 def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right, summed in the dtype of `whole`."""
     if whole.dtype == left.dtype:
         whole.addmm_(left, right)
+    elif whole.is_cuda:
+        torch.addmm(whole, left, right, out_dtype=whole.dtype, out=whole)
     else:
-        whole.add_(left @ right)
+        whole.addmm_(left.to(whole), right.to(whole))
+
+
+def balanced(first: int, last: int, size: int) -> list[slice]:
+    """first..last in as few slices of at most `size` as can be, which differ by one at most.
+
+    So one row is alone only where there is no other.
+    """
+    number = -(-(last - first) // size)
+    edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []
+    return [slice(*each) for each in pairwise(edges)]
 
 
 def rows_of(num_bytes: int, row_bytes: int) -> int:
     """How many rows fit, and at least one."""
     return max(1, num_bytes // row_bytes)
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Of the logits of a chunk."""
+    return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
 
 
 def piece_rows(logits: Tensor) -> int:

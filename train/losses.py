@@ -6,7 +6,6 @@ micro batches of an optimizer step, so the result does not depend on how sequenc
 Shapes: B batch, T tokens, D hidden, V vocab, K terms (heads or steps), P answered places.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,9 +17,9 @@ from heads.ends import TargetEnds
 from heads.projection import Projection
 from train.divergences import Said, kl
 from train.fused import Part, Teacher, Verdict, fused_linear
+from train.ranking import hits
+from train.rows import LEARNT, Batch, Rows
 from train.teachers import Distribution
-
-Batch = Mapping[str, Tensor]
 
 
 class Sums(NamedTuple):
@@ -53,39 +52,6 @@ class MedusaHeads(Protocol):
         ...
 
 
-def supervised(batch: Batch, k: int) -> Tensor:
-    """Positions at which depth k (from 1), a Medusa head or a step of EAGLE, is trained.
-
-    At position t head k predicts x_{t+1+k}. It is trained there if that token is in the loss
-    mask and belongs to the document of t: k=1 in `a b c | d e`, all of them in the mask, is
-    trained at `a` (on `c`) only.
-
-    Args:
-        batch: `loss_mask` [B, T] bool, `document_ids` [B, T] int, -1 on padding.
-        k: head, from 1; 0 is the target itself, which predicts x_{t+1} at t.
-
-    Returns:
-        [B, T] bool, false in the last k + 1 columns.
-    """
-    loss_mask, documents = batch["loss_mask"], batch["document_ids"]
-    found = torch.zeros_like(loss_mask, dtype=torch.bool)
-    ahead = 1 + k
-    if loss_mask.shape[1] > ahead:
-        same = (documents[:, :-ahead] == documents[:, ahead:]) & (documents[:, ahead:] >= 0)
-        found[:, :-ahead] = same & loss_mask[:, ahead:].bool()
-    return found
-
-
-def supervised_counts(batch: Batch, depth: int) -> Tensor:
-    """Supervised tokens of each depth, known without running any model.
-
-    Returns:
-        [depth] float32.
-    """
-    counts = [supervised(batch, k).sum() for k in range(1, depth + 1)]
-    return torch.stack(counts).float()
-
-
 def medusa_weights(num_heads: int, decay: float) -> Tensor:
     """lambda_k = decay ** k for k = 1..K.
 
@@ -93,24 +59,6 @@ def medusa_weights(num_heads: int, decay: float) -> Tensor:
         [K] float32.
     """
     return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
-
-
-class Answered(NamedTuple):
-    """The tokens whose continuation is learnt, over a flattened batch.
-
-    Attributes:
-        places: [P] int64, of the tokens.
-        number: [B * T] int64, from a token to its number among them; elsewhere meaningless.
-    """
-
-    places: Tensor
-    number: Tensor
-
-
-def answered(batch: Batch) -> Answered:
-    """The tokens before those in the loss mask; depth d reads those d after its own."""
-    before = supervised(batch, 0).flatten()
-    return Answered(before.nonzero().squeeze(1), before.cumsum(0) - 1)
 
 
 def medusa_loss(
@@ -126,9 +74,9 @@ def medusa_loss(
     Args:
         heads: the heads.
         hidden: [B, T, D], the target's last hidden states.
-        batch: `input_ids` [B, T] and what `supervised` reads.
+        batch: `input_ids` [B, T], and what is learnt of it.
         scale: [K] float32, the weight of each head's sum in the total.
-        teacher: of `answered(batch)`. With it head k at t learns the distribution that the
+        teacher: of the answered places. With it head k at t learns the distribution that the
             target gives at t + k, its own prediction of x_{t+1+k}. Accuracies are against the
             text either way.
         compiled: compile the loss on first use.
@@ -138,19 +86,23 @@ def medusa_loss(
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
-    flat = hidden.flatten(0, 1)
-    places, number = answered(batch)
-    labels = batch["input_ids"].flatten().roll(-1)[places]
+    flat, learnt = hidden.flatten(0, 1), batch[LEARNT]
     parts = []
     with record_function("head"):
-        for k in range(1, heads.num_heads + 1):
-            rows = supervised(batch, k).flatten().nonzero().squeeze(1)
-            states = heads.states(k - 1, flat[rows])
-            scales = scale[k - 1].expand(len(rows))
-            parts.append(Part(states, heads.projection(k - 1), number[rows + k], scales))
+        for k in range(heads.num_heads):
+            rows: Rows = learnt.depths[1 + k]
+            states = heads.states(k, flat[rows.places])
+            scales = scale[k].expand(len(states))
+            parts.append(Part(states, heads.projection(k), rows.answers, scales))
     with record_function("loss"):
-        total, found = fused_linear(parts, TextTeacher(labels, teacher), text_criterion, compiled)
+        text = TextTeacher(_labels(batch), teacher)
+        total, found = fused_linear(parts, text, text_criterion, compiled)
     return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
+
+
+def _labels(batch: Batch) -> Tensor:
+    """[P] int64, the tokens after the answered places."""
+    return batch["input_ids"].flatten().roll(-1)[batch[LEARNT].places]
 
 
 def target_loss(
@@ -166,21 +118,19 @@ def target_loss(
     Args:
         target: its output head, which gets no gradient.
         hidden: [B, T, D], its last hidden states.
-        batch: `input_ids` [B, T] and what `supervised` reads.
+        batch: `input_ids` [B, T], and what is learnt of it.
         scale: [1] float32, the weight of the sum in the total.
-        teacher: of `answered(batch)`, learnt in place of the text.
+        teacher: of the answered places, learnt in place of the text.
         compiled: compile the loss on first use.
 
     Returns:
         One term, with the measures of `medusa_loss`.
     """
-    places = answered(batch).places
-    labels = batch["input_ids"].flatten().roll(-1)[places]
-    rows = torch.arange(len(places), device=places.device)
-    states = hidden.flatten(0, 1)[places]
-    part = Part(states, target.projection, rows, scale.expand(len(rows)))
+    rows: Rows = batch[LEARNT].depths[0]
+    states = hidden.flatten(0, 1)[rows.places]
+    part = Part(states, target.projection, rows.answers, scale.expand(len(states)))
     with record_function("loss"):
-        text = TextTeacher(labels, teacher)
+        text = TextTeacher(_labels(batch), teacher)
         total, (found,) = fused_linear([part], text, text_criterion, compiled)
     return Sums(total, term_sums(found).unsqueeze(1))
 
@@ -188,7 +138,7 @@ def target_loss(
 def term_sums(found: Tensor) -> Tensor:
     """[2 + L] float32 loss, tokens and measures of a term, from those of its rows [1 + L, N]."""
     sums = found.sum(1, dtype=torch.float32)
-    return torch.cat([sums[:1], sums.new_tensor([float(found.shape[1])]), sums[1:]])
+    return torch.cat([sums[:1], sums.new_full((1,), found.shape[1]), sums[1:]])
 
 
 @dataclass(frozen=True)
@@ -226,34 +176,16 @@ class _TextCriterion:
 
     def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
         labels, soft = known[0][at], known[1]
-        measures = torch.stack(hits(said.logits, labels))
+        measures = hits(said.logits, labels)
         if soft is not None:
             found = kl(soft.pair(at, said), want_grad)
-            return Verdict(found.loss, found.grad, measures)
+            return Verdict(torch.stack([found.loss, *measures]), found.grad)
         column = labels.unsqueeze(1)
         loss = -said.log_q_at(column).squeeze(1)
         # The gradient is q - 1 at the label.
         minus_one = said.q.new_full(column.shape, -1.0)
         grad = said.q.scatter_add_(1, column, minus_one) if want_grad else None
-        return Verdict(loss, grad, measures)
+        return Verdict(torch.stack([loss, *measures]), grad)
 
 
 text_criterion = _TextCriterion()
-
-
-def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which labels are the first choice, and which are among the first five.
-
-    Exactly one id is first and five are among the first five, also where logits tie, which is
-    common in bfloat16; counting all of a tie would flatter.
-
-    Args:
-        logits: [N, V].
-        labels: [N] int.
-
-    Returns:
-        Two [N] tensors of 0 and 1, in the dtype of the logits.
-    """
-    best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    first = logits.max(1).indices == labels
-    return first.to(logits.dtype), best.any(1).to(logits.dtype)

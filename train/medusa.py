@@ -16,15 +16,9 @@ from heads.ends import TargetEnds
 from heads.medusa import MedusaHead
 from heads.vocab import DraftVocab
 from train import command
-from train.losses import (
-    Batch,
-    Sums,
-    answered,
-    medusa_loss,
-    medusa_weights,
-    supervised_counts,
-)
+from train.losses import Sums, medusa_loss, medusa_weights
 from train.objective import Objective
+from train.rows import LEARNT, Batch
 from train.states import with_states
 from train.teachers import HiddenTeacher
 
@@ -50,7 +44,7 @@ class MedusaObjective(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32 supervised tokens of each head."""
-        return supervised_counts(batch, self.head.num_heads)
+        return batch[LEARNT].counts[1:]
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch with the target's states."""
@@ -61,8 +55,8 @@ class MedusaObjective(Objective):
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         teacher = None
         if self.soft:
-            at = answered(batch).places
-            teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[at])
+            places = batch[LEARNT].places
+            teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[places])
         return medusa_loss(self.head, hidden, batch, scale, teacher, self.compiled)
 
 

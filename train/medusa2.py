@@ -27,19 +27,11 @@ from heads.target import Target
 from heads.vocab import DraftVocab
 from train import command, loop, processes
 from train.heldout_loss import HeldoutLoss
-from train.losses import (
-    Batch,
-    Sums,
-    answered,
-    medusa_loss,
-    medusa_weights,
-    supervised,
-    supervised_counts,
-    target_loss,
-)
+from train.losses import Sums, medusa_loss, medusa_weights, target_loss
 from train.medusa import make_head
 from train.objective import Group, Objective
 from train.replay import HeldoutReplay, heldout_prompts
+from train.rows import LEARNT, NOISE_SEEDS, Batch
 from train.states import with_states
 from train.teachers import HiddenTeacher
 
@@ -99,8 +91,7 @@ class Medusa2Objective(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """[1 + K] float32 supervised tokens of the target and of each head."""
-        own = supervised(batch, 0).sum().float()
-        return torch.cat([own[None], supervised_counts(batch, len(self.decays))])
+        return batch[LEARNT].counts
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch: what the target gives needs gradients."""
@@ -127,7 +118,7 @@ class Medusa2Objective(Objective):
 
     def _teacher(self, batch: Batch, bare: Tensor) -> HiddenTeacher:
         """What the target said before it was adapted."""
-        places = answered(batch).places
+        places = batch[LEARNT].places
         return HiddenTeacher(self.target, self.vocab, bare.flatten(0, 1)[places])
 
     @torch.no_grad()
@@ -138,7 +129,7 @@ class Medusa2Objective(Objective):
     def _adapted(self, batch: Batch) -> Tensor:
         if self.training:
             # Dropout is drawn for the sequences: alike on any number of processes.
-            torch.manual_seed(int(batch["noise_seed"][0]))
+            torch.manual_seed(batch[NOISE_SEEDS][0])
         return self._hidden(batch)
 
     def _hidden(self, batch: Batch) -> Tensor:

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from train.losses import Batch, Sums
+from train.losses import Sums
+from train.rows import Batch, indexed
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,16 @@ class Objective(nn.Module):
         del step
         return self.weights
 
+    def indexed(self, batch: Batch) -> Batch:
+        """A batch on the CPU with where its documents lie and what is learnt of it."""
+        return indexed(batch, self.depth)
+
     def counts(self, batch: Batch) -> Tensor:
-        """[K] float32, what the sum of each term is divided by, over the optimizer step."""
+        """[K] float32, on the CPU, what the sum of each term is divided by, over the optimizer step."""
         raise NotImplementedError
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with what the target gives; needs no gradient, no head, and no step."""
+        """An indexed batch with what the target gives; needs no gradient, no head, and no step."""
         raise NotImplementedError
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:

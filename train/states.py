@@ -6,7 +6,7 @@ from data.features import restore
 from data.layout import HIDDEN
 from heads.ends import TargetEnds
 from heads.target import Reads, Target, TargetOutput
-from train.losses import Batch
+from train.rows import DOCUMENTS, Batch
 
 LAYER = "layers."
 
@@ -16,7 +16,7 @@ def with_states(target: TargetEnds, batch: Batch, reads: Reads) -> Batch:
 
     Args:
         target: the frozen target; its ends are enough if the batch comes from a store.
-        batch: `input_ids`, `position_ids` and `document_ids`, [B, T], and maybe states.
+        batch: `input_ids` and `position_ids`, [B, T], and documents; or states.
         reads: the layers that the head reads.
 
     Returns:
@@ -24,7 +24,7 @@ def with_states(target: TargetEnds, batch: Batch, reads: Reads) -> Batch:
     """
     if not isinstance(target, Target):
         return restore(batch)
-    output = target.read(batch["input_ids"], batch["position_ids"], batch["document_ids"], reads)
+    output = target.read(batch["input_ids"], batch["position_ids"], batch[DOCUMENTS], reads)
     layers = {f"{LAYER}{index}": states for index, states in output.layers.items()}
     return {**batch, HIDDEN: output.hidden_states, **layers}
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from heads.ends import TargetEnds
 from heads.vocab import DraftVocab
-from train.divergences import Pair, Said, p_log_p
-from train.fused import piece_rows
+from train.divergences import Pair, Said, dot, p_log_p
+from train.fused import balanced, piece_rows
 
 LEAST_MASS = 1e-6
 
@@ -64,17 +64,30 @@ class HiddenTeacher:
     def known(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
         logits = self.target.logits(self.hidden[begin:end])
-        ids = None if self.vocab.full else self.vocab.ids
-        pieces = [_sums(piece, ids) for piece in logits.split(piece_rows(logits))]
-        sums = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        return _Logits(logits if ids is None else logits[:, ids], *sums)
+        drafted = logits if self.vocab.full else logits.index_select(1, self.vocab.ids)
+        pieces = [
+            _told(logits[rows], drafted[rows])
+            for rows in balanced(0, len(logits), piece_rows(logits))
+        ]
+        best, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
+        if drafted.dtype is torch.float32:
+            return Table(best, drafted, mass, of_p)
+        return _Logits(drafted, best, log_norm, mass, of_p)
 
 
-def _sums(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[r] each, see `_Logits`, of logits [r, V]; mass and p log p are of some ids, if any."""
-    said = Said.of(logits.float())
-    p = said.q if ids is None else said.q[:, ids]
-    return said.best, said.log_norm, p.sum(-1), p_log_p(p)
+def _told(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[r] each, see `_Logits`, of logits [r, V] and those of the draft vocabulary [r, W].
+
+    Probabilities take the place of the latter if they fit: students then need no exponentials.
+    """
+    of_drafted = Said.of(drafted.float())
+    whole = of_drafted if drafted.shape == logits.shape else Said.of(logits.float())
+    mass = (of_drafted.log_norm - whole.log_norm).exp()
+    p = of_drafted.q.mul_(mass.unsqueeze(1))
+    told = whole.best, whole.log_norm, mass, dot(p, of_drafted.logits) - mass * whole.log_norm
+    if drafted.dtype is torch.float32:
+        drafted.copy_(p)
+    return told
 
 
 class _Logits(NamedTuple):
@@ -87,7 +100,8 @@ class _Logits(NamedTuple):
     p_log_p: Tensor
 
     def pair(self, at: Tensor, said: Said) -> Pair:
-        p = (self.logits[at].to(said.q) - self.log_norm[at].unsqueeze(1)).exp_()
+        logits = self.logits.index_select(0, at).to(said.q)
+        p = (logits - self.log_norm[at].unsqueeze(1)).exp_()
         return Pair(p, self.mass[at], self.p_log_p[at], said)
 
 
@@ -113,7 +127,7 @@ class Table(NamedTuple):
 
     def pair(self, at: Tensor, said: Said) -> Pair:
         """See `Distribution`."""
-        return Pair(self.p[at], self.mass[at], self.p_log_p[at], said)
+        return Pair(self.p.index_select(0, at), self.mass[at], self.p_log_p[at], said)
 
 
 @dataclass(frozen=True)

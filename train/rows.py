@@ -1,0 +1,171 @@
+"""Which tokens of a batch are learnt from: whole numbers, known on the CPU before a batch moves.
+
+Nothing of this depends on a model, so it is found where batches are loaded, and a device that
+computes is never asked for it.
+
+Letters: B sequences, T tokens, S = B * T tokens in a row, P answered places, K depths, M rows of
+a student, N tokens that draft.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.documents import Documents
+
+DOCUMENTS, LEARNT, UNROLLED = "documents", "learnt", "unrolled"
+NOISE_SEEDS = "noise_seeds"
+Batch = Mapping[str, Any]
+"""[B, T, ...] tensors by name; under the names above, where documents lie, what is learnt, and B
+numbers that seed what is drawn for each sequence."""
+
+
+class Rising(NamedTuple):
+    """Whole numbers in rising order that Python looks into and the device computes with.
+
+    Attributes:
+        host, device: [n] int64, the same numbers twice.
+    """
+
+    host: Tensor
+    device: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a student, in the order of the teacher's rows that they are compared with.
+
+    Attributes:
+        places: [M] int64, where they stand in what the student gives.
+        answers: M rows of the teacher.
+    """
+
+    places: Tensor
+    answers: Rising
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a batch teaches.
+
+    Attributes:
+        places: [P] int64, the tokens before those in the loss mask, of all S: a teacher has a row
+            for each.
+        depths: K + 1 of them; depth d reads the teacher d tokens after its own, and 0 is the
+            target itself. Places are of S.
+    """
+
+    places: Tensor
+    depths: tuple[Rows, ...]
+
+    @classmethod
+    def of(cls, batch: Batch, num_depths: int) -> "Learnt":
+        """What a batch on the CPU teaches depths 0 to `num_depths`."""
+        before = supervised(batch, 0).flatten()
+        number = before.cumsum(0) - 1
+        depths = []
+        for depth in range(num_depths + 1):
+            places = supervised(batch, depth).flatten().nonzero().squeeze(1)
+            answers = number[places + depth]
+            depths.append(Rows(places, Rising(answers, answers)))
+        return cls(depths[0].places, tuple(depths))
+
+    @property
+    def counts(self) -> Tensor:
+        """[K + 1] float32 supervised tokens of each depth."""
+        return torch.tensor([float(len(rows.places)) for rows in self.depths])
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """What is learnt of tokens that draft side by side, step after step.
+
+    Attributes:
+        drafts: [N] int64, the tokens that draft, of all S, in rising order; at least one.
+        rows: of all steps together; places are of the steps' outputs [K, N] in a row.
+        steps: [M] int64, the step of each row, from 0.
+        by_step: [M] int64, the numbers of the rows, sorted by step.
+        sizes: rows of each step.
+    """
+
+    drafts: Tensor
+    rows: Rows
+    steps: Tensor
+    by_step: Tensor
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, learnt: Learnt) -> "Unrolled":
+        """The tokens from which any depth from 1 on is learnt, and each depth's share of them."""
+        depths = learnt.depths[1:]
+        # One row that nothing is learnt from keeps every parameter in the graph.
+        drafts = torch.cat([rows.places for rows in depths]).unique()
+        drafts = drafts if len(drafts) else torch.zeros(1, dtype=torch.int64)
+        places = torch.cat(
+            [torch.searchsorted(drafts, r.places) + k * len(drafts) for k, r in enumerate(depths)]
+        )
+        sizes = [len(rows.places) for rows in depths]
+        steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
+        answers, order = torch.cat([rows.answers.host for rows in depths]).sort(stable=True)
+        rows = Rows(places[order], Rising(answers, answers))
+        return cls(drafts, rows, steps[order], order.argsort(), tuple(sizes))
+
+
+def supervised(batch: Batch, depth: int) -> Tensor:
+    """Tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
+
+    At token t depth d predicts x_{t+1+d}. It is trained there if that token is in the loss mask
+    and belongs to the document of t: d=1 in `a b c | d e`, all of them in the mask, is trained
+    at `a` (on `c`) only.
+
+    Args:
+        batch: `loss_mask` [B, T] bool, `document_ids` [B, T] int, -1 on padding.
+        depth: from 1; 0 is the target itself, which predicts x_{t+1} at t.
+
+    Returns:
+        [B, T] bool, false in the last `depth` + 1 columns.
+    """
+    loss_mask, documents = batch["loss_mask"], batch["document_ids"]
+    found = torch.zeros_like(loss_mask, dtype=torch.bool)
+    ahead = 1 + depth
+    if loss_mask.shape[1] > ahead:
+        same = (documents[:, :-ahead] == documents[:, ahead:]) & (documents[:, ahead:] >= 0)
+        found[:, :-ahead] = same & loss_mask[:, ahead:].bool()
+    return found
+
+
+def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A batch, or what it holds, with every tensor moved; what Python looks into stays."""
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, Rising):
+        return Rising(value.host, move(value.device))
+    if isinstance(value, Mapping):
+        return {name: moved(each, move) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(each, move) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {each.name: moved(getattr(value, each.name), move) for each in fields(value)}
+        return replace(value, **changed)
+    return value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors that `moved` moves."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    moved(value, keep)
+    return found
+
+
+def indexed(batch: Batch, num_depths: int) -> Batch:
+    """A batch on the CPU with where its documents lie and what depths 0 to `num_depths` learn."""
+    documents = Documents.of(batch["document_ids"])
+    return {**batch, DOCUMENTS: documents, LEARNT: Learnt.of(batch, num_depths)}
