@@ -4,6 +4,7 @@ import torch
 
 from data.features import restore
 from data.layout import HIDDEN
+from heads.documents import Documents
 from heads.ends import TargetEnds
 from heads.target import Reads, Target, TargetOutput
 from train.losses import Batch
@@ -24,7 +25,8 @@ def with_states(target: TargetEnds, batch: Batch, reads: Reads) -> Batch:
     """
     if not isinstance(target, Target):
         return restore(batch)
-    output = target.read(batch["input_ids"], batch["position_ids"], batch["document_ids"], reads)
+    documents = Documents.of(batch["document_ids"].cpu()).on(target.device)
+    output = target.read(batch["input_ids"], batch["position_ids"], documents, reads)
     layers = {f"{LAYER}{index}": states for index, states in output.layers.items()}
     return {**batch, HIDDEN: output.hidden_states, **layers}
 
