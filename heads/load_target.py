@@ -11,7 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
+from heads.documents import Documents
 from heads.target import Target
+
+# In which a model fails that is not as ours are.
+EVERY_WAY = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
@@ -163,6 +167,7 @@ def check_served(target: Target) -> None:
             f"target.path={target.name}: {target.config.model_type} "
             f"({type(target.model).__name__}) cannot be served: {reason}"
         )
+    target.needs_masks = _probe_documents(target)
 
 
 @torch.no_grad()
@@ -171,19 +176,52 @@ def _probe(target: Target) -> str | None:
     try:
         expected = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
         hidden = _probe_tree(target, ids)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except EVERY_WAY as error:
         return f"{type(error).__name__}: {error}"
+    difference = _difference(target, hidden, expected)
+    if difference:
+        return f"a pass with explicit masks, positions and cache {difference}"
+    return None
+
+
+def _difference(target: Target, hidden: Tensor, expected: Tensor) -> str:
+    """How the logits after hidden states differ from the model's own; empty if they do not."""
     found = target.logits(hidden).float()
     # int8 rounds activations by the batch that they come in.
     exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
     tolerance = 1e-3 if exact else 0.3
     difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
-    if not difference < tolerance:
-        return (
-            "a pass with explicit masks, positions and cache differs from its own pass by "
-            f"{difference:.2g} standard deviations of the logits (allowed {tolerance})"
-        )
-    return None
+    if difference < tolerance:
+        return ""
+    return (
+        f"differs from its own pass by {difference:.2g} standard deviations of the logits "
+        f"(allowed {tolerance})"
+    )
+
+
+@torch.no_grad()
+def _probe_documents(target: Target) -> str:
+    """Why a target cannot read documents without masks; empty if it can.
+
+    Two documents, packed in both orders, must give what the model gives on each alone, and each
+    layer must have asked for the window that it has.
+    """
+    device = target.device
+    ids = torch.tensor([[5, 9, 7, 11, 6, 8, 4]], device=device) % target.vocab_size
+    first, second = ids[:, :4], ids[:, 4:]
+    packed = torch.cat([torch.cat([first, second], 1), torch.cat([second, first], 1)])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]], device=device)
+    documents = Documents.of(torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]]))
+    alone = [target.model(input_ids=text, use_cache=False).logits[0] for text in (first, second)]
+    try:
+        output = target.read(packed, positions, documents.on(device))
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
+    if [window for window, _ in target.attended] != target.windows:
+        return f"{type(target.model).__name__} attends in a way of its own"
+    expected = torch.cat([*alone, *reversed(alone)]).float()
+    difference = _difference(target, output.hidden_states.flatten(0, 1), expected)
+    return difference and f"a read by documents {difference}"
 
 
 def _probe_tree(target: Target, ids: Tensor) -> Tensor:

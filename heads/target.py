@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import InputError
+from heads.attention import dense, reading
 from heads.cache import TreeCache
+from heads.documents import Documents
 from heads.ends import TargetEnds
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -59,6 +61,9 @@ class Target(TargetEnds):
     Attributes:
         model: the transformers model, in eval mode, its own parameters without gradients.
         decoder: the model without its output head.
+        windows: tokens that a query sees in each decoder layer; None for all before it.
+        attended: window and kernel of each attention layer, as the last `read` met them.
+        needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
@@ -78,6 +83,10 @@ class Target(TargetEnds):
         self._taps: set[int] = set()
         self._skipping: set[int] = set()
         self._windows = _windows(self.config, name)
+        kinds = getattr(self.config, "layer_types", None) or [*self._windows] * self.num_layers
+        self.windows = [self._windows[kind] for kind in kinds]
+        self.attended: list[tuple[int | None, str]] = []
+        self.needs_masks = ""
 
     def compile(self, capacity: int) -> None:
         """From now on caches have `capacity` slots and passes behind a text run compiled.
@@ -161,13 +170,24 @@ class Target(TargetEnds):
             cache: told by `begin` where the new tokens go.
             reads: the layers to tap; the last hidden states are always there.
         """
+        masks = self._masks(allowed, position_ids, key_positions)
+        return self._run(input_ids, position_ids, masks, cache, reads)
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        masks: Tensor | dict[str, Tensor] | None,
+        cache: TreeCache | None,
+        reads: Reads | None,
+    ) -> TargetOutput:
         indices = (reads or Reads()).layers
         for index in indices:
             self._tap(index)
         output = self._decoder_for(cache)(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=self._masks(allowed, position_ids, key_positions),
+            attention_mask=masks,
             past_key_values=cache,
             use_cache=cache is not None,
         )
@@ -184,7 +204,7 @@ class Target(TargetEnds):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        document_ids: Tensor,
+        documents: Documents,
         reads: Reads | None = None,
     ) -> TargetOutput:
         """States [B, T, D] of packed sequences; no document sees another.
@@ -194,28 +214,41 @@ class Target(TargetEnds):
         Args:
             input_ids: [B, T] int64.
             position_ids: [B, T] int64, restarting in each document.
-            document_ids: [B, T] int64, -1 on padding.
+            documents: of the B * T tokens, with `bounds` on the target's device.
             reads: the layers to tap; the last hidden states are always there.
         """
-        same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-        causal = torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
-        allowed = same & causal
-        return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
+        assert sum(documents.lengths) == input_ids.numel()
+        if self.needs_masks:
+            allowed = dense(documents, len(input_ids))
+            return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
+        with reading(self.decoder.config, documents) as found:
+            output = self._run(input_ids, position_ids, None, None, reads)
+        self.attended = found.calls
+        return output
+
+    @property
+    def attention(self) -> str:
+        """How `read` attends, or did last."""
+        if self.needs_masks:
+            return f"masks of tokens by tokens, as {self.needs_masks}"
+        return ", ".join(sorted({kernel for _, kernel in self.attended}))
 
     def read_text(self, token_ids: list[int], reads: Reads | None = None) -> TargetOutput:
         """States [1, S, D] of one text of S tokens."""
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
-        return self.read(ids, positions, torch.zeros_like(ids), reads)
+        return self.read(ids, positions, Documents.single(ids.shape[1], self.device), reads)
 
     def _masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor | dict[str, Tensor]:
-        distance = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
-        masks = {
-            kind: self._additive(allowed if window is None else allowed & (distance < window))
-            for kind, window in self._windows.items()
-        }
+        def within(window: int | None) -> Tensor:
+            if window is None:
+                return allowed
+            distance = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
+            return allowed & (distance < window)
+
+        masks = {kind: self._additive(within(each)) for kind, each in self._windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _additive(self, allowed: Tensor) -> Tensor:

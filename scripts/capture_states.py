@@ -24,6 +24,7 @@ from data.layout import (
     Contents,
 )
 from data.quantise import encode
+from heads.documents import Documents
 from heads.ends import TargetEnds
 from heads.layerless import LayerlessTarget
 from heads.target import Reads, Target
@@ -42,9 +43,10 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
     """The target's own forward pass."""
 
     def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        ids, positions, documents = (
+        documents = Documents.of(batch["document_ids"]).on(target.device)
+        ids, positions = (
             batch[name].to(target.device, non_blocking=True)
-            for name in ("input_ids", "position_ids", "document_ids")
+            for name in ("input_ids", "position_ids")
         )
         output = target.read(ids, positions, documents, Reads(layers))
         return {HIDDEN: output.hidden_states} | {

@@ -34,6 +34,7 @@ from eval.heads import EAGLE_DEPTH, BenchHead, device_name
 from eval.prompts import Prompt
 from eval.replay import accepted_lengths, ranked_drafts, walk
 from eval.stats import PromptSteps, alpha, tau, tau_interval
+from heads.documents import Documents
 from heads.load import Head, load_head
 from heads.load_target import load_target
 from heads.medusa import MedusaHead
@@ -208,8 +209,10 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
     counts = torch.zeros(target.vocab_size, dtype=torch.int64, device=target.device)
     chosen = range(min(num_sequences, len(data)))
     for index in tqdm(chosen, desc="target's choices", unit="sequence"):
-        batch = {name: row.unsqueeze(0).to(target.device) for name, row in data[index].items()}
-        output = target.read(batch["input_ids"], batch["position_ids"], batch["document_ids"])
+        row = {name: values.unsqueeze(0) for name, values in data[index].items()}
+        documents = Documents.of(row["document_ids"]).on(target.device)
+        batch = {name: values.to(target.device) for name, values in row.items()}
+        output = target.read(batch["input_ids"], batch["position_ids"], documents)
         for states in output.hidden_states[0, answered(batch).places].split(ROWS_PER_CHUNK):
             best = target.logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))

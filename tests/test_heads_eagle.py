@@ -7,6 +7,7 @@ from toys import eagle_head, packed, random_target, texts
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.eagle_config import default_layers
 from heads.target import Target
@@ -73,9 +74,8 @@ def test_training_and_decoding_read_the_same(target: Target, form, more) -> None
     head = untrained(target, form, **more)
     first, second = texts(target, 2, 12)
     batch = packed([first, second])
-    output = target.read(
-        batch["input_ids"], batch["position_ids"], batch["document_ids"], head.reads
-    )
+    where = Documents.of(batch["document_ids"])
+    output = target.read(batch["input_ids"], batch["position_ids"], where, head.reads)
     ids = batch["input_ids"][0]
     text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
     row = len(first) + 7  # token 7 of the second document
@@ -186,7 +186,7 @@ def test_a_pruned_head_has_the_logits_of_the_ids_it_keeps(target: Target) -> Non
     small = head.pruned(vocab).attach(target)
     outputs = torch.randn(5, target.hidden_size)
     expected = head.logits(outputs)[:, [0, 1, 2, 7, 30, 39]]
-    torch.testing.assert_close(small.logits(outputs), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(small.logits(outputs), expected, rtol=1e-5, atol=1e-6)
     kept = {name: each for name, each in head.tensors().items() if name not in CHANGED}
     assert all(torch.equal(small.tensors()[name], each) for name, each in kept.items())
     assert small.tensors()["lm_head.weight"].shape == (6, target.hidden_size)

@@ -20,6 +20,7 @@ from conf.schema import DataConfig, Dtype, InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data import shard
 from data.features import FeatureStore, restore
+from heads.documents import Documents
 from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
@@ -60,9 +61,9 @@ def test_states_of_a_bfloat16_target_are_its_own_to_the_bit(inputs: Path, tmp_pa
     for dataset in (store.train, store.heldout):
         for index in range(len(dataset)):
             row = restore(dataset[index])
-            names = ("input_ids", "position_ids", "document_ids")
-            batch = [row[name].unsqueeze(0) for name in names]
-            output = target.read(*batch, Reads((1, 2, 3)))
+            batch = [row[name].unsqueeze(0) for name in ("input_ids", "position_ids")]
+            documents = Documents.of(row["document_ids"][None])
+            output = target.read(*batch, documents, Reads((1, 2, 3)))
             real = row["document_ids"] >= 0
             for layer, states in {**output.layers, None: output.hidden_states}.items():
                 found = row["hidden_states" if layer is None else f"layers.{layer}"]
@@ -106,8 +107,8 @@ def test_top_k_teacher_and_one_byte_states(
         "layers.1", "layers.1.scale", "layers.3", "layers.3.scale", "teacher.ids",
         "teacher.log_probs",
     }  # fmt: skip
-    batch = [row[name].unsqueeze(0) for name in ("input_ids", "position_ids", "document_ids")]
-    output = target.read(*batch, Reads((1, 3)))
+    batch = [row[name].unsqueeze(0) for name in ("input_ids", "position_ids")]
+    output = target.read(*batch, Documents.of(row["document_ids"][None]), Reads((1, 3)))
     real = row["document_ids"] >= 0
     states, found = output.layers[3][0][real], restore(row)["layers.3"][real]
     amax = states.abs().amax(1, keepdim=True)

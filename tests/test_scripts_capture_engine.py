@@ -12,6 +12,7 @@ from conf.schema import InputError
 from data.endpoint import Endpoint
 from data.engine_states import EngineTaps
 from data.features import FeatureStore
+from heads.documents import Documents
 from heads.load_target import load_target
 from heads.target import Reads
 from scripts import capture_states
@@ -42,8 +43,9 @@ def test_states_may_come_from_an_engine(tmp_path: Path, monkeypatch: pytest.Monk
         def read_rows(self, rows: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
             written = tuple(self.taps.written)
             for row in rows:
-                names = ("input_ids", "position_ids", "document_ids")
-                output = target.read(*(row[name][None] for name in names), Reads(written))
+                ids, positions = row["input_ids"][None], row["position_ids"][None]
+                documents = Documents.of(row["document_ids"][None])
+                output = target.read(ids, positions, documents, Reads(written))
                 yield self.taps.named(torch.stack([output.layers[i][0] for i in written], 1))
 
     monkeypatch.setattr(capture_states, "EngineStates", EngineStates)

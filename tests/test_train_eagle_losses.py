@@ -14,6 +14,7 @@ from conf.schema_eagle import (
     TokenNormalizer,
 )
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.vocab import DraftVocab
 from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective, make_head
@@ -122,9 +123,8 @@ def run(objective: EagleObjective, batch: dict, only: int | None = None) -> Sums
 
 def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
     """The sums row by row: every token's chain is run on its own."""
-    output = target.read(
-        batch["input_ids"], batch["position_ids"], batch["document_ids"], head.reads
-    )
+    where = Documents.of(batch["document_ids"])
+    output = target.read(batch["input_ids"], batch["position_ids"], where, head.reads)
     ids, mask = batch["input_ids"][0], batch["loss_mask"][0]
     documents = batch["document_ids"][0]
     hidden = output.hidden_states[0]

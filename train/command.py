@@ -122,7 +122,8 @@ def from_target(config: Run, accelerator: Accelerator) -> Source:
         )
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
-    return Source(target, train_data, heldout, report, report.lines(), replay)
+    lines = [*report.lines(), f"attention of the target: {target.attention}"]
+    return Source(target, train_data, heldout, report, lines, replay)
 
 
 def wants_compile(config: TrainConfig, device: torch.device) -> bool:
