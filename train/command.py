@@ -178,6 +178,8 @@ def print_end(outcome: loop.Outcome, out_dir: Path) -> None:
         change = outcome.evaluation.get("eval/target_change_percent")
         if change is not None:
             measured += f", the target's own held-out loss {change:+.2f}%"
+        if not outcome.evaluation:
+            measured = "; its last evaluation failed, as said above"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201

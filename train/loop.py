@@ -6,7 +6,9 @@ first of them runs.
 """
 
 import math
+import sys
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +31,12 @@ from train.placement import Placement, place
 from train.tracking import Metrics, as_line, figures
 
 TOKENS = ("input_ids", "loss_mask", "document_ids")
-
+EVALUATION_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What code that only measures may raise, an exhausted device and wrong input included; a wish
+to end the program is not among them."""
 
 Evaluate = Callable[[Any], dict[str, float]]
 
@@ -197,17 +204,19 @@ class Run:
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
                 bar.update()
                 self._after_step()
+        # The head before its last figures: whatever they do, it is there.
         self._save_head()
+        self._evaluate()
         return Outcome(True, self.step, self.evaluation)
 
     def _after_step(self) -> None:
         last = self.step == self.config.max_steps
         if last or self.step % self.config.log_steps == 0:
             self._log()
-        if last or self.step % self.config.eval_steps == 0:
-            self._evaluate()
         if last or self.step % self.config.save_steps == 0:
             self._save()
+        if not last and self.step % self.config.eval_steps == 0:
+            self._evaluate()
 
     def _stop_agreed(self) -> bool:
         """Whether any process was asked to stop, so that all stop at the same step."""
@@ -309,26 +318,52 @@ class Run:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
+        """Held-out loss and accuracy per term, and what `job.evaluate` adds.
+
+        One that fails on any process gives no figures, and the run goes on.
+        """
         objective = self.job.objective
+        more: dict[str, float] = {}
+        self.evaluation = {}
+        failed, sums = 1.0, self._no_sums()
         objective.eval()
         with self.placement.gathered():
-            sums = self._heldout_sums()
-            more: dict[str, float] = {}
-            if self.rank == 0 and self.job.evaluate is not None:
-                more = self.job.evaluate(objective.head)
+            try:
+                sums = self._heldout_sums()
+                if self.rank == 0 and self.job.evaluate is not None:
+                    more = self.job.evaluate(objective.head)
+                failed = 0.0
+            except EVALUATION_ERRORS as error:
+                self._tell_failure(error)
         objective.train()
-        self.evaluation = figures("eval", self._sum(sums), objective.weights, objective)
-        self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
+        packed = self._sum(torch.cat([sums.new_tensor([failed]), sums.flatten()]))
+        if packed[0] > 0:
+            return
+        found = figures("eval", packed[1:].view_as(sums), objective.weights, objective)
+        self.evaluation = found | {f"eval/{name}": value for name, value in more.items()}
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
+
+    def _tell_failure(self, error: Exception) -> None:
+        where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+        tqdm.write(
+            f"step {self.step}: the evaluation failed in process {self.rank}, training goes on "
+            f"without its figures: {type(error).__name__}: {error}\n{where}",
+            file=sys.stderr,
+        )
+
+    def _no_sums(self) -> Tensor:
+        """[2 + L, K] zeros."""
+        objective = self.job.objective
+        shape = (2 + len(objective.measures), len(objective.weights))
+        return torch.zeros(shape, device=self.device)
 
     def _heldout_sums(self) -> Tensor:
         """[2 + L, K] over this process's share of the held-out sequences."""
         objective, size = self.job.objective, self.config.micro_batch_size
         weights = objective.weights.to(self.device)
-        sums = torch.zeros(2 + len(objective.measures), len(weights), device=self.device)
+        sums = self._no_sums()
         mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
         mine = mine[self.rank :: self.world]
         for begin in range(0, len(mine), size):
