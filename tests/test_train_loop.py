@@ -225,7 +225,9 @@ def test_an_evaluation_that_fails_loses_nothing(
     assert f"{error.__name__}: " in said
     assert "in fail\n    raise error" in said
     command.print_end(outcome, tmp_path)
-    assert capsys.readouterr().out.strip().endswith("head; its last evaluation failed, as said above")
+    assert (
+        capsys.readouterr().out.strip().endswith("head; its last evaluation failed, as said above")
+    )
 
 
 def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
 
 def from_target(config: Run, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
-    with accelerator.main_process_first():
+    with processes.main_first():
         fill_defaults(config, accelerator.is_main_process)
     target = load_target(config.target, accelerator.device)
-    with accelerator.main_process_first():
+    with processes.main_first():
         train_data, heldout, report = prepare(
             config.data,
             target.tokenizer,

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError, LogConfig, TrainConfig
-from train import checkpoint, schedule
+from train import checkpoint, processes, schedule
 from train.feed import Dataset, Feed, stacked
 from train.launch import stop_signals
 from train.losses import Sums
@@ -89,7 +89,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
     """
     run = Run(accelerator, job)
     run.resume()
-    accelerator.wait_for_everyone()
+    processes.wait()
     try:
         with stop_signals(run.stop):
             return run.train()
@@ -125,6 +125,7 @@ class Run:
         elif self.config.resume is not None:
             path = Path(self.config.resume)
         moments = {} if path is None else self._restore(path)
+        processes.wait()  # loading took each as long as it took
         self._check_agreed()
         self.placement = place(self.accelerator, self.job.objective, self.config)
         if self.world > 1:
@@ -135,7 +136,7 @@ class Run:
         prepare, last = self.job.objective.prepare, self.config.max_steps
         self.feed = Feed(self._load, prepare, self.device, self.step, last)
         # Nobody may write before everybody has looked at what is there.
-        self.accelerator.wait_for_everyone()
+        processes.wait()
         if self.rank == 0:
             self.job.out_dir.mkdir(parents=True, exist_ok=True)
             settings = self.job.provenance.get("config", {})
@@ -336,6 +337,7 @@ class Run:
             except EVALUATION_ERRORS as error:
                 self._tell_failure(error)
         objective.train()
+        processes.wait()  # the first one has more to measure
         packed = self._sum(torch.cat([sums.new_tensor([failed]), sums.flatten()]))
         if packed[0] > 0:
             return
@@ -378,12 +380,13 @@ class Run:
             position = self.step * self.config.batch_size
             progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
             checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
+        processes.wait()
 
     def _save_head(self) -> None:
         with self.placement.gathered():
             if self.rank == 0:
                 self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
-        self.accelerator.wait_for_everyone()
+        processes.wait()
 
     def close(self) -> None:
         """Ends the loading, and lets the tracker finish."""
