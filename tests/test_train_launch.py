@@ -25,6 +25,8 @@ TEMPLATE = (
     "{% else %}{{ m['content'] }} <end>{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
+# Another number of steps would be another run under a schedule that ends with them.
+ENDLESS = ("train.max_steps=400", "train.save_steps=1000", "train.schedule=constant")
 ENV = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "ACCELERATE_", "MASTER"))},
     "OMP_NUM_THREADS": "1",
@@ -241,7 +243,7 @@ def test_separate_processes_under_slurm_are_refused(inputs: Path, tmp_path: Path
 def test_sigterm_then_resume_on_another_number_of_processes(
     inputs: Path, tmp_path: Path, launcher: list[str]
 ) -> None:
-    long = arguments(inputs, tmp_path / "out", "train.max_steps=400", "train.save_steps=1000")
+    long = arguments(inputs, tmp_path / "out", *ENDLESS)
     process = begin([*launcher, *long], tmp_path)
     wait_for(tmp_path / "out/metrics.jsonl", process)
     os.killpg(process.pid, signal.SIGTERM)

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError, LogConfig, TrainConfig
-from train import checkpoint, processes, schedule
+from train import checkpoint, processes, same, schedule
 from train.feed import Dataset, Feed, stacked
 from train.launch import stop_signals
 from train.losses import Sums
@@ -165,10 +165,7 @@ class Run:
     def _same(self) -> dict[str, Any]:
         return {
             "seed": self.job.seed,
-            "train.batch_size": self.config.batch_size,
-            "train.learning_rate": self.config.learning_rate,
-            "train.weight_decay": self.config.weight_decay,
-            "train.adam_beta2": self.config.adam_beta2,
+            **same.of_training(self.config),
             "packed sequences": len(self.job.train),
             "checksum of the first sequence": self._checksum(),
             **self.job.objective.same,
@@ -180,13 +177,9 @@ class Run:
         return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
 
     def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
-        for key, now in self._same().items():
-            then = progress.run.get(key)
-            if then != now:
-                raise InputError(
-                    f"train.resume: {path} was made with {key}={then}, now it is {now}: "
-                    "continue with what it was made with, or start in another out_dir"
-                )
+        unknown = same.check(path, progress.run, self._same(), self.config, progress.step)
+        if unknown:
+            self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
 
     def train(self) -> Outcome:
         """Steps until the end or a stop."""
@@ -300,9 +293,9 @@ class Run:
     def _stop_on(self, what: str, value: float, indices: list[int]) -> None:
         raise InputError(
             f"{what} became {value} at step {self.step + 1}, in packed training sequences "
-            f"{indices}: nothing of this step was applied or saved. Look at those, lower "
-            f"train.learning_rate={self.config.learning_rate}, or use train.dtype=float32; "
-            "train.resume=auto continues from the newest checkpoint"
+            f"{indices}: nothing of this step was applied or saved. Look at those, or use "
+            "train.dtype=float32: train.resume=auto continues from the newest checkpoint; or begin "
+            f"again with a lower train.learning_rate={self.config.learning_rate}"
         )
 
     def _tokens_per_s(self) -> float:
