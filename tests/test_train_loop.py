@@ -111,6 +111,20 @@ def test_an_epoch_draws_every_sequence_once() -> None:
     assert len(schedule.sequences(0, 20, 7, seed=3)) == 20
 
 
+def test_an_epoch_is_permuted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = torch.randperm, []
+
+    def counting(number: int, **named: Any) -> Tensor:
+        made.append(number)
+        return real(number, **named)
+
+    monkeypatch.setattr(torch, "randperm", counting)
+    for step in range(10):  # the middle one lies in both epochs
+        schedule.sequences(step, 4, 21, seed=8)
+        schedule.sequences(step + 1, 4, 21, seed=8)  # the feed is a step ahead
+    assert made == [21, 21, 21]
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
