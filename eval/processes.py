@@ -1,6 +1,7 @@
 """The processes of a launch, each of which measures its share of the prompts."""
 
 import os
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,8 @@ def start() -> PartialState:
     Raises:
         InputError: they do not see each other.
     """
-    state = PartialState(cpu=not torch.cuda.is_available())
+    # A process that has its share waits for the others, whose prompts may be much longer.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
     check_launch(os.environ, state.num_processes)
     return state
 

@@ -176,7 +176,8 @@ def capture_shard(
     work: Work, shard: Shard, target: TargetEnds, states_of: StatesOf, writers: Writers, bar: tqdm
 ) -> None:
     """Takes the states of the sequences of a shard and hands them to a writer."""
-    contents, copies = work.plan.contents, Copies(target.device)
+    contents = work.plan.contents
+    copies = Copies(target.device, work.config.micro_batch_size)
     sequences = []
     for rows in batches(work, shard, target):
         writers.check()

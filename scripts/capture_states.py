@@ -31,7 +31,7 @@ from heads.target import Reads, Target
 
 ROWS_PER_CHUNK = 1024
 GROUP = 8
-NUM_COPIES = 2
+NUM_BATCHES_COPIED = 2
 NUM_REQUESTS = 16
 
 StatesOf = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -179,11 +179,17 @@ class Copied:
 class Copies:
     """Brings tensors to host memory beside the computation, on a stream of its own.
 
-    At most `NUM_COPIES` are under way: a program that runs ahead of its GPU would fill it.
+    A program that runs ahead of its GPU would fill it, so copies under way are bounded: by those
+    of `NUM_BATCHES_COPIED` batches, or the last ones of a batch would wait for its first.
+
+    Args:
+        device: where tensors come from.
+        batch_size: copies of a batch.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, batch_size: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._most = NUM_BATCHES_COPIED * batch_size
         self._under_way: deque[torch.cuda.Event] = deque()
 
     def take(self, tensors: Mapping[str, Tensor]) -> Copied:
@@ -196,7 +202,7 @@ class Copies:
             ready = torch.cuda.Event()
             ready.record()
         self._under_way.append(ready)
-        if len(self._under_way) > NUM_COPIES:
+        if len(self._under_way) > self._most:
             self._under_way.popleft().synchronize()
         return Copied(host, ready)
 

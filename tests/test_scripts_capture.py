@@ -1,6 +1,7 @@
 """`scripts/capture.py`: what is stored, and that kills, processes and full disks change nothing."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -26,7 +28,7 @@ from heads.load_target import load_target
 from heads.target import Reads
 from scripts import capture as script
 from scripts.capture import capture
-from scripts.capture_states import largest
+from scripts.capture_states import Copies, largest
 from train.replay import greedy_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,6 +225,33 @@ def test_kill_9_then_a_second_start_equals_an_uninterrupted_one(
     with pytest.raises(InputError, match=r"no manifest\.json there"):
         FeatureStore(out_dir)
     assert files(captured(inputs, out_dir)) == files(whole)
+
+
+def test_copies_of_a_batch_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three rows to a batch, the first wait is for the first batch, in the third one."""
+    waits: list[int] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = next(numbers)
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            waits.append(self.number)
+
+    numbers = itertools.count()
+    stream = SimpleNamespace(wait_stream=lambda _other: None, device=None)
+    for name, fake in {
+        "Stream": lambda _device: stream, "current_stream": lambda _device: stream,
+        "stream": nullcontext, "Event": Event,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(Copies, "_copy", lambda _self, tensor: tensor)
+    copies = Copies(torch.device("cuda"), 3)
+    for number in range(9):
+        copies.take({"states": torch.zeros(1)})
+        assert waits == list(range(number - 5)), number
 
 
 def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ TEMPLATE = (
     "{% else %}{{ m['content'] }} <end>{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
+# Another number of steps would be another run under a schedule that ends with them.
+ENDLESS = ("train.max_steps=400", "train.save_steps=1000", "train.schedule=constant")
 ENV = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "ACCELERATE_", "MASTER"))},
     "OMP_NUM_THREADS": "1",
@@ -169,6 +171,42 @@ def test_launch_that_silently_runs_one_process_is_refused(inputs: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def faulty(name: str, inputs: Path, out_dir: Path, *more: str) -> list[str]:
+    command = [*TWO, str(ROOT / "tests/launched_fault.py"), name]
+    return [*command, *arguments(inputs, out_dir, *more)[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "who", ["data-slow-on-first", "data-slow-on-second", "first-measures-long", "first-saves-long"]
+)
+def test_a_process_is_waited_for_longer_than_a_collective(
+    inputs: Path, tmp_path: Path, who: str
+) -> None:
+    short = ["train.max_steps=3", "train.eval_steps=4", "train.save_steps=4"]
+    said = trained(faulty(who, inputs, tmp_path / "out", *short), tmp_path)
+    assert "head saved to" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "process"),
+    [
+        ("first-cannot-measure", 0),
+        pytest.param("second-cannot-measure", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_evaluation_that_fails_in_one_process_stops_none(
+    straight: Path, inputs: Path, tmp_path: Path, fault: str, process: int
+) -> None:
+    said = trained(faulty(fault, inputs, tmp_path / "out"), tmp_path)
+    assert said.count(f"the evaluation failed in process {process}, training goes on") == 2
+    assert "RuntimeError: tensors on two devices" in said
+    assert "its last evaluation failed" in said
+    assert curve(tmp_path / "out", "eval/loss") == []
+    for name, expected in weights(straight).items():
+        torch.testing.assert_close(weights(tmp_path / "out")[name], expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
@@ -205,7 +243,7 @@ def test_separate_processes_under_slurm_are_refused(inputs: Path, tmp_path: Path
 def test_sigterm_then_resume_on_another_number_of_processes(
     inputs: Path, tmp_path: Path, launcher: list[str]
 ) -> None:
-    long = arguments(inputs, tmp_path / "out", "train.max_steps=400", "train.save_steps=1000")
+    long = arguments(inputs, tmp_path / "out", *ENDLESS)
     process = begin([*launcher, *long], tmp_path)
     wait_for(tmp_path / "out/metrics.jsonl", process)
     os.killpg(process.pid, signal.SIGTERM)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from conf.launch import check_launch
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
 from heads.storage import save_head
-from train import checkpoint, launch, loop, processes, schedule, tracking
+from train import checkpoint, command, launch, loop, processes, schedule, tracking
 from train.losses import Batch, Sums
 from train.objective import Objective
 
@@ -111,6 +111,20 @@ def test_an_epoch_draws_every_sequence_once() -> None:
     assert len(schedule.sequences(0, 20, 7, seed=3)) == 20
 
 
+def test_an_epoch_is_permuted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = torch.randperm, []
+
+    def counting(number: int, **named: Any) -> Tensor:
+        made.append(number)
+        return real(number, **named)
+
+    monkeypatch.setattr(torch, "randperm", counting)
+    for step in range(10):  # the middle one lies in both epochs
+        schedule.sequences(step, 4, 21, seed=8)
+        schedule.sequences(step + 1, 4, 21, seed=8)  # the feed is a step ahead
+    assert made == [21, 21, 21]
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -201,6 +215,41 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, settings(resume="auto"), train=rows(5))
     with pytest.raises(InputError, match=r"learning_rate=0.05, now it is 0.1"):
         fit(tmp_path, settings(resume="auto", learning_rate=0.1))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, InputError, KeyError, torch.OutOfMemoryError])
+def test_an_evaluation_that_fails_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    fit(tmp_path / "straight", settings())
+    there: list[list[str]] = []
+
+    def fail(_head: Any) -> dict[str, float]:
+        there.append(sorted(p.name for p in tmp_path.glob("out/*/*") if p.is_dir()))
+        there[-1] += [p.name for p in tmp_path.glob("out/head")]
+        raise error("on another device")
+
+    outcome = fit(tmp_path / "out", settings(save_steps=3), evaluate=fail)
+    assert (outcome.finished, outcome.evaluation) == (True, {})
+    assert there == [["step-000003"], ["step-000003", "step-000006", "head"]]
+    assert weights(tmp_path / "out") == weights(tmp_path / "straight")
+    assert not [line for line in lines(tmp_path / "out") if "eval/loss" in line]
+    said = capsys.readouterr().err
+    assert said.count("the evaluation failed in process 0, training goes on") == 2
+    assert f"{error.__name__}: " in said
+    assert "in fail\n    raise error" in said
+    command.print_end(outcome, tmp_path)
+    assert (
+        capsys.readouterr().out.strip().endswith("head; its last evaluation failed, as said above")
+    )
+
+
+def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:
+    def interrupt(_head: Any) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, settings(), evaluate=interrupt)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -13,7 +13,17 @@ import pytest
 import test_train_eagle_launch as eagle
 import torch
 from safetensors.torch import load_file
-from test_train_launch import LAUNCH, ROOT, arguments, begin, inputs, run, trained, wait_for
+from test_train_launch import (
+    ENDLESS,
+    LAUNCH,
+    ROOT,
+    arguments,
+    begin,
+    inputs,
+    run,
+    trained,
+    wait_for,
+)
 from test_train_loop import ToyObjective, rows, settings
 from torch import Tensor, nn
 
@@ -154,7 +164,7 @@ def test_three_processes_whose_shards_are_padded(inputs: Path, tmp_path: Path) -
 def test_sigterm_saves_what_one_process_goes_on_with(
     inputs: Path, tmp_path: Path, layout: str
 ) -> None:
-    long = arguments(inputs, tmp_path / "out", "train.max_steps=400", "train.save_steps=1000")
+    long = arguments(inputs, tmp_path / "out", *ENDLESS)
     process = begin([*launched(layout), *long], tmp_path)
     wait_for(tmp_path / "out/metrics.jsonl", process)
     os.killpg(process.pid, signal.SIGTERM)

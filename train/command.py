@@ -108,10 +108,10 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
 
 def from_target(config: Run, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
-    with accelerator.main_process_first():
+    with processes.main_first():
         fill_defaults(config, accelerator.is_main_process)
     target = load_target(config.target, accelerator.device)
-    with accelerator.main_process_first():
+    with processes.main_first():
         train_data, heldout, report = prepare(
             config.data,
             target.tokenizer,
@@ -179,6 +179,8 @@ def print_end(outcome: loop.Outcome, out_dir: Path) -> None:
         change = outcome.evaluation.get("eval/target_change_percent")
         if change is not None:
             measured += f", the target's own held-out loss {change:+.2f}%"
+        if not outcome.evaluation:
+            measured = "; its last evaluation failed, as said above"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201

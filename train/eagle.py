@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from collections.abc import Iterator
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from heads.eagle import EagleHead
 from heads.eagle_formats import load_eagle
 from heads.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
-from train import command
+from train import command, same
 from train.eagle_losses import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.fused import Teacher
 from train.losses import Sums
@@ -47,6 +48,10 @@ class EagleObjective(Objective):
         self.config = config
         self.weights = step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
+        self.same = same.settings("head", config, "path", "revision")
+        self.same["checksum of the draft vocabulary"] = crc32(
+            head.vocab.ids.cpu().numpy().tobytes()
+        )
 
     def compile_parts(self) -> None:
         """From now on compiles the loss, and the parts of the layer that fuse well."""

@@ -6,7 +6,9 @@ first of them runs.
 """
 
 import math
+import sys
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError, LogConfig, TrainConfig
-from train import checkpoint, schedule
+from train import checkpoint, processes, same, schedule
 from train.feed import Dataset, Feed, stacked
 from train.launch import stop_signals
 from train.losses import Sums
@@ -29,7 +31,12 @@ from train.placement import Placement, place
 from train.tracking import Metrics, as_line, figures
 
 TOKENS = ("input_ids", "loss_mask", "document_ids")
-
+EVALUATION_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What code that only measures may raise, an exhausted device and wrong input included; a wish
+to end the program is not among them."""
 
 Evaluate = Callable[[Any], dict[str, float]]
 
@@ -82,7 +89,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
     """
     run = Run(accelerator, job)
     run.resume()
-    accelerator.wait_for_everyone()
+    processes.wait()
     try:
         with stop_signals(run.stop):
             return run.train()
@@ -118,6 +125,7 @@ class Run:
         elif self.config.resume is not None:
             path = Path(self.config.resume)
         moments = {} if path is None else self._restore(path)
+        processes.wait()  # loading took each as long as it took
         self._check_agreed()
         self.placement = place(self.accelerator, self.job.objective, self.config)
         if self.world > 1:
@@ -128,7 +136,7 @@ class Run:
         prepare, last = self.job.objective.prepare, self.config.max_steps
         self.feed = Feed(self._load, prepare, self.device, self.step, last)
         # Nobody may write before everybody has looked at what is there.
-        self.accelerator.wait_for_everyone()
+        processes.wait()
         if self.rank == 0:
             self.job.out_dir.mkdir(parents=True, exist_ok=True)
             settings = self.job.provenance.get("config", {})
@@ -157,10 +165,7 @@ class Run:
     def _same(self) -> dict[str, Any]:
         return {
             "seed": self.job.seed,
-            "train.batch_size": self.config.batch_size,
-            "train.learning_rate": self.config.learning_rate,
-            "train.weight_decay": self.config.weight_decay,
-            "train.adam_beta2": self.config.adam_beta2,
+            **same.of_training(self.config),
             "packed sequences": len(self.job.train),
             "checksum of the first sequence": self._checksum(),
             **self.job.objective.same,
@@ -172,13 +177,9 @@ class Run:
         return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
 
     def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
-        for key, now in self._same().items():
-            then = progress.run.get(key)
-            if then != now:
-                raise InputError(
-                    f"train.resume: {path} was made with {key}={then}, now it is {now}: "
-                    "continue with what it was made with, or start in another out_dir"
-                )
+        unknown = same.check(path, progress.run, self._same(), self.config, progress.step)
+        if unknown:
+            self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
 
     def train(self) -> Outcome:
         """Steps until the end or a stop."""
@@ -197,17 +198,19 @@ class Run:
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
                 bar.update()
                 self._after_step()
+        # The head before its last figures: whatever they do, it is there.
         self._save_head()
+        self._evaluate()
         return Outcome(True, self.step, self.evaluation)
 
     def _after_step(self) -> None:
         last = self.step == self.config.max_steps
         if last or self.step % self.config.log_steps == 0:
             self._log()
-        if last or self.step % self.config.eval_steps == 0:
-            self._evaluate()
         if last or self.step % self.config.save_steps == 0:
             self._save()
+        if not last and self.step % self.config.eval_steps == 0:
+            self._evaluate()
 
     def _stop_agreed(self) -> bool:
         """Whether any process was asked to stop, so that all stop at the same step."""
@@ -290,9 +293,9 @@ class Run:
     def _stop_on(self, what: str, value: float, indices: list[int]) -> None:
         raise InputError(
             f"{what} became {value} at step {self.step + 1}, in packed training sequences "
-            f"{indices}: nothing of this step was applied or saved. Look at those, lower "
-            f"train.learning_rate={self.config.learning_rate}, or use train.dtype=float32; "
-            "train.resume=auto continues from the newest checkpoint"
+            f"{indices}: nothing of this step was applied or saved. Look at those, or use "
+            "train.dtype=float32: train.resume=auto continues from the newest checkpoint; or begin "
+            f"again with a lower train.learning_rate={self.config.learning_rate}"
         )
 
     def _tokens_per_s(self) -> float:
@@ -309,26 +312,53 @@ class Run:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Held-out loss and accuracy per term, and what `job.evaluate` adds."""
+        """Held-out loss and accuracy per term, and what `job.evaluate` adds.
+
+        One that fails on any process gives no figures, and the run goes on.
+        """
         objective = self.job.objective
+        more: dict[str, float] = {}
+        self.evaluation = {}
+        failed, sums = 1.0, self._no_sums()
         objective.eval()
         with self.placement.gathered():
-            sums = self._heldout_sums()
-            more: dict[str, float] = {}
-            if self.rank == 0 and self.job.evaluate is not None:
-                more = self.job.evaluate(objective.head)
+            try:
+                sums = self._heldout_sums()
+                if self.rank == 0 and self.job.evaluate is not None:
+                    more = self.job.evaluate(objective.head)
+                failed = 0.0
+            except EVALUATION_ERRORS as error:
+                self._tell_failure(error)
         objective.train()
-        self.evaluation = figures("eval", self._sum(sums), objective.weights, objective)
-        self.evaluation |= {f"eval/{name}": value for name, value in more.items()}
+        processes.wait()  # the first one has more to measure
+        packed = self._sum(torch.cat([sums.new_tensor([failed]), sums.flatten()]))
+        if packed[0] > 0:
+            return
+        found = figures("eval", packed[1:].view_as(sums), objective.weights, objective)
+        self.evaluation = found | {f"eval/{name}": value for name, value in more.items()}
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
+
+    def _tell_failure(self, error: Exception) -> None:
+        where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+        tqdm.write(
+            f"step {self.step}: the evaluation failed in process {self.rank}, training goes on "
+            f"without its figures: {type(error).__name__}: {error}\n{where}",
+            file=sys.stderr,
+        )
+
+    def _no_sums(self) -> Tensor:
+        """[2 + L, K] zeros."""
+        objective = self.job.objective
+        shape = (2 + len(objective.measures), len(objective.weights))
+        return torch.zeros(shape, device=self.device)
 
     def _heldout_sums(self) -> Tensor:
         """[2 + L, K] over this process's share of the held-out sequences."""
         objective, size = self.job.objective, self.config.micro_batch_size
         weights = objective.weights.to(self.device)
-        sums = torch.zeros(2 + len(objective.measures), len(weights), device=self.device)
+        sums = self._no_sums()
         mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
         mine = mine[self.rank :: self.world]
         for begin in range(0, len(mine), size):
@@ -343,12 +373,13 @@ class Run:
             position = self.step * self.config.batch_size
             progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
             checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
+        processes.wait()
 
     def _save_head(self) -> None:
         with self.placement.gathered():
             if self.rank == 0:
                 self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
-        self.accelerator.wait_for_everyone()
+        processes.wait()
 
     def close(self) -> None:
         """Ends the loading, and lets the tracker finish."""

@@ -15,7 +15,7 @@ from data.pack import PackedDataset
 from heads.ends import TargetEnds
 from heads.medusa import MedusaHead
 from heads.vocab import DraftVocab
-from train import command
+from train import command, same
 from train.losses import Sums, medusa_loss, medusa_weights
 from train.objective import Objective
 from train.rows import LEARNT, Batch
@@ -34,6 +34,7 @@ class MedusaObjective(Objective):
         self.target = target
         self.soft = config.labels is Labels.soft
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
+        self.same = same.settings("head", config, "path")
         self.compiled = False
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 

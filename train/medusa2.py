@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from conf import entry
-from conf.provenance import plain
 from conf.schema import InputError, Labels
 from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
 from data.layout import HIDDEN
@@ -25,7 +24,7 @@ from data.pack import PackedDataset
 from heads.adapter import AdaptedMedusa, Adapter
 from heads.target import Target
 from heads.vocab import DraftVocab
-from train import command, loop, processes
+from train import command, loop, processes, same
 from train.heldout_loss import HeldoutLoss
 from train.losses import Sums, medusa_loss, medusa_weights, target_loss
 from train.medusa import make_head
@@ -57,9 +56,19 @@ class Medusa2Objective(Objective):
         self.soft = config.head.labels is Labels.soft
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)
-        self.same = {f"joint.{name}": plain(value) for name, value in vars(self.joint).items()}
+        self.same = self._same(config)
         self.adapting = self.compiled = False
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
+
+    def _same(self, config: Medusa2Run) -> dict[str, Any]:
+        found = same.settings("head", config.head, "path")
+        found |= same.settings("adapter", config.adapter) | same.settings("joint", self.joint)
+        if self.joint.heads_schedule is HeadsSchedule.sine:
+            found["joint steps"] = self.num_steps - self._first_step
+        if config.adapter.dropout:
+            # One draw serves a whole micro batch.
+            found["train.micro_batch_size"] = config.train.micro_batch_size
+        return found
 
     def _weights(self, own: float, heads: float) -> Tensor:
         return torch.cat([torch.tensor([own]), heads * self.decays])

@@ -2,6 +2,11 @@
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
@@ -10,6 +15,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 from conf.launch import check_launch
 from conf.schema import Dtype, InputError, TrainConfig
 from train.launch import check_batch
+
+PATIENCE = timedelta(days=30)
 
 
 def start(config: TrainConfig) -> Accelerator:
@@ -40,7 +47,35 @@ def start(config: TrainConfig) -> Accelerator:
     check_batch(config, accelerator.num_processes)
     if deepspeed:
         _set_up_deepspeed(accelerator, config)
+    wait()
     return accelerator
+
+
+def wait() -> None:
+    """Waits for all processes, however long one of them takes.
+
+    Other collectives are given up after minutes, so that a broken network is noticed. Where one
+    process may have more to do than the others, they wait here first.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier(_patient_group(torch.distributed.group.WORLD))
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The first process goes through the block before all others, however long it takes."""
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if not first:
+        wait()
+    yield
+    if first:
+        wait()
+
+
+@lru_cache(maxsize=1)
+def _patient_group(_world: Any) -> Any:
+    """A group of its own, made once per world, by all processes at the same time."""
+    return torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def uses_fsdp() -> bool:

@@ -1,8 +1,10 @@
 """What an optimizer step sees: which sequences, at which learning rate. Pure functions."""
 
 import math
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from conf.schema import Schedule, TrainConfig
 
@@ -26,13 +28,16 @@ def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list
     position = step * batch_size
     while len(found) < batch_size:
         epoch, offset = divmod(position + len(found), num_sequences)
-        found += _permutation(epoch, num_sequences, seed)[offset:][: batch_size - len(found)]
+        end = offset + batch_size - len(found)
+        found += _permutation(epoch, num_sequences, seed)[offset:end].tolist()
     return found
 
 
-def _permutation(epoch: int, num_sequences: int, seed: int) -> list[int]:
+@lru_cache(maxsize=2)  # a batch may lie in two epochs
+def _permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
+    """[num_sequences] int64."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_sequences, generator=generator).tolist()
+    return torch.randperm(num_sequences, generator=generator)
 
 
 def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) -> list[list[int]]:

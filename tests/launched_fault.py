@@ -1,0 +1,67 @@
+"""`train/medusa.py` with a fault put into it: `launched_fault.py FAULT OVERRIDES...`."""
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from conf import entry
+from conf.schema import MedusaRun, TrainConfig
+from train import command, loop, medusa, processes
+
+SHORT, LONG = timedelta(seconds=3), 6.0
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def slow(owner: Any, name: str, who: int) -> None:
+    """One process takes longer than a collective is waited for."""
+    real, start = getattr(owner, name), processes.start
+
+    def late(*args: Any, **named: Any) -> Any:
+        if rank() == who:
+            time.sleep(LONG)
+        return real(*args, **named)
+
+    def hasty(config: TrainConfig) -> Any:
+        accelerator = start(config)
+        _set_pg_timeout(SHORT)
+        return accelerator
+
+    setattr(owner, name, late)
+    processes.start = hasty
+
+
+def failing(owner: Any, name: str, who: int) -> None:
+    """One process cannot evaluate."""
+    real = getattr(owner, name)
+
+    def fail(*args: Any, **named: Any) -> Any:
+        if rank() == who:
+            raise RuntimeError("tensors on two devices")
+        return real(*args, **named)
+
+    setattr(owner, name, fail)
+
+
+FAULTS = {
+    "data-slow-on-first": lambda: slow(command, "prepare", 0),
+    "data-slow-on-second": lambda: slow(command, "prepare", 1),
+    "first-measures-long": lambda: slow(command.HeldoutReplay, "__call__", 0),
+    "first-saves-long": lambda: slow(loop.checkpoint, "save", 0),
+    "first-cannot-measure": lambda: failing(command.HeldoutReplay, "__call__", 0),
+    "second-cannot-measure": lambda: failing(loop.Run, "_heldout_sums", 1),
+}
+
+if __name__ == "__main__":
+    FAULTS[sys.argv.pop(1)]()
+    sys.argv[0] = str(medusa.__file__)
+    entry.run(medusa.main, MedusaRun, "medusa")
