@@ -56,10 +56,6 @@ class Documents:
         """The same with `bounds` on a device; a copy from pinned memory is not waited for."""
         return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
 
-    def pinned(self) -> "Documents":
-        """The same with `bounds` in pinned memory."""
-        return Documents(self.lengths, self.bounds.pin_memory())
-
     @property
     def longest(self) -> int:
         """Tokens of the longest."""

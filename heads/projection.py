@@ -32,9 +32,12 @@ class Projection(NamedTuple):
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(output_head.weight, getattr(output_head, "bias", None), scale / divisor, cap)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] of hidden states [N, D], in the dtype of the weight."""
-        return self.scaled(torch.nn.functional.linear(hidden, self.weight, self.bias))
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """[N, V] of hidden states [N, D], in the dtype of the weight; `out` [N, V] may be used."""
+        torch.mm(hidden, self.weight.T, out=out)
+        if self.bias is not None:
+            out += self.bias
+        return self.scaled(out)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """What a target makes of h W^T + b."""

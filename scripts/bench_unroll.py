@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from heads.branch_attention import branch_attention, plain_attention
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 
 STEPS = (1, 3, 5, 7)
 
@@ -33,7 +34,8 @@ def unrolled(
 ) -> Tensor:
     """[J, T, Q, d]: every step over the text and its own earlier drafts."""
     places = _places(query)
-    branches = Branches(keys[:1], values[:1], causal_rows(torch.zeros_like(places), places))
+    documents = Documents.single(len(places), places.device)
+    branches = Branches(keys[:1], values[:1], causal_rows(documents, places))
     outputs = []
     for step in range(len(query)):
         if step:
@@ -48,8 +50,8 @@ def full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     places, groups = _places(query), query.shape[2] // keys.shape[2]
     outputs = []
     for step in range(len(query)):
-        causal = causal_rows(torch.zeros_like(places), places)
         diagonal = torch.eye(len(places), dtype=torch.bool, device=places.device)
+        causal = torch.ones_like(diagonal).tril()
         mask = torch.cat([causal, *[diagonal] * step], dim=1)
         k = keys[: step + 1].flatten(0, 1).repeat_interleave(groups, 1)
         v = values[: step + 1].flatten(0, 1).repeat_interleave(groups, 1)

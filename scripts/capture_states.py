@@ -3,7 +3,6 @@
 Letters: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k teacher tokens.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from heads.documents import Documents
 from heads.ends import TargetEnds
 from heads.layerless import LayerlessTarget
 from heads.target import Reads, Target
+from train.ranking import largest
 
 ROWS_PER_CHUNK = 1024
 GROUP = 8
@@ -100,32 +100,10 @@ def top_k(target: TargetEnds, hidden_states: Tensor, k: int, asked: Tensor) -> d
     log_probs = torch.full(shape, NO_PROBABILITY, dtype=torch.float16, device=device)
     for places in asked.nonzero().squeeze(1).to(device, non_blocking=True).split(ROWS_PER_CHUNK):
         logits = target.logits(hidden_states[places]).float()
-        best, which = largest(logits, k)
+        best, which = largest(logits, k, GROUP)
         ids[places] = which.int()
         log_probs[places] = (best - logits.logsumexp(-1, keepdim=True)).half()
     return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}
-
-
-def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`logits.topk(k)`, faster: only groups with one of the k largest maxima can hold one of the k.
-
-    Args:
-        logits: [n, V].
-        k: at most V.
-
-    Returns:
-        [n, k] values, largest first, and their [n, k] int64 places.
-    """
-    width = math.gcd(logits.shape[1], GROUP)
-    num_groups = logits.shape[1] // width
-    if num_groups < k:
-        values, places = logits.topk(k)
-        return values, places
-    grouped = logits.unflatten(1, (width, num_groups))
-    groups = grouped.amax(1).topk(k, sorted=False).indices
-    candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, width, -1)).flatten(1)
-    values, places = candidates.topk(k)
-    return values, groups.gather(1, places % k) + places // k * num_groups
 
 
 def stored(

@@ -24,6 +24,7 @@ from conf.provenance import NAME as PROVENANCE
 from conf.provenance import provenance
 from conf.schema import InputError
 from conf.schema_measure import PruneRun
+from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
 from eval import processes
 from eval.accept import GREEDY
@@ -34,18 +35,19 @@ from eval.heads import EAGLE_DEPTH, BenchHead, device_name
 from eval.prompts import Prompt
 from eval.replay import accepted_lengths, ranked_drafts, walk
 from eval.stats import PromptSteps, alpha, tau, tau_interval
-from heads.documents import Documents
 from heads.load import Head, load_head
 from heads.load_target import load_target
 from heads.medusa import MedusaHead
 from heads.storage import locate
-from heads.target import Target
+from heads.target import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab, share
 from scripts.staging import read_json
 from train.command import check_data, fill_defaults
-from train.losses import answered
+from train.feed import on_device
 from train.replay import heldout_prompts
+from train.rows import LEARNT, indexed
+from train.states import with_states
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"
@@ -210,10 +212,9 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
     chosen = range(min(num_sequences, len(data)))
     for index in tqdm(chosen, desc="target's choices", unit="sequence"):
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
-        documents = Documents.of(row["document_ids"]).on(target.device)
-        batch = {name: values.to(target.device) for name, values in row.items()}
-        output = target.read(batch["input_ids"], batch["position_ids"], documents)
-        for states in output.hidden_states[0, answered(batch).places].split(ROWS_PER_CHUNK):
+        batch = on_device(indexed(row, 0), target.device)
+        hidden = with_states(target, batch, Reads())[HIDDEN][0]
+        for states in hidden[batch[LEARNT].places].split(ROWS_PER_CHUNK):
             best = target.logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))
     return counts.cpu()

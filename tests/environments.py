@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.schema import Dtype, TargetConfig
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.load_target import load_target
 from heads.target import Target
@@ -67,6 +68,6 @@ def unrolled(head: EagleHead, ids: Tensor, features: Tensor, num_steps: int) -> 
     """[T, W] logits of each step, fed with features [T, F] and the tokens ids [T + 1 or more]."""
     rows = torch.arange(len(features))
     text = head.read(head.fuse(features), ids[1 : len(rows) + 1], rows)
-    allowed = causal_rows(torch.zeros_like(rows), rows)
+    allowed = causal_rows(Documents.single(len(rows), torch.device("cpu")), rows)
     steps = head.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], allowed))
     return [head.logits(next(steps)) for _ in range(num_steps)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conf.schema_eagle import EagleConfig, EagleForm
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.eagle_config import config_json
 from heads.medusa import MedusaHead
@@ -177,7 +178,11 @@ def _golden(head: EagleHead, target: Target) -> tuple[dict[str, Tensor], dict[st
     fused = head.fuse(torch.cat([states[i] for i in read], dim=-1))
     text = head.read(fused, token_ids[:NUM_ROWS], places)
     rows = torch.arange(NUM_ROWS)
-    branches = Branches(text.keys[None], text.values[None], causal_rows(0 * rows, rows))
+    branches = Branches(
+        text.keys[None],
+        text.values[None],
+        causal_rows(Documents.single(len(rows), torch.device("cpu")), rows),
+    )
     # Of a text, token_ids[0] follows feature 0; `unroll` counts from the token before it.
     chain = head.unroll(text, torch.cat([token_ids[:1], token_ids]), rows, branches)
     drafted = torch.stack([head.logits(next(chain)) for _ in range(DEPTH)])

@@ -7,7 +7,7 @@ from eval.accept import Sampling
 from eval.eagle import DynamicShape, EagleChain, EagleTree
 from eval.engine import NoDraft, Seen, decode, decode_batch
 from eval.replay import replay
-from heads.branches import Branches
+from heads.branches import Branches, Stretch
 from heads.eagle import EagleHead
 from heads.target import Target
 from heads.tree import Tree, default_tree
@@ -99,7 +99,7 @@ def log_probs(head: EagleHead, committed: list[int], path: list[int]) -> list[fl
     features = head.fuse(head.features(target.read_text(committed[:-1], head.reads))[0])
     length = len(committed) - 1
     text = head.read(features, torch.tensor(committed[1:]), torch.arange(length))
-    branches = Branches(text.keys[None], text.values[None], torch.ones(1, length, dtype=torch.bool))
+    branches = Branches(text.keys[None], text.values[None], Stretch.up_to(torch.tensor([length])))
     outputs = head.draft(text, torch.tensor([length - 1]), branches)
     for depth, token in enumerate(path):
         place = torch.tensor([length + depth])

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from heads.branch_attention import branch_attention, plain_attention
-from heads.branches import Branches, ROWS_PER_CHUNK, causal_rows
+from heads.branches import ROWS_PER_CHUNK, Branches, Stretch, causal_rows
+from heads.documents import Documents
 
 DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, -1])
 T = len(DOCUMENTS)
@@ -38,8 +39,8 @@ def tensors(
 
 def branches_of(keys: Tensor, values: Tensor, rows: Tensor) -> Branches:
     own = [list(each[1:, rows]) for each in (keys, values)]
-    allowed = causal_rows(DOCUMENTS.to(keys.device), rows.to(keys.device))
-    return Branches(keys[:1], values[:1], allowed, *own)
+    documents = Documents.of(DOCUMENTS[None]).on(keys.device)
+    return Branches(keys[:1], values[:1], causal_rows(documents, rows.to(keys.device)), *own)
 
 
 def with_grads(attend, inputs: list[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
@@ -51,24 +52,26 @@ def with_grads(attend, inputs: list[Tensor], rows: Tensor) -> tuple[Tensor, ...]
 
 def fused(query: Tensor, branches: Branches) -> Tensor:
     found = branch_attention(query, branches)
-    assert type(found.grad_fn).__name__ == "_FusedBackward"
+    assert type(found.grad_fn).__name__ in ("ChunkedBackward", "FlashBackward")
     return found
 
 
 def test_a_row_sees_its_document_up_to_its_own_token() -> None:
-    rows = causal_rows(torch.tensor([0, 0, 1, 1]), torch.arange(4))
+    seen = causal_rows(Documents.of(torch.tensor([[0, 0, 1, 1]])), torch.arange(4))
+    rows = seen.allowed(4)
     assert rows.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
 def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
     monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", 2)
     keys, values = torch.zeros(2, 1, T, 1, 8)
-    spans = Branches(keys, values, causal_rows(DOCUMENTS, SOME)).spans
+    branches = Branches(keys, values, causal_rows(Documents.of(DOCUMENTS[None]), SOME))
+    spans = branches.spans
     found = [(s.rows.start, s.rows.stop, s.tokens.start, s.tokens.stop) for s in spans]
     assert found == [(0, 2, 0, 3), (2, 4, 4, 8), (4, 5, 9, 10)]
     inf = float("inf")
-    assert spans[0].bias.tolist() == [[0, 0, -inf], [0, 0, 0]]
-    assert spans[1].bias.tolist() == [[0, 0, -inf, -inf], [0, 0, 0, 0]]
+    assert branches.bias(spans[0]).tolist() == [[0, 0, -inf], [0, 0, 0]]
+    assert branches.bias(spans[1]).tolist() == [[0, 0, -inf, -inf], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
@@ -77,10 +80,10 @@ def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
 def test_the_plain_path_is_the_definition(
     num_own: int, rows: Tensor, chunk: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.branch_attention.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, (4, 2), torch.float64)
     found = with_grads(branch_attention, inputs, rows)
-    assert type(found[0].grad_fn).__name__ != "_FusedBackward"
+    assert type(found[0].grad_fn).__name__ not in ("ChunkedBackward", "FlashBackward")
     query, keys, values, upstream = inputs
     expected = literal(query, keys, values, rows)
     grads = torch.autograd.grad(expected, (query, keys, values), upstream)
@@ -122,13 +125,12 @@ def test_own_drafts_are_joined_in_float32_under_autocast_too() -> None:
 
 def test_several_texts_have_gradients_too() -> None:
     query, keys, values, upstream = tensors(1, ALL, (4, 2), torch.float32)
-    allowed = causal_rows(DOCUMENTS, ALL)
-    found = branch_attention(
-        torch.cat([query, query]), Branches(keys, values, torch.cat([allowed, allowed]))
-    )
+    seen = causal_rows(Documents.of(DOCUMENTS[None]), ALL)
+    both = Stretch(torch.cat([seen.first, seen.first]), torch.cat([seen.end, seen.end]))
+    found = branch_attention(torch.cat([query, query]), Branches(keys, values, both))
     grads = torch.autograd.grad(found, (query, keys, values), torch.cat([upstream, upstream]))
     alone = [
-        branch_attention(query, Branches(keys[i : i + 1], values[i : i + 1], allowed))
+        branch_attention(query, Branches(keys[i : i + 1], values[i : i + 1], seen))
         for i in range(2)
     ]
     expected = torch.autograd.grad(alone, (query, keys, values), [upstream, upstream])
@@ -139,7 +141,7 @@ def test_several_texts_have_gradients_too() -> None:
 def test_selected_branches_take_their_drafts_along() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
-    allowed = causal_rows(torch.zeros(4), torch.arange(4))
+    allowed = causal_rows(Documents.single(4, torch.device("cpu")), torch.arange(4))
     branches = Branches(keys[:1], values[:1], allowed, [keys[1]], [values[1]])
     query, rows = torch.randn(4, 2, 8), torch.tensor([2, 0, 2])
     whole = branch_attention(query, branches)

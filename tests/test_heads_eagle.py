@@ -6,7 +6,7 @@ from toys import eagle_head, packed, random_target, texts
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from heads.branches import Branches, causal_rows
+from heads.branches import Branches, Stretch, causal_rows
 from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.eagle_config import default_layers
@@ -80,9 +80,7 @@ def test_training_and_decoding_read_the_same(target: Target, form, more) -> None
     text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
     row = len(first) + 7  # token 7 of the second document
     rows = torch.tensor([row])
-    branches = Branches(
-        text.keys[None], text.values[None], causal_rows(batch["document_ids"][0], rows)
-    )
+    branches = Branches(text.keys[None], text.values[None], causal_rows(where, rows))
     unrolled = head.unroll(text, ids, rows, branches)
     trained = [next(unrolled) for _ in range(3)]
 
@@ -90,7 +88,7 @@ def test_training_and_decoding_read_the_same(target: Target, form, more) -> None
     piece = head.read(
         head.fuse(head.features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
     )
-    branches = Branches(piece.keys[None], piece.values[None], torch.ones(1, 8, dtype=torch.bool))
+    branches = Branches(piece.keys[None], piece.values[None], Stretch.up_to(torch.tensor([8])))
     outputs = head.draft(piece, torch.tensor([7]), branches)
     for depth, expected in enumerate(trained):
         if depth:
@@ -111,9 +109,7 @@ def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) 
             output.layers[3] = target.decoder.norm(output.layers[3])
         ids = torch.tensor(text[token_shift : 8 + token_shift])
         piece = head.read(head.fuse(head.features(output)[0]), ids, torch.arange(8))
-        branches = Branches(
-            piece.keys[None], piece.values[None], torch.ones(1, 8, dtype=torch.bool)
-        )
+        branches = Branches(piece.keys[None], piece.values[None], Stretch.up_to(torch.tensor([8])))
         first = head.draft(piece, torch.tensor([7]), branches)
         place = torch.tensor([8 + position_shift])
         return head.advance(first, torch.tensor([text[9]]), place, branches)

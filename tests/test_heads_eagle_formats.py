@@ -13,6 +13,7 @@ from toys import noisy_head, random_model, random_target
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.eagle_config import EagleHeadConfig, llama_like
 from heads.eagle_formats import load_eagle
@@ -38,7 +39,7 @@ def drafted(head: EagleHead, target: Target) -> Tensor:
     places = torch.arange(len(ids) - 1)
     features = head.features(target.read_text(TEXT[:-1], head.reads))[0]
     text = head.read(head.fuse(features), ids[1:], places)
-    allowed = causal_rows(torch.zeros_like(places), places)
+    allowed = causal_rows(Documents.single(len(places), torch.device("cpu")), places)
     unrolled = head.unroll(text, ids, places, Branches(text.keys[None], text.values[None], allowed))
     return torch.stack([head.logits(next(unrolled)) for _ in range(3)])
 

@@ -3,6 +3,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle_layer import EagleAttention, EagleLayer
 
 
@@ -27,7 +28,11 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
     inputs = theirs.input_layernorm(residual)
     assert norm.equal(torch.ones(64))
     keys, values = ours.self_attn.keys_values(inputs, positions)
-    branches = Branches(keys[None], values[None], causal_rows(torch.zeros(9), positions))
+    branches = Branches(
+        keys[None],
+        values[None],
+        causal_rows(Documents.single(len(positions), torch.device("cpu")), positions),
+    )
     torch.testing.assert_close(
         ours(inputs, residual, positions, branches), expected[0], rtol=1e-5, atol=1e-5
     )

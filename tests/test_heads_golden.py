@@ -7,6 +7,7 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from heads import golden as module
 from heads.branches import Branches, causal_rows
+from heads.documents import Documents
 from heads.eagle import EagleHead
 from heads.golden import golden
 from heads.target import Target, TargetOutput
@@ -23,7 +24,7 @@ def last_output(head: EagleHead, fused: Tensor, token_ids: Tensor, places: Tenso
     """[H] of the last token of a text that the head reads anew."""
     text = head.read(fused, token_ids, places)
     rows = torch.tensor([len(places) - 1])
-    allowed = causal_rows(torch.zeros_like(places), rows)
+    allowed = causal_rows(Documents.single(len(places), torch.device("cpu")), rows)
     return head.draft(text, rows, Branches(text.keys[None], text.values[None], allowed))[0]
 
 

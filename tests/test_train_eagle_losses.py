@@ -20,6 +20,7 @@ from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective, make_head
 from train.eagle_losses import step_weights
 from train.losses import Sums
+from train.rows import DOCUMENTS, NOISE_SEEDS
 from train.teachers import HiddenTeacher, Table
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
@@ -118,7 +119,7 @@ def run(objective: EagleObjective, batch: dict, only: int | None = None) -> Sums
     if only is not None:
         scale = torch.zeros_like(scale)
         scale[only] = 1.0
-    return objective(objective.prepare(batch), scale)
+    return objective(objective.prepare(objective.indexed(batch)), scale)
 
 
 def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
@@ -133,7 +134,7 @@ def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
     sums = [[0.0] * 4 for _ in range(config.num_steps)]
     for t in range(len(ids)):
         row = torch.tensor([t])
-        branches = Branches(text.keys[None], text.values[None], causal_rows(documents, row))
+        branches = Branches(text.keys[None], text.values[None], causal_rows(where, row))
         outputs = head.unroll(text, ids, row, branches)
         for d in range(1, config.num_steps + 1):
             out = next(outputs)
@@ -180,13 +181,17 @@ def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_
     assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
 
 
+def counts(objective: EagleObjective, batch: dict) -> torch.Tensor:
+    return objective.counts(objective.indexed(batch))
+
+
 def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
     target, batch = setting
     head = eagle_head(target, EagleForm.eagle3, num_updates=1)
     config = EagleConfig(num_steps=4)
-    assert EagleObjective(head, target, config).counts(batch).tolist() == [39.0] * 4
+    assert counts(EagleObjective(head, target, config), batch).tolist() == [39.0] * 4
     config.token_normalizer = TokenNormalizer.supervised
-    assert EagleObjective(head, target, config).counts(batch).tolist() == [27, 27, 27, 24]
+    assert counts(EagleObjective(head, target, config), batch).tolist() == [27, 27, 27, 24]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -224,12 +229,32 @@ def test_noise_is_added_while_training_only(setting) -> None:
     target, _ = setting
     head = eagle_head(target, EagleForm.eagle1, num_updates=1)
     objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2))
-    features = torch.zeros(64, 8)
-    noisy = [objective.train()._noisy(features, {"noise_seed": seed}) for seed in (3, 4, 3)]
-    assert 0.7 < noisy[0].abs().max() <= 0.5 * 0.2 * 512 / 64
-    assert noisy[0].equal(noisy[2])
-    assert not noisy[0].equal(noisy[1])
-    assert objective.eval()._noisy(features, {}).equal(features)
+    features, where = torch.zeros(96, 8), Documents.of(torch.tensor([[0] * 64 + [1] * 32]))
+
+    def noisy(*seeds: int, train: bool = True) -> torch.Tensor:
+        batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
+        return objective.train(train)._noisy(features, batch)
+
+    long, short = noisy(3).split([64, 32])
+    # As wide as the original's is on each document alone.
+    assert 0.7 < long.abs().max() <= 0.5 * 0.2 * 512 / 64
+    assert 1.4 < short.abs().max() <= 0.5 * 0.2 * 512 / 32
+    assert noisy(3).equal(noisy(3))
+    assert not noisy(3).equal(noisy(4))
+    assert noisy(5, train=False).equal(features)
+
+
+def test_noise_of_a_sequence_is_the_same_in_any_company(setting) -> None:
+    target, _ = setting
+    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
+    objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2)).train()
+
+    def noisy(*seeds: int) -> torch.Tensor:
+        where = Documents.of(torch.zeros(len(seeds), 16, dtype=torch.int64))
+        batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
+        return objective._noisy(torch.zeros(16 * len(seeds), 8), batch)
+
+    assert noisy(3, 4).equal(torch.cat([noisy(3), noisy(4)]))
 
 
 def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> None:

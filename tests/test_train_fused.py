@@ -17,6 +17,7 @@ from train.divergences import Said
 from train.eagle_losses import EagleCriterion
 from train.fused import Part, fused_linear
 from train.losses import TextTeacher, text_criterion
+from train.rows import Rising
 from train.teachers import HiddenTeacher, Table, TopKTeacher
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
@@ -63,14 +64,23 @@ def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> 
 
 
 def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(total, leaves))
+    """Of leaves whose gradients are empty, or hold what a fused loss has put there."""
+    total.backward()
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+def rising(rows: Tensor) -> Rising:
+    return Rising(rows, rows)
 
 
 @pytest.fixture(params=[(1, 1), (4, 3), (1000, 2), (1000, 1000)])
 def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a chunk of float64 logits, and of a piece."""
     chunk, piece = request.param
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 8 * VOCAB * chunk)
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * chunk)
     monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * VOCAB * piece)
     monkeypatch.setattr(fused, "TILE_BYTES", 4 * WIDTH * 5)
 
@@ -88,9 +98,10 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
     scales = random(NUM_STUDENTS, seed=4)
     rows = torch.randint(NUM_ROWS, (NUM_STUDENTS,), generator=torch.Generator().manual_seed(5))
+    rows = rows.sort().values
     vocab = DraftVocab(DRAFTED, VOCAB)
 
-    part = Part(hidden, Projection(weight, bias, scale, cap), rows, scales)
+    part = Part(hidden, Projection(weight, bias, scale, cap), rising(rows), scales)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
@@ -99,9 +110,7 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     expected = (scales * loss).sum()
     torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
-    pairs = zip(
-        gradients(3 * total, hidden, weight), gradients(3 * expected, hidden, weight), strict=True
-    )
+    pairs = zip(gradients(total, hidden, weight), gradients(expected, hidden, weight), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     assert found[1].sum() == (DRAFTED[logits.argmax(-1)] == log_p[rows].argmax(-1)).sum()
@@ -117,7 +126,7 @@ def test_hard_labels_and_several_projections() -> None:
         weight = random(VOCAB, WIDTH, seed=10 + number).requires_grad_()
         rows = torch.arange(7) + 2 * number
         scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
-        parts.append(Part(hidden, Projection(weight), rows, scales))
+        parts.append(Part(hidden, Projection(weight), rising(rows), scales))
         leaves += [hidden, weight]
         loss = F.cross_entropy(hidden @ weight.T, labels[rows], reduction="none")
         expected = expected + (scales * loss).sum()
@@ -147,14 +156,14 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     # What was kept is float32, and so is the rest's mass.
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
-    part = Part(hidden, Projection(weight), torch.arange(NUM_ROWS), torch.ones(NUM_ROWS))
+    part = Part(hidden, Projection(weight), rising(torch.arange(NUM_ROWS)), torch.ones(NUM_ROWS))
     total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
     p = log_probs.double().exp()
     rest = 1 - p.sum(-1, keepdim=True)
     loss = bucketed(config, kept.indices, p, rest, hidden @ weight.T)
     torch.testing.assert_close(total, loss.sum(), rtol=1e-6, atol=1e-6)
-    expected = gradients(loss.sum(), hidden, weight)
-    for mine, theirs in zip(gradients(total, hidden, weight), expected, strict=True):
+    found, expected = (gradients(each, hidden, weight) for each in (total, loss.sum()))
+    for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -178,7 +187,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     log_p = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -1.0, -9.0]]).double()
     hidden = random(2, WIDTH, seed=0).requires_grad_()
     weight = random(2, WIDTH, seed=1)
-    part = Part(hidden, Projection(weight), torch.arange(2), torch.ones(2))
+    part = Part(hidden, Projection(weight), rising(torch.arange(2)), torch.ones(2))
     criterion = EagleCriterion(EagleConfig(), vocab)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
     (grad,) = gradients(total, hidden)
@@ -196,7 +205,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
     weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
-    part = Part(hidden, Projection(weight), torch.arange(40), torch.ones(40))
+    part = Part(hidden, Projection(weight), rising(torch.arange(40)), torch.ones(40))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
     return total, gradients(total, hidden, weight)
@@ -233,7 +242,7 @@ class _Largest(TorchDispatchMode):
 
 def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, width, vocab_size = 512, 8, 1024
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * vocab_size * 32)
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * vocab_size * 32)
     monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * vocab_size * 8)
     vocab = DraftVocab.everything(vocab_size)
     hidden = random(num_rows, width, seed=0).float().requires_grad_()
@@ -241,7 +250,9 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     with _Largest() as largest:
         target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
-        part = Part(hidden, Projection(weight), torch.arange(num_rows), torch.ones(num_rows))
+        part = Part(
+            hidden, Projection(weight), rising(torch.arange(num_rows)), torch.ones(num_rows)
+        )
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
         total.backward()
     assert largest.numel == 32 * vocab_size
@@ -249,7 +260,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
 
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
-    part = Part(hidden, Projection(weight), torch.arange(4), torch.ones(4))
+    part = Part(hidden, Projection(weight), rising(torch.arange(4)), torch.ones(4))
     with torch.no_grad():
         total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
     assert not total.requires_grad

@@ -8,14 +8,9 @@ from torch import nn
 
 from heads.projection import Projection
 from train import fused
-from train.losses import (
-    answered,
-    hits,
-    medusa_loss,
-    medusa_weights,
-    supervised,
-    supervised_counts,
-)
+from train.losses import medusa_loss, medusa_weights
+from train.ranking import first_best, hits, largest
+from train.rows import LEARNT, Batch, Learnt, Unrolled, indexed, supervised
 from train.teachers import Table
 
 
@@ -26,13 +21,14 @@ class Heads(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         generator = torch.Generator().manual_seed(0)
-        self.table = nn.Parameter(torch.randn(num_heads, 3, vocab, generator=generator))
+        drawn = torch.randn(num_heads, vocab, 3, generator=generator)
+        self.table = nn.ParameterList(nn.Parameter(each) for each in drawn)
 
     def states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
 
     def projection(self, k: int) -> Projection:
-        return Projection(self.table[k].T)
+        return Projection(self.table[k])
 
 
 class Given:
@@ -49,13 +45,14 @@ class Given:
 ONES = torch.ones(3)
 
 
-def packed(mask: list[int], documents: list[int]) -> dict[str, torch.Tensor]:
+def packed(mask: list[int], documents: list[int]) -> Batch:
     length = len(mask)
-    return {
+    batch = {
         "input_ids": torch.arange(length)[None] % 5,
         "loss_mask": torch.tensor([mask], dtype=torch.bool),
         "document_ids": torch.tensor([documents]),
     }
+    return indexed(batch, 4)
 
 
 def random_batch(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -73,7 +70,7 @@ def test_mask_is_that_of_the_predicted_token() -> None:
     assert supervised(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
     assert supervised(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert supervised(batch, 5).int().tolist() == [[0] * 6]
-    assert supervised_counts(batch, 3).tolist() == [2.0, 2.0, 1.0]
+    assert batch[LEARNT].counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
 
 
 def test_no_head_predicts_across_documents_or_into_padding() -> None:
@@ -83,14 +80,15 @@ def test_no_head_predicts_across_documents_or_into_padding() -> None:
 
 
 def test_shorter_than_a_head_looks_ahead() -> None:
-    assert supervised_counts(packed([1, 1], [0, 0]), 4).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert packed([1, 1], [0, 0])[LEARNT].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_hand_computed_cross_entropy() -> None:
     head = Heads(2, 5)
     with torch.no_grad():
-        head.table.zero_()
-        head.table[0, 0, 2] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
+        for table in head.table:
+            table.zero_()
+        head.table[0][2, 0] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
     hidden = torch.tensor([[[1.0, 0, 0]] * 4])
     batch = packed([1, 1, 1, 1], [0] * 4)  # tokens 0 1 2 3
     sums = medusa_loss(head, hidden, batch, ONES)
@@ -112,11 +110,12 @@ def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> Non
     """Teacher logits are the hidden state itself, so each position is recognisable."""
     head = Heads(2, 3)
     with torch.no_grad():
-        head.table.copy_(torch.eye(3).expand(2, 3, 3))
+        for table in head.table:
+            table.copy_(torch.eye(3))
     hidden = torch.tensor([[[0.0, 0, 0], [1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [0, 0, 0]]])
     batch = packed([0, 0, 0, 1, 0], [0] * 5)  # only token 3 is in the mask
     batch["input_ids"] %= 3
-    assert answered(batch).places.tolist() == [2]
+    assert batch[LEARNT].places.tolist() == [2]
     sums = medusa_loss(head, hidden, batch, ONES, Given(hidden[0, [2]]))
     # The target at position 2 predicts token 3; so do head 1 at 1 and head 2 at 0.
     p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)
@@ -125,13 +124,68 @@ def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> Non
     assert sums.terms[0].tolist() == pytest.approx([first.item(), second.item()], abs=1e-6)
 
 
-def test_a_tie_has_one_first_choice_and_five_among_the_first_five() -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
+    groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.ranking._by_groups", lambda _: groups)
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     top1, top5 = hits(logits, torch.tensor([0, 1]))
     assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])
     assert hits(torch.zeros(8, 8), torch.arange(8))[1].sum() == 5.0
     six = torch.tensor([[6.0, 5, 4, 3, 2, 1]] * 2)
     assert hits(six, torch.tensor([4, 5]))[1].tolist() == [1.0, 0.0]
+
+
+def test_places_and_answers_of_every_depth_by_hand() -> None:
+    """Documents a b c d | e f; c, d and f are in the mask."""
+    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[LEARNT]
+    assert learnt.places.tolist() == [1, 2, 4]  # b, c and e come before them
+    # Depth 1 predicts c from a and d from b; depth 2 predicts d from a.
+    assert [rows.places.tolist() for rows in learnt.depths] == [[1, 2, 4], [0, 1], [0], [], []]
+    answers = [rows.answers.host.tolist() for rows in learnt.depths]
+    assert answers == [[0, 1, 2], [0, 1], [1], [], []]
+
+
+def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
+    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[LEARNT]
+    found = Unrolled.of(Learnt(learnt.places, learnt.depths[:3]))
+    assert found.drafts.tolist() == [0, 1]
+    # Step 0 gives rows 0 and 1, step 1 rows 2 and 3; of that, row 3 (from b, depth 2) is nothing.
+    assert found.rows.places.tolist() == [0, 1, 2]
+    assert found.rows.answers.host.tolist() == [0, 1, 1]
+    assert found.steps.tolist() == [0, 0, 1]
+    assert found.by_step.tolist() == [0, 1, 2]
+    assert found.sizes == (2, 1)
+
+
+def test_rows_return_to_their_steps() -> None:
+    _, batch = random_batch(3)
+    found = Unrolled.of(indexed(batch, 3)[LEARNT])
+    answers = found.rows.answers.host
+    assert answers.diff().min() >= 0
+    steps = found.steps[found.by_step]
+    assert steps.tolist() == [step for step, n in enumerate(found.sizes) for _ in range(n)]
+    for step, part in enumerate(answers[found.by_step].split(found.sizes)):
+        assert part.equal(indexed(batch, 3)[LEARNT].depths[1 + step].answers.host)
+
+
+def test_with_nothing_to_learn_one_token_drafts() -> None:
+    found = Unrolled.of(packed([0] * 4, [0] * 4)[LEARNT])
+    assert found.drafts.tolist() == [0]
+    assert found.sizes == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("columns", [5, 64, 640, 1000])
+def test_rankings_by_groups_are_those_of_torch(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Of few values, so that there are ties.
+    logits = torch.randint(12, (40, columns), generator=generator).float()
+    assert first_best(logits).equal(logits.argmax(-1))
+    values, places = largest(logits, 5)
+    assert values.equal(logits.topk(5).values)
+    assert logits.gather(1, places).equal(values)
+    assert all(len(set(row)) == 5 for row in places.tolist())
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -142,30 +196,29 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
     projection = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 
     def run(parts: list[slice], rows_per_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * 5 * rows_per_chunk)
+        monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * 5 * rows_per_chunk)
         monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 5)
         head = Heads(3, 5)
         total = torch.zeros(4, 3)
         for part in parts:
-            piece = {name: value[part] for name, value in batch.items()}
-            places = answered(piece).places
+            piece = indexed({name: value[part] for name, value in batch.items()}, 3)
+            places = piece[LEARNT].places
             logits = hidden[part].flatten(0, 1)[places] @ projection
             sums = medusa_loss(head, hidden[part], piece, ONES, Given(logits) if soft else None)
             sums.total.backward()
             total += sums.terms
-        assert head.table.grad is not None
-        return total, head.table.grad
+        return total, torch.stack([table.grad for table in head.table])
 
     whole = run([slice(0, 4)], 1000)
     for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
         for expected, found in zip(whole, other, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert whole[0][1].tolist() == supervised_counts(batch, 3).tolist()
+    assert whole[0][1].tolist() == indexed(batch, 3)[LEARNT].counts[1:].tolist()
 
 
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
     head = Heads(2, 5)
     sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)
     sums.total.backward()
-    assert head.table.grad is not None
+    assert all(table.grad is not None for table in head.table)
     assert sums.terms[0].tolist() == [0.0, 0.0]

@@ -16,7 +16,7 @@ from heads.medusa import MedusaHead
 from heads.target import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
-from train.losses import supervised_counts
+from train.rows import LEARNT
 
 VOCAB_SIZE = 96
 SMALL = {
@@ -95,9 +95,9 @@ def eagle_head(
     )
     objective = EagleObjective(head, target, config)
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
-    batch = objective.prepare(packed(texts(target, 6, 40)))
-    counts = supervised_counts(batch, len(objective.weights))
-    scale = objective.weights / counts.clamp_min(1)
+    batch = objective.indexed(packed(texts(target, 6, 40)))
+    scale = objective.weights / batch[LEARNT].counts[1:].clamp_min(1)
+    batch = objective.prepare(objective.indexed(batch))
     for _ in range(num_updates):
         optimizer.zero_grad()
         objective(batch, scale).total.backward()

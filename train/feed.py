@@ -40,6 +40,11 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return moved(batch, lambda each: each.to(device, non_blocking=True))
 
 
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device; the host does not wait for it to arrive."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 Load = Callable[[int], list[Batch]]
 Prepare = Callable[[Batch], Batch]
 

@@ -3,7 +3,7 @@
 A loss compares what a student says after some tokens with what a teacher says there. Rows of
 the teacher are taken in chunks; for each chunk the teacher's logits are computed once, every
 student row that refers to it is projected and compared, and the gradient is carried back
-through the projection at once. So the backward pass has nothing to recompute: it scales what
+through the projection at once. So the backward pass has nothing to recompute: it hands on what
 the forward pass has found.
 
 Matrix products want many rows, and logits are narrow numbers; what is done between them is
@@ -43,6 +43,9 @@ TILE_BYTES = 64 * 2**20
 
 Compare = Callable[..., Any]
 """`compared` with its first arguments given."""
+
+
+Buffers = dict[tuple[int, torch.dtype], Tensor]
 
 
 class Part(NamedTuple):
@@ -167,7 +170,10 @@ class _Fused(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             size = rows_of(chunk_bytes(device), teacher.row_bytes)
             edges = [*range(0, teacher.num_rows, size), teacher.num_rows]
-            students = [_Student(part, num_measures, want_grad, dtype, edges) for part in parts]
+            buffers: Buffers = {}
+            students = [
+                _Student(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
+            ]
             for chunk, (begin, end) in enumerate(pairwise(edges)):
                 known = teacher.known(begin, end)
                 for student in students:
@@ -184,9 +190,10 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Any, ...]:
         assert ctx.hidden_grads is not None, "one backward pass per loss"
+        assert grad_total.is_cuda or grad_total == 1, "a total is run backward as it is"
         grads: list[Tensor | None] = []
         for grad, weight in zip(ctx.hidden_grads, ctx.weights, strict=True):
-            grads.append(None if grad is None else grad.mul_(grad_total))
+            grads.append(grad)
             # Not None: who waits for this gradient, as DDP does, must hear of it.
             trained = weight.requires_grad
             grads.append(weight.new_zeros(()).expand_as(weight) if trained else None)
@@ -204,8 +211,9 @@ class _Student:
         want_grad: bool,
         dtype: torch.dtype | None,
         edges: list[int],
+        buffers: Buffers,
     ) -> None:
-        self.part, self.want_grad = part, want_grad
+        self.part, self.want_grad, self.buffers = part, want_grad, buffers
         weight = part.projection.weight
         self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
         self.projection: Projection | None = None
@@ -232,7 +240,8 @@ class _Student:
 
     def _rows(self, compare: Compare, rows: slice, projection: Projection, begin: int) -> None:
         hidden = self.part.hidden[rows].detach().to(self.dtype)
-        logits, at = projection.logits(hidden), self.part.rows.device[rows] - begin
+        logits = projection.logits(hidden, self._buffer(len(hidden)))
+        at = self.part.rows.device[rows] - begin
         for piece in balanced(0, len(logits), piece_rows(logits)):
             verdict = compare(at[piece], logits[piece], self.want_grad)
             self.found[:, rows][:, piece] = verdict.found
@@ -240,6 +249,16 @@ class _Student:
                 logits[piece] = projection.before(verdict.grad, logits[piece])
         if self.want_grad:
             self._carry_back(logits, rows, hidden, projection)
+
+    def _buffer(self, num_rows: int) -> Tensor:
+        """[R, W] for logits; the same memory for all chunks, which the first touch makes dear."""
+        weight = self.part.projection.weight
+        key = (weight.shape[0], self.dtype)
+        held = self.buffers.get(key)
+        if held is None or len(held) < num_rows:
+            shape = (num_rows, weight.shape[0])
+            held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
+        return held[:num_rows]
 
     def _carry_back(
         self, grad: Tensor, rows: slice, hidden: Tensor, projection: Projection

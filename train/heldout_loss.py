@@ -7,8 +7,9 @@ import torch
 from data.layout import HIDDEN
 from heads.adapter import Adapter
 from heads.target import Reads, Target
-from train.feed import Dataset, stacked
+from train.feed import Dataset, on_device, stacked
 from train.losses import target_loss
+from train.rows import indexed
 from train.states import with_states
 
 
@@ -49,7 +50,7 @@ class HeldoutLoss:
     def _mean(self) -> float:
         sums = torch.zeros(2, device=self.target.device)
         for index in range(min(len(self.heldout), self.num_sequences)):
-            batch = stacked(self.heldout, [index], self.target.device)
+            batch = on_device(indexed(stacked(self.heldout, [index]), 0), self.target.device)
             hidden = with_states(self.target, batch, Reads())[HIDDEN]
             sums += target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
         return float(sums[0] / sums[1])

@@ -10,10 +10,10 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 from conf.schema import InputError, LogConfig, TrainConfig
 from train import checkpoint, processes, same, schedule
-from train.feed import Dataset, Feed, stacked
+from train.feed import Dataset, Feed, on_device, stacked, uploaded
 from train.launch import stop_signals
 from train.losses import Sums
 from train.objective import Objective
 from train.placement import Placement, place
+from train.rows import NOISE_SEEDS, Batch
 from train.tracking import Metrics, as_line, figures
 
 TOKENS = ("input_ids", "loss_mask", "document_ids")
@@ -97,6 +98,24 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         run.close()
 
 
+class _Told(NamedTuple):
+    """What all processes found in an optimizer step, on the CPU.
+
+    Attributes:
+        tokens: that were read, padding not counted.
+        stop: whether any process was asked to stop.
+        losses: of each micro batch, process by process.
+        sums: [2 + L, K] of the step.
+        norm: of the gradients before they were clipped.
+    """
+
+    tokens: int
+    stop: bool
+    losses: list[float]
+    sums: Tensor
+    norm: float
+
+
 class Run:
     """The state of a run between its optimizer steps."""
 
@@ -108,6 +127,7 @@ class Run:
         self.placement: Placement
         self.step = self.tokens = 0
         self.stop = {"asked": False}
+        self.stopping = False
         self.metrics: Metrics | None = None
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
@@ -190,7 +210,7 @@ class Run:
         with bar:
             self._started, self._started_tokens = time.monotonic(), self.tokens
             while self.step < self.config.max_steps:
-                if self._stop_agreed():
+                if self.stopping:
                     self._save()
                     return Outcome(False, self.step, self.evaluation)
                 loss = self.optimizer_step()
@@ -212,57 +232,48 @@ class Run:
         if not last and self.step % self.config.eval_steps == 0:
             self._evaluate()
 
-    def _stop_agreed(self) -> bool:
-        """Whether any process was asked to stop, so that all stop at the same step."""
-        asked = torch.tensor(float(self.stop["asked"]), device=self.device)
-        return bool(self._sum(asked) > 0)
-
     def _sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="sum")
 
     def optimizer_step(self) -> float:
-        """One optimizer step; returns its loss."""
-        config = self.config
-        totals = self._count(self.feed.next_step())
-        self._weights = self.job.objective.begin(self.step).to(self.device)
+        """One optimizer step; returns its loss. The host waits for the device once."""
+        batches = self.feed.next_step()
+        counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
+        self._weights = self.job.objective.begin(self.step)
+        totals = self._sum(uploaded(counts.sum(0).double(), self.device))
         # Gradients become a mean over the processes; their sum is wanted.
-        scale = self.world * self._weights / totals[1:].clamp_min(1).float()
+        scale = self.world * uploaded(self._weights, self.device) / totals.clamp_min(1).float()
         sums = self._accumulate(scale)
-        step_sums = self._check_finite(sums, self._indices(self.step))
-        self._rate = config.learning_rate * schedule.rate(config, self.step)
         with record_function("optimizer"):
-            norm = self.placement.step(self._rate, self.step)
-        if not math.isfinite(norm):
-            self._stop_on("the gradient's norm", norm, self._indices(self.step))
-        self.tokens += int(totals[0])
-        self.window.append(step_sums)
-        return float((self._weights * step_sums[0] / step_sums[1].clamp_min(1)).sum())
+            norm = self.placement.clip(self.step)
+            told = self._tell(sums, norm, sum(map(_num_tokens, batches)))
+            self._check_finite(told.losses, told.norm)
+            self._rate = self.config.learning_rate * schedule.rate(self.config, self.step)
+            late_norm = self.placement.step(self._rate, self.step)
+        self._check_finite([], late_norm)
+        self.stopping = told.stop
+        self.tokens += told.tokens
+        self.window.append(told.sums)
+        return float((self._weights * told.sums[0] / told.sums[1].clamp_min(1)).sum())
 
     def _indices(self, step: int) -> list[int]:
         """The sequences of a step over all processes."""
         return schedule.sequences(step, self.config.batch_size, len(self.job.train), self.job.seed)
 
-    def _load(self, step: int) -> list[dict[str, Tensor]]:
+    def _load(self, step: int) -> list[Batch]:
         """The micro batches of this process in a step, on the CPU.
 
         Each sequence gets a seed for what is drawn for it, made of its number and the step: not
         of the process, so draws are the same on any number of them, and after a stop.
         """
-        size = self.config.micro_batch_size
-        batches = []
+        size, objective = self.config.micro_batch_size, self.job.objective
+        batches: list[Batch] = []
         for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
-            seeds = [hash((self.job.seed, step, index)) % (1 << 63) for index in group]
-            batches.append(stacked(self.job.train, group) | {"noise_seed": torch.tensor(seeds)})
+            seeds = tuple(hash((self.job.seed, step, index)) % (1 << 63) for index in group)
+            batch = objective.indexed(stacked(self.job.train, group))
+            batches.append({**batch, NOISE_SEEDS: seeds})
         return batches
-
-    def _count(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """[1 + K] tokens seen and supervised tokens per term, of the whole optimizer step."""
-        counts = [
-            torch.cat([_num_tokens(batch)[None], self.job.objective.counts(batch).double()])
-            for batch in batches
-        ]
-        return self._sum(torch.stack(counts).sum(0).to(self.device))
 
     def _accumulate(self, scale: Tensor) -> Tensor:
         """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
@@ -276,19 +287,35 @@ class Run:
             found.append(sums.terms)
         return torch.stack(found)
 
-    def _check_finite(self, sums: Tensor, indices: list[int]) -> Tensor:
-        """[2 + L, K] sums of the step over all processes; stops if one of them is not finite."""
-        num_micro = len(sums)
-        losses = torch.zeros(self.world * num_micro, device=self.device)
-        losses[self.rank * num_micro :][:num_micro] = sums[:, 0].sum(1)
-        packed = self._sum(torch.cat([losses, sums.sum(0).flatten()]))
-        losses, totals = packed[: len(losses)], packed[len(losses) :].view_as(sums[0])
-        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+    def _tell(self, sums: Tensor, norm: Tensor, num_tokens: int) -> "_Told":
+        """Brings to the host what all processes found in a step; the step's wait for the device.
+
+        Args:
+            sums: [M, 2 + L, K] of this process's micro batches.
+            norm: [] of the gradients, the same on every process.
+            num_tokens: in those micro batches.
+        """
+        losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
+        losses[self.rank] = sums[:, 0].sum(1)
+        own = torch.tensor([num_tokens, self.stop["asked"]], dtype=torch.float64)
+        parts = (uploaded(own, self.device), losses.flatten(), sums.sum(0).flatten())
+        packed = self._sum(torch.cat([part.double() for part in parts]))
+        found = torch.cat([packed, norm.double().view(1)]).to("cpu")
+        tokens, stop = found[:2].tolist()
+        terms = found[2 + losses.numel() : -1].view_as(sums[0]).float()
+        return _Told(
+            int(tokens), stop > 0, found[2 : 2 + losses.numel()].tolist(), terms, float(found[-1])
+        )
+
+    def _check_finite(self, losses: list[float], norm: float) -> None:
+        """Stops if a loss [processes * M] or the gradient's norm is not finite."""
+        indices, size = self._indices(self.step), self.config.micro_batch_size
+        bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            size = self.config.micro_batch_size
             named = [index for micro in bad for index in indices[micro * size :][:size]]
-            self._stop_on("the loss", float(losses[bad[0]]), named)
-        return totals
+            self._stop_on("the loss", losses[bad[0]], named)
+        if not math.isfinite(norm):
+            self._stop_on("the gradient's norm", norm, indices)
 
     def _stop_on(self, what: str, value: float, indices: list[int]) -> None:
         raise InputError(
@@ -362,7 +389,8 @@ class Run:
         mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
         mine = mine[self.rank :: self.world]
         for begin in range(0, len(mine), size):
-            batch = stacked(self.job.heldout, mine[begin : begin + size], self.device)
+            rows = stacked(self.job.heldout, mine[begin : begin + size])
+            batch = on_device(objective.indexed(rows), self.device)
             # Not a call: the hooks of a strategy would wait for processes that have no batch left.
             sums += objective.forward(objective.prepare(batch), weights).terms
         return sums
@@ -388,5 +416,5 @@ class Run:
             self.metrics.close()
 
 
-def _num_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    return (batch["document_ids"] >= 0).sum().double()
+def _num_tokens(batch: Batch) -> int:
+    return int((batch["document_ids"] >= 0).sum())

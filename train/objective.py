@@ -64,7 +64,7 @@ class Objective(nn.Module):
         return indexed(batch, self.depth)
 
     def counts(self, batch: Batch) -> Tensor:
-        """[K] float32, on the CPU, what the sum of each term is divided by, over the optimizer step."""
+        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum."""
         raise NotImplementedError
 
     def prepare(self, batch: Batch) -> Batch:

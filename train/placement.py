@@ -8,7 +8,6 @@ the forward of its submodules, and once more in the backward pass (recomputed ch
 weights are whole from the start of the objective's forward to the end of its backward.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,31 +98,38 @@ class Placement:
         """Adds the gradients of a loss []; over the processes they become a mean."""
         loss.backward()
 
+    def clip(self, number: int) -> Tensor:
+        """Clips the gradients of optimizer step `number`, from 0.
+
+        Returns:
+            [] their norm before that, on the device, the same on every process; 0 where it is
+            known only to `step`.
+        """
+        for group in self.optimizer.param_groups:
+            if number < group["first_step"]:
+                for parameter in group["params"]:
+                    parameter.grad = None  # AdamW passes over it, and does not count the step
+        return _whole(nn.utils.clip_grad_norm_(self.trained.values(), self.config.max_grad_norm))
+
     def step(self, learning_rate: float, number: int) -> float:
-        """Clips and applies the gradients, and clears them.
+        """Applies clipped gradients, and clears them.
 
         Args:
             learning_rate: of a group whose rate is 1.
             number: of the optimizer step, from 0.
 
         Returns:
-            Their norm before clipping; if it is not finite, nothing was applied.
+            0, or their norm where `clip` could not tell.
         """
         for group in self.optimizer.param_groups:
             warmth = late_warmup(self.config, number, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
-            if number < group["first_step"]:
-                for parameter in group["params"]:
-                    parameter.grad = None  # AdamW passes over it, and does not count the step
         return self._apply()
 
     def _apply(self) -> float:
-        max_norm = self.config.max_grad_norm
-        norm = float(_whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm)))
-        if math.isfinite(norm):
-            self.optimizer.step()
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return 0.0
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -244,6 +250,11 @@ class Zero(Placement):
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss []; over the processes they become a mean."""
         self.objective.backward(loss)
+
+    def clip(self, number: int) -> Tensor:
+        """Nothing: DeepSpeed clips in its step."""
+        del number
+        return torch.zeros((), device=self.accelerator.device)
 
     def _apply(self) -> float:
         # Not in `accelerator.backward`: the loss is checked between the two.

@@ -84,14 +84,16 @@ def ours(inputs: Inputs) -> Loss:
     from heads.vocab import DraftVocab
     from train.eagle_losses import EagleCriterion
     from train.fused import Part, fused_linear
+    from train.rows import Rising
     from train.teachers import HiddenTeacher
 
     device = inputs.student.device
     vocab = DraftVocab.everything(len(inputs.output_head)).to(device)
     target: Any = _OutputHead(inputs.output_head)
     teacher = HiddenTeacher(target, vocab, inputs.teacher)
-    rows = torch.arange(len(inputs.student), device=device)
-    ones = torch.ones(len(rows), device=device)
+    numbers = torch.arange(len(inputs.student))
+    rows = Rising(numbers, numbers.to(device))
+    ones = torch.ones(len(numbers), device=device)
     criterion = EagleCriterion(EagleConfig(), vocab)
 
     def loss() -> Tensor:

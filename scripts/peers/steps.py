@@ -202,14 +202,18 @@ def _target(job: Job, inputs: Inputs) -> Any:
 
 
 def _ours(objective: Any, inputs: Inputs, compiled: bool) -> Training:
+    from train.feed import on_device
+
     if compiled:
         objective.compile_parts()
     layers = {f"layers.{i}": states[None] for i, states in enumerate(inputs.layers, start=1)}
-    batch = {**inputs.text, **layers, "hidden_states": inputs.hidden_states[None]}
-    weights = objective.weights.to(inputs.last.device)
+    device = inputs.last.device
+    text = objective.indexed({name: rows.cpu() for name, rows in inputs.text.items()})
+    weights, counts = (each.to(device) for each in (objective.weights, objective.counts(text)))
+    batch = {**on_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
 
     def loss() -> Tensor:
-        scale = weights / objective.counts(batch).clamp_min(1)
+        scale = weights / counts.clamp_min(1)
         return objective(batch, scale).total
 
     return Training(objective.head.train(), loss)
