@@ -34,7 +34,7 @@ CHUNK_BYTES = 192 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
 PIECE_BYTES = 64 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
-CPU_CHUNK_BYTES = 64 * 2**20
+CPU_CHUNK_BYTES = 96 * 2**20
 CPU_PIECE_BYTES = 4 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
@@ -169,7 +169,8 @@ class _Fused(torch.autograd.Function):
         dtype = _autocast_dtype(device)
         with torch.autocast(device.type, enabled=False):
             size = rows_of(chunk_bytes(device), teacher.row_bytes)
-            edges = [*range(0, teacher.num_rows, size), teacher.num_rows]
+            chunks = balanced(0, teacher.num_rows, size)
+            edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
             students = [
                 _Student(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
