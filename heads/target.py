@@ -15,7 +15,7 @@ from conf.schema import InputError
 from heads.attention import dense, reading
 from heads.cache import TreeCache
 from heads.documents import Documents
-from heads.ends import TargetEnds
+from heads.ends import TargetEnds, beside
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -44,11 +44,15 @@ class TargetOutput:
     def at(self, tokens: Tensor) -> "TargetOutput":
         """The states [B, n, D] of some tokens, [B, n] int64."""
         places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        return self._each(lambda states: states[places.to(states.device), tokens.to(states.device)])
+        return self._each(lambda states: states[places, tokens])
 
     def rows(self, texts: Tensor) -> "TargetOutput":
         """The states [b, Q, D] of some texts, [b] int64."""
-        return self._each(lambda states: states[texts.to(states.device)])
+        return self._each(lambda states: states[texts])
+
+    def to(self, device: torch.device) -> "TargetOutput":
+        """The same on a device; a target over several leaves states where its layers are."""
+        return self._each(lambda states: states.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
         layers = {index: change(states) for index, states in self.layers.items()}
@@ -57,6 +61,8 @@ class TargetOutput:
 
 class Target(TargetEnds):
     """A frozen causal language model with explicit masks and positions.
+
+    Where its layers lie on several devices, all that it gives lies on `device` with both ends.
 
     Attributes:
         model: the transformers model, in eval mode, its own parameters without gradients.
@@ -72,11 +78,16 @@ class Target(TargetEnds):
         super().__init__(
             model.config,
             self.decoder.get_input_embeddings(),
-            model.get_output_embeddings(),
+            beside(self.decoder.get_input_embeddings(), model.get_output_embeddings()),
             model.generation_config,
             tokenizer,
             name,
         )
+        if self.device.type == "meta":
+            raise InputError(
+                f"target.path={name}: its embedding is offloaded, and all that a target gives "
+                "lies beside it; target.device_map has to keep it on a device"
+            )
         self.capacity: int | None = None
         self._compiled: Any = None
         self._tapped: dict[int, Tensor] = {}
@@ -193,7 +204,7 @@ class Target(TargetEnds):
         )
         layers = {index: self._tapped[index] for index in indices}
         self._tapped.clear()
-        return TargetOutput(output.last_hidden_state, layers)
+        return TargetOutput(output.last_hidden_state, layers).to(self.device)
 
     def _decoder_for(self, cache: TreeCache | None) -> Any:
         if self._compiled is None or cache is None or self._skipping:
