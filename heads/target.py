@@ -4,15 +4,17 @@ Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidd
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from conf.schema import InputError
-from heads.attention import dense, reading
+from heads.attention import current, dense, reading
 from heads.cache import TreeCache
 from heads.documents import Documents
 from heads.ends import TargetEnds, beside
@@ -109,6 +111,27 @@ class Target(TargetEnds):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.capacity = capacity
         self._compiled = torch.compile(self.decoder, dynamic=False)
+
+    def recompute_layers(self) -> None:
+        """From now on a pass with gradients keeps the input of each decoder layer alone.
+
+        The way back runs the layer again. The model stays in eval mode, in which transformers'
+        own checkpointing does nothing.
+        """
+        for layer in self.decoder.layers:
+            layer.forward = partial(self._recomputed, layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        now = current()
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if now is None:
+                return nullcontext(), nullcontext()
+            return nullcontext(), reading(self.decoder.config, now.documents)
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def new_cache(self, num_texts: int) -> TreeCache:
         """An empty cache, growing unless `compile` fixed its size."""
