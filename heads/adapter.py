@@ -63,6 +63,8 @@ class Adapter(nn.Module):
         self.dropouts = nn.ModuleList(layer.lora_dropout for layer in layers)
         # Not the model, all of whose parameters would be this module's.
         self._disabled, self._write = model.disable_adapter, model.save_pretrained
+        if config.recompute_layers:
+            target.recompute_layers()
         self.train()
 
     def off(self) -> AbstractContextManager[None]:

@@ -176,8 +176,8 @@ class EagleHead(nn.Module):
         """[..., F] what the head reads of a target pass, in the head's dtype."""
         if self.config.form is EagleForm.eagle1:
             return output.hidden_states.to(self.fc.weight)
-        # A target that is spread over devices gives each layer on its own.
-        return torch.cat([output.layers[i].to(self.fc.weight) for i in self.config.layers], dim=-1)
+        layers = [output.layers[index] for index in self.config.layers]
+        return torch.cat(layers, dim=-1).to(self.fc.weight)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H] one feature of [..., F]; EAGLE-1 reads a single one, which stays."""

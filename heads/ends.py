@@ -52,7 +52,7 @@ class TargetEnds:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """Where inputs go and all that is given lies."""
         return self.embedding.weight.device
 
     @property
@@ -107,7 +107,7 @@ class TargetEnds:
         weight = self.output_head.weight
         if weight.is_floating_point():
             hidden_states = hidden_states.to(weight.dtype)
-        return self.projection.scaled(self.output_head(hidden_states))
+        return self.projection.scaled(self.output_head(hidden_states).to(self.device))
 
     @property
     def projection(self) -> Projection:
@@ -167,6 +167,20 @@ class TargetEnds:
         embedding = nn.Embedding.from_pretrained(tensors[EMBEDDING])
         output_head = _linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
         return cls(config, embedding, output_head, generation, tokenizer, name)
+
+
+def beside(embedding: Any, output_head: Any) -> Any:
+    """An output head on the embedding's device: itself, or a frozen copy if it lies elsewhere.
+
+    One that is not of plain numbers in memory, but quantised, adapted or offloaded, stays where
+    it is; `TargetEnds.logits` goes there and back.
+    """
+    device, weight = embedding.weight.device, output_head.weight
+    plain = isinstance(output_head, nn.Linear) and weight.is_floating_point()
+    if weight.device == device or weight.is_meta or not plain:
+        return output_head
+    bias = output_head.bias
+    return _linear(weight.to(device), None if bias is None else bias.to(device))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -102,17 +102,20 @@ def load_model(
         "dtype": dtype,
         "attn_implementation": attention_for(model_config),
     }
-    if config.quantization is not Quantization.none:
+    quantized = config.quantization is not Quantization.none
+    if quantized:
         options["quantization_config"] = _quantization(config.quantization, dtype)
-        options["device_map"] = config.device_map or {"": device}
-    elif config.device_map is not None:
+    if config.device_map is not None:
         options["device_map"] = config.device_map
+    elif quantized or device.type != "cpu":
+        # Straight from the files: no process holds a copy of its own on the host.
+        options["device_map"] = {"": device}
     assert config.path is not None
     with _naming(config):
         model: Any = AutoModelForCausalLM.from_pretrained(
             config.path, config=model_config, use_safetensors=True, **options, **_common(config)
         )
-    return model if "device_map" in options else model.to(device)
+    return model
 
 
 def _quantization(kind: Quantization, dtype: torch.dtype | str) -> Any:

@@ -4,18 +4,20 @@ Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidd
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from conf.schema import InputError
-from heads.attention import dense, reading
+from heads.attention import current, dense, reading
 from heads.cache import TreeCache
 from heads.documents import Documents
-from heads.ends import TargetEnds
+from heads.ends import TargetEnds, beside
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -44,11 +46,15 @@ class TargetOutput:
     def at(self, tokens: Tensor) -> "TargetOutput":
         """The states [B, n, D] of some tokens, [B, n] int64."""
         places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        return self._each(lambda states: states[places.to(states.device), tokens.to(states.device)])
+        return self._each(lambda states: states[places, tokens])
 
     def rows(self, texts: Tensor) -> "TargetOutput":
         """The states [b, Q, D] of some texts, [b] int64."""
-        return self._each(lambda states: states[texts.to(states.device)])
+        return self._each(lambda states: states[texts])
+
+    def to(self, device: torch.device) -> "TargetOutput":
+        """The same on a device; a target over several leaves states where its layers are."""
+        return self._each(lambda states: states.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
         layers = {index: change(states) for index, states in self.layers.items()}
@@ -57,6 +63,8 @@ class TargetOutput:
 
 class Target(TargetEnds):
     """A frozen causal language model with explicit masks and positions.
+
+    Where its layers lie on several devices, all that it gives lies on `device` with both ends.
 
     Attributes:
         model: the transformers model, in eval mode, its own parameters without gradients.
@@ -72,11 +80,16 @@ class Target(TargetEnds):
         super().__init__(
             model.config,
             self.decoder.get_input_embeddings(),
-            model.get_output_embeddings(),
+            beside(self.decoder.get_input_embeddings(), model.get_output_embeddings()),
             model.generation_config,
             tokenizer,
             name,
         )
+        if self.device.type == "meta":
+            raise InputError(
+                f"target.path={name}: its embedding is offloaded, and all that a target gives "
+                "lies beside it; target.device_map has to keep it on a device"
+            )
         self.capacity: int | None = None
         self._compiled: Any = None
         self._tapped: dict[int, Tensor] = {}
@@ -98,6 +111,27 @@ class Target(TargetEnds):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.capacity = capacity
         self._compiled = torch.compile(self.decoder, dynamic=False)
+
+    def recompute_layers(self) -> None:
+        """From now on a pass with gradients keeps the input of each decoder layer alone.
+
+        The way back runs the layer again. The model stays in eval mode, in which transformers'
+        own checkpointing does nothing.
+        """
+        for layer in self.decoder.layers:
+            layer.forward = partial(self._recomputed, layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        now = current()
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if now is None:
+                return nullcontext(), nullcontext()
+            return nullcontext(), reading(self.decoder.config, now.documents)
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def new_cache(self, num_texts: int) -> TreeCache:
         """An empty cache, growing unless `compile` fixed its size."""
@@ -193,7 +227,7 @@ class Target(TargetEnds):
         )
         layers = {index: self._tapped[index] for index in indices}
         self._tapped.clear()
-        return TargetOutput(output.last_hidden_state, layers)
+        return TargetOutput(output.last_hidden_state, layers).to(self.device)
 
     def _decoder_for(self, cache: TreeCache | None) -> Any:
         if self._compiled is None or cache is None or self._skipping:

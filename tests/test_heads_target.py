@@ -4,8 +4,10 @@ from toys import CHATML, FAMILIES, random_model, random_target, save_target
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import InputError, Quantization, TargetConfig
+from eval.engine import NoDraft, decode
 from heads.documents import Documents
-from heads.load_target import check_served, load_target
+from heads.ends import beside
+from heads.load_target import check_served, load_model, load_target, load_tokenizer
 from heads.target import Reads, Target
 
 CPU = torch.device("cpu")
@@ -142,3 +144,85 @@ def test_quantisation_without_bitsandbytes_says_what_to_install(tmp_path, monkey
     config = TargetConfig(path=str(folder), quantization=Quantization.nf4)
     with pytest.raises(InputError, match=r"target\.quantization=nf4 needs bitsandbytes"):
         load_target(config, CPU)
+
+
+# --- A target over several devices; here there is one, under several names.
+
+
+def hooked_target(family: str) -> Target:
+    """With the hooks of accelerate on every part, which move what comes in."""
+    from accelerate import dispatch_model
+
+    model = random_model(family)
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    parts += [f"model.layers.{index}" for index in range(model.config.num_hidden_layers)]
+    skipped = model._skip_keys_device_placement  # as transformers has it
+    where = dict.fromkeys(parts, "cpu")
+    dispatch_model(model, where, main_device="cpu", skip_keys=skipped, force_hooks=True)
+    return Target(model, None, "t")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_hooks_that_move_inputs_change_nothing(family: str) -> None:
+    hooked, plain = hooked_target(family), random_target(family)
+    check_served(hooked)
+    assert hooked.needs_masks == ""
+    ids, where = torch.randint(3, 90, (1, 40)), Documents.of(torch.tensor([[0] * 25 + [1] * 15]))
+    positions = torch.tensor([[*range(25), *range(15)]])
+    found, expected = (each.read(ids, positions, where, Reads((1,))) for each in (hooked, plain))
+    assert torch.equal(found.hidden_states, expected.hidden_states)
+    assert torch.equal(found.layers[1], expected.layers[1])
+    texts = [decode(each, NoDraft(), [5, 7, 9], 12).token_ids for each in (hooked, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_all_that_a_target_gives_lies_beside_its_embedding(monkeypatch) -> None:
+    target = random_target()
+    elsewhere = torch.device("meta")
+    states = target.read_text([5, 7, 9]).hidden_states
+    ids, positions = torch.tensor([[5, 7, 9]]), torch.arange(3)[None]
+    monkeypatch.setattr(Target, "device", property(lambda _self: elsewhere))
+    output = target.read(ids, positions, Documents.single(3, CPU), Reads((0, 2)))
+    each = [output.hidden_states, *output.layers.values(), target.logits(states)]
+    assert [tensor.device for tensor in each] == [elsewhere] * 4
+
+
+def test_an_output_head_on_another_device_has_a_copy_beside_the_embedding() -> None:
+    embedding = torch.nn.Embedding(7, 3, device="meta")
+    for bias in (False, True):
+        head = torch.nn.Linear(3, 7, bias=bias)
+        copy = beside(embedding, head)
+        assert {each.device.type for each in copy.parameters()} == {"meta"}
+        assert not any(each.requires_grad for each in copy.parameters())
+        assert len([*copy.parameters()]) == 1 + bias
+        assert {each.device.type for each in head.parameters()} == {"cpu"}
+    tied = torch.nn.Linear(3, 7, bias=False, device="meta")
+    assert beside(embedding, tied) is tied
+
+
+def test_an_embedding_that_is_offloaded_is_refused() -> None:
+    from accelerate import cpu_offload
+
+    model = cpu_offload(random_model(), execution_device=CPU)
+    with pytest.raises(InputError, match=r"target\.path=t: its embedding is offloaded"):
+        Target(model, None, "t")
+
+
+def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:
+    folder = save_target(tmp_path / "t")
+    asked = []
+
+    def from_pretrained(path: str, device_map: object = None, **_options: object) -> object:
+        asked.append(device_map)
+        return random_model(vocab_size=300)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    gpu = torch.device("cuda", 1)
+    for config, device in [
+        (TargetConfig(path=str(folder)), gpu),
+        (TargetConfig(path=str(folder)), CPU),
+        (TargetConfig(path=str(folder), device_map="auto"), gpu),
+    ]:
+        model_config, _tokenizer = load_tokenizer(config)
+        load_model(config, model_config, torch.float32, device)
+    assert asked == [{"": gpu}, None, "auto"]

@@ -275,7 +275,8 @@ def test_wandb_offline_and_unreachable(inputs: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_soft_labels_and_bfloat16(inputs: Path, tmp_path: Path) -> None:
     more = ["head.labels=soft", "train.dtype=bfloat16", "train.schedule=wsd"]
-    trained([sys.executable, *arguments(inputs, tmp_path / "out", *more)], tmp_path)
+    said = trained([sys.executable, *arguments(inputs, tmp_path / "out", *more)], tmp_path)
+    assert "attention of the target: scaled_dot_product_attention, document by document\n" in said
     losses = curve(tmp_path / "out", "train/loss")
     assert losses[-1] < losses[0]
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "out").values())
