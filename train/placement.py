@@ -69,7 +69,8 @@ class Placement:
         # From the start, so that a run can be saved before its first step.
         for tensor, _ in self._stepped():
             moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
-            self.optimizer.state[tensor] = {"step": torch.tensor(0.0), **moments}
+            step = torch.zeros((), device=tensor.device)  # where the fused kernel reads it
+            self.optimizer.state[tensor] = {"step": step, **moments}
 
     def __str__(self) -> str:
         # Measured: a launcher may fall back to another strategy without a word.
@@ -79,6 +80,11 @@ class Placement:
 
     def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
         groups = objective.groups()
+        if self.accelerator.num_processes > 1:
+            # DDP turns gradients that it finds into views of its buckets; made later, the first
+            # would lie beside them.
+            for parameter in (each for group in groups for each in group.parameters):
+                parameter.grad = torch.zeros_like(parameter)
         return self.accelerator.prepare(objective), _adamw(groups, self.config)
 
     def _stepped(self) -> Iterable[tuple[Tensor, int]]:
@@ -122,8 +128,12 @@ class Placement:
         norm = float(_whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm)))
         if math.isfinite(norm):
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._clear()
         return norm
+
+    def _clear(self) -> None:
+        in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
+        self.optimizer.zero_grad(set_to_none=not in_buckets)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -292,6 +302,7 @@ def _adamw(groups: list[Group], config: TrainConfig) -> torch.optim.AdamW:
         lr=config.learning_rate,
         betas=(0.9, config.adam_beta2),
         weight_decay=config.weight_decay,
+        fused=True,  # the other kernels write down a root of every second moment
     )
 
 

@@ -4,7 +4,13 @@ import os
 import warnings
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
+from accelerate.utils import KwargsHandler
 from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.launch import check_launch
@@ -25,12 +31,15 @@ def start(config: TrainConfig) -> Accelerator:
     if uses_fsdp():
         _set_up_fsdp()
     cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
-    gloo = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
+    # Gradients lie in the buckets of DDP, not beside them.
+    handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    if deepspeed and not cuda:
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
     try:
         accelerator = Accelerator(
             cpu=not cuda and not deepspeed,
             mixed_precision="no",  # `placement` autocasts, alike under every strategy
-            kwargs_handlers=gloo,
+            kwargs_handlers=handlers,
         )
     except ValueError as error:
         raise InputError(
