@@ -41,11 +41,21 @@ def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Pla
     dtype = resolve_dtype(config.dtype, accelerator.device)
     if dtype is not torch.float32:
         objective.forward = torch.autocast(accelerator.device.type, dtype)(objective.forward)
+    return _class_of(accelerator)(accelerator, objective, config)
+
+
+def strategy_name(accelerator: Accelerator) -> str:
+    """What `place` will lay out by: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
+    kind = _class_of(accelerator)
+    if kind is Zero:
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    return kind.name
+
+
+def _class_of(accelerator: Accelerator) -> "type[Placement]":
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return Zero(accelerator, objective, config)
-    if uses_fsdp() and torch.distributed.is_initialized():
-        return Sharded(accelerator, objective, config)
-    return Placement(accelerator, objective, config)
+        return Zero
+    return Sharded if uses_fsdp() and torch.distributed.is_initialized() else Placement
 
 
 class Placement:
@@ -196,6 +206,8 @@ class Sharded(Placement):
         """Around forward and backward: gradients meet only in the `last` of the step."""
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_reshard_after_backward(last)
+        # In its forward FSDP2 would keep the buffer that weights are gathered in beside them.
+        self.objective.unshard()
         yield
 
     @contextmanager

@@ -17,6 +17,9 @@ from conf.launch import check_launch
 from conf.schema import Dtype, InputError, TrainConfig
 from train.launch import check_batch
 
+ZERO_BUCKET = 2**26
+"""Elements of ZeRO's buffer of gradients; DeepSpeed's own, of 2 GB, is larger than many heads."""
+
 
 def start(config: TrainConfig) -> Accelerator:
     """Joins the processes of this launch.
@@ -118,6 +121,7 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
     # Left to DeepSpeed; accelerate would look for a hidden size.
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]
+    zero.setdefault("reduce_bucket_size", ZERO_BUCKET)
     settings["gradient_accumulation_steps"] = 1  # micro batches are counted by the loop
     settings["train_micro_batch_size_per_gpu"] = config.micro_batch_size
     settings["train_batch_size"] = config.micro_batch_size * accelerator.num_processes
