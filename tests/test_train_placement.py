@@ -248,7 +248,7 @@ def one_step(placement: Placement, row: int) -> float:
 def test_steps_are_those_of_torch(layout: type[Placement]) -> None:
     placement, plain = placed(), ToyObjective()
     assert type(placement) is layout
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1, fused=True)
     for row in range(3):
         plain(batch(row), UNIT).total.backward()
         norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
@@ -290,8 +290,8 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
     config = settings(max_grad_norm=1e9, warmup_steps=2)
     placement = place(processes.start(config), Late(), config)
     plain = ToyObjective()
-    early = torch.optim.AdamW([plain.head.weight], lr=0.05, weight_decay=0.0)
-    late = torch.optim.AdamW([plain.head.bias], lr=0.1, weight_decay=0.0)
+    early = torch.optim.AdamW([plain.head.weight], lr=0.05, weight_decay=0.0, fused=True)
+    late = torch.optim.AdamW([plain.head.bias], lr=0.1, weight_decay=0.0, fused=True)
     for number in range(4):
         if number == 3:
             saved, placement = placement, place(processes.start(config), Late(), config)

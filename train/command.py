@@ -21,8 +21,9 @@ from data.pack import DataReport, PackedDataset, prepare
 from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
-from train import launch, loop, processes
+from train import launch, loop, memory, processes
 from train.objective import Objective
+from train.placement import strategy_name
 from train.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.stored import check_reads, load_ends, open_store
 
@@ -89,6 +90,7 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         print_plan(config, source.target.name, [*source.lines, *lines], where)
+    parts = memory_of(accelerator, objective, config.train, source.train)
     job = loop.Job(
         config=config.train,
         log=config.log,
@@ -102,8 +104,35 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
     )
     outcome = loop.fit(accelerator, job)
     if accelerator.is_main_process:
+        if parts and accelerator.device.type == "cuda":
+            print(memory.afterwards(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
     accelerator.end_training()
+
+
+def memory_of(
+    accelerator: Accelerator,
+    objective: Objective,
+    config: TrainConfig,
+    train_data: PackedDataset | StoredDataset,
+) -> memory.Parts | None:
+    """The memory that a run needs by part, if that can be told; says it on rank 0.
+
+    Raises:
+        InputError: the device has less.
+    """
+    if not len(train_data):
+        return None
+    length = len(train_data[0]["input_ids"])
+    setting = memory.Setting.of(config, length, strategy_name(accelerator), accelerator)
+    parts = memory.estimate(objective, setting)
+    total = memory.available(accelerator.device)
+    if parts is not None:
+        if accelerator.is_main_process:
+            print(memory.line(parts, total))  # noqa: T201
+        if total is not None:
+            memory.check(parts, total)
+    return parts
 
 
 def from_target(config: Run, accelerator: Accelerator) -> Source:

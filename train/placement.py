@@ -40,11 +40,21 @@ def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Pla
     dtype = resolve_dtype(config.dtype, accelerator.device)
     if dtype is not torch.float32:
         objective.forward = torch.autocast(accelerator.device.type, dtype)(objective.forward)
+    return _class_of(accelerator)(accelerator, objective, config)
+
+
+def strategy_name(accelerator: Accelerator) -> str:
+    """What `place` will lay out by: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
+    kind = _class_of(accelerator)
+    if kind is Zero:
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    return kind.name
+
+
+def _class_of(accelerator: Accelerator) -> "type[Placement]":
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return Zero(accelerator, objective, config)
-    if uses_fsdp() and torch.distributed.is_initialized():
-        return Sharded(accelerator, objective, config)
-    return Placement(accelerator, objective, config)
+        return Zero
+    return Sharded if uses_fsdp() and torch.distributed.is_initialized() else Placement
 
 
 class Placement:
@@ -68,7 +78,8 @@ class Placement:
         # From the start, so that a run can be saved before its first step.
         for tensor, _ in self._stepped():
             moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
-            self.optimizer.state[tensor] = {"step": torch.tensor(0.0), **moments}
+            step = torch.zeros((), device=tensor.device)  # where the fused kernel reads it
+            self.optimizer.state[tensor] = {"step": step, **moments}
 
     def __str__(self) -> str:
         # Measured: a launcher may fall back to another strategy without a word.
@@ -78,6 +89,11 @@ class Placement:
 
     def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
         groups = objective.groups()
+        if self.accelerator.num_processes > 1:
+            # DDP turns gradients that it finds into views of its buckets; made later, the first
+            # would lie beside them.
+            for parameter in (each for group in groups for each in group.parameters):
+                parameter.grad = torch.zeros_like(parameter)
         return self.accelerator.prepare(objective), _adamw(groups, self.config)
 
     def _stepped(self) -> Iterable[tuple[Tensor, int]]:
@@ -128,8 +144,12 @@ class Placement:
 
     def _apply(self) -> float:
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._clear()
         return 0.0
+
+    def _clear(self) -> None:
+        in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
+        self.optimizer.zero_grad(set_to_none=not in_buckets)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -192,6 +212,8 @@ class Sharded(Placement):
         """Around forward and backward: gradients meet only in the `last` of the step."""
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_reshard_after_backward(last)
+        # In its forward FSDP2 would keep the buffer that weights are gathered in beside them.
+        self.objective.unshard()
         yield
 
     @contextmanager
@@ -303,6 +325,7 @@ def _adamw(groups: list[Group], config: TrainConfig) -> torch.optim.AdamW:
         lr=config.learning_rate,
         betas=(0.9, config.adam_beta2),
         weight_decay=config.weight_decay,
+        fused=True,  # the other kernels write down a root of every second moment
     )
 
 

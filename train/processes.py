@@ -9,7 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
+from accelerate.utils import KwargsHandler
 from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.launch import check_launch
@@ -17,6 +23,8 @@ from conf.schema import Dtype, InputError, TrainConfig
 from train.launch import check_batch
 
 PATIENCE = timedelta(days=30)
+ZERO_BUCKET = 2**26
+"""Elements of ZeRO's buffer of gradients; DeepSpeed's own, of 2 GB, is larger than many heads."""
 
 
 def start(config: TrainConfig) -> Accelerator:
@@ -32,12 +40,15 @@ def start(config: TrainConfig) -> Accelerator:
     if uses_fsdp():
         _set_up_fsdp()
     cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
-    gloo = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
+    # Gradients lie in the buckets of DDP, not beside them.
+    handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    if deepspeed and not cuda:
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
     try:
         accelerator = Accelerator(
             cpu=not cuda and not deepspeed,
             mixed_precision="no",  # `placement` autocasts, alike under every strategy
-            kwargs_handlers=gloo,
+            kwargs_handlers=handlers,
         )
     except ValueError as error:
         raise InputError(
@@ -144,6 +155,7 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
     # Left to DeepSpeed; accelerate would look for a hidden size.
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]
+    zero.setdefault("reduce_bucket_size", ZERO_BUCKET)
     settings["gradient_accumulation_steps"] = 1  # micro batches are counted by the loop
     settings["train_micro_batch_size_per_gpu"] = config.micro_batch_size
     settings["train_batch_size"] = config.micro_batch_size * accelerator.num_processes

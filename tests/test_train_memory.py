@@ -1,0 +1,125 @@
+"""The estimate of a run's memory: by hand, against what lives, and when it is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from toys import random_target
+
+from conf.schema import InputError, MedusaConfig, TrainConfig
+from conf.schema_eagle import EagleConfig
+from heads.eagle import EagleHead
+from heads.medusa import MedusaHead
+from heads.vocab import DraftVocab
+from train import memory
+from train.eagle import EagleObjective
+from train.medusa import MedusaObjective
+from train.memory import Setting
+
+ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
+V, H = 96, 64  # of the toy target
+TRAINED = 4 * 2 * (H * H + H + V * H)  # two Medusa heads of one block and a projection
+
+
+def medusa() -> MedusaObjective:
+    target = random_target()
+    return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
+
+
+def eagle(size: int = 32) -> EagleObjective:
+    target, settings = random_target(num_hidden_layers=4), EagleConfig(num_steps=3)
+    settings.layers = [1, 2, 3]
+    vocab = DraftVocab(torch.arange(size), V)
+    return EagleObjective(EagleHead.from_target(target, settings, vocab, 0), target, settings)
+
+
+def test_parts_of_one_process_by_hand() -> None:
+    parts = memory.estimate(medusa(), ONE)
+    assert parts is not None
+    assert parts["head"] == parts["gradients"] == TRAINED
+    assert parts["optimizer"] == 2 * TRAINED
+    assert parts["hidden states"] == 512 * H * 4
+    # The states, and of each head what its block keeps twice and what it projects.
+    assert parts["activations of the head"] == 512 * H * 4 + 2 * 512 * H * (2 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "head", "optimizer"),
+    [("DDP", 1, 2), ("FSDP2", 1.25, 0.5), ("ZeRO-1", 1.25, 0.5), ("ZeRO-2", 1.25, 0.5),
+     ("ZeRO-3", 1.5, 0.5)],
+)  # fmt: skip
+def test_what_four_processes_hold(strategy: str, head: float, optimizer: float) -> None:
+    parts = memory.estimate(medusa(), replace(ONE, strategy=strategy, num_processes=4))
+    assert parts is not None
+    assert parts["head"] == head * TRAINED
+    assert parts["gradients"] == TRAINED
+    assert parts["optimizer"] == optimizer * TRAINED
+
+
+def test_on_cuda_states_of_the_next_micro_batch_wait_beside_these() -> None:
+    here, ahead = memory.estimate(eagle(), ONE), memory.estimate(eagle(), replace(ONE, cuda=True))
+    assert here is not None
+    assert ahead is not None
+    assert here["hidden states"] == 512 * (1 + 3) * H * 4
+    assert ahead["hidden states"] == 2 * here["hidden states"]
+
+
+def test_copies_are_counted_where_the_dtype_is_another() -> None:
+    found = memory.estimate(medusa(), replace(ONE, dtype=torch.bfloat16))
+    assert found is not None
+    assert found["copies in train.dtype"] == 2 * 2 * (H * H + V * H)
+    assert "copies in train.dtype" not in (memory.estimate(medusa(), ONE) or {})
+
+
+def test_an_objective_without_a_formula_has_no_estimate() -> None:
+    objective = medusa()
+    objective.head = torch.nn.Linear(2, 2)  # type: ignore[assignment]
+    assert memory.estimate(objective, ONE) is None
+
+
+@pytest.mark.parametrize("make", [medusa, eagle])
+def test_a_pass_needs_what_is_estimated(make: type) -> None:
+    """Beyond weights and moments, which lie there before."""
+    objective = make()
+    length = ONE.tokens
+    row = torch.arange(length)[None]
+    batch = {
+        "input_ids": row % V, "position_ids": row, "document_ids": torch.zeros_like(row),
+        "loss_mask": torch.ones_like(row), "noise_seed": torch.zeros(1, dtype=torch.int64),
+    }  # fmt: skip
+    batch = dict(objective.prepare(batch))
+    for _ in range(2):  # the first makes what stays
+        objective.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            objective(batch, objective.weights).total.backward()
+    live = peak = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    parts = memory.estimate(objective, ONE) or {}
+    before = ("target", "head", "optimizer", "hidden states")
+    assert sum(size for name, size in parts.items() if name not in before) == pytest.approx(
+        peak, rel=0.15
+    )
+
+
+def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> None:
+    parts = {"target": 16_100_000_000, "head": 8_000_000_000}
+    memory.check(parts, 24_100_000_000)
+    with pytest.raises(InputError) as refused:
+        memory.check(parts, 24_000_000_000)
+    said = str(refused.value)
+    assert "in GB: target 16.1, head 8.0 = 24.1 of 24.0: that cannot fit" in said
+    for key in (
+        "train.micro_batch_size", "data.max_length", "head.draft_vocab_size",
+        "target.quantization", "data.features", "fsdp2.yaml",
+    ):  # fmt: skip
+        assert key in said
+
+
+def test_a_micro_batch_counts_all_its_tokens() -> None:
+    accelerator = type("Launch", (), {"device": torch.device("cpu"), "num_processes": 2})()
+    setting = Setting.of(TrainConfig(micro_batch_size=3), 100, "FSDP2", accelerator)
+    assert setting == Setting(300, torch.float32, "FSDP2", 2, cuda=False)
