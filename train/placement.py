@@ -118,9 +118,11 @@ class Placement:
         return self._apply()
 
     def _apply(self) -> float:
-        max_norm = self.config.max_grad_norm
+        max_norm, max_value = self.config.max_grad_norm or math.inf, self.config.max_grad_value
         norm = float(_whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm)))
         if math.isfinite(norm):
+            if max_value is not None:
+                nn.utils.clip_grad_value_(self.trained.values(), max_value)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
