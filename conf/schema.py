@@ -166,7 +166,10 @@ class TrainConfig:
     weight_decay: float = 0.0
     adam_beta2: float = 0.999
     """Decay of AdamW's second moment; the first's is 0.9."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0
+    """A gradient whose norm is larger is scaled down to it; unset scales none."""
+    max_grad_value: float | None = None
+    """Each number of a gradient is clipped to it, either way; unset clips none."""
     schedule: Schedule = Schedule.cosine
     warmup_steps: int = 50
     """Optimizer steps of linear warm-up."""
@@ -195,7 +198,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive(
             "train", self, "max_steps", "batch_size", "micro_batch_size", "learning_rate",
-            "max_grad_norm", "eval_steps", "num_eval_sequences", "save_steps",
+            "max_grad_norm", "max_grad_value", "eval_steps", "num_eval_sequences", "save_steps",
             "num_checkpoints", "log_steps",
         )  # fmt: skip
         if not 0 < self.adam_beta2 < 1:

@@ -10,7 +10,7 @@ from scripts.card_facts import CardFacts, head_settings, is_hub_id
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",
-    "adam_beta2", "max_grad_norm", "dtype",
+    "adam_beta2", "max_grad_norm", "max_grad_value", "dtype",
 )  # fmt: skip
 
 

@@ -225,8 +225,8 @@ def layout(
         torch.distributed.destroy_process_group()
 
 
-def placed() -> Placement:
-    config = settings(weight_decay=0.1)
+def placed(**changes: Any) -> Placement:
+    config = settings(weight_decay=0.1, **changes)
     return place(processes.start(config), ToyObjective(), config)
 
 

@@ -8,6 +8,7 @@ the forward of its submodules, and once more in the backward pass (recomputed ch
 weights are whole from the start of the objective's forward to the end of its backward.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +126,11 @@ class Placement:
             if number < group["first_step"]:
                 for parameter in group["params"]:
                     parameter.grad = None  # AdamW passes over it, and does not count the step
-        return _whole(nn.utils.clip_grad_norm_(self.trained.values(), self.config.max_grad_norm))
+        max_norm, max_value = self.config.max_grad_norm or math.inf, self.config.max_grad_value
+        norm = _whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
+        if max_value is not None:
+            nn.utils.clip_grad_value_(self.trained.values(), max_value)
+        return norm
 
     def step(self, learning_rate: float, number: int) -> float:
         """Applies clipped gradients, and clears them.

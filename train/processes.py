@@ -136,6 +136,13 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
             "ACCELERATE_USE_CPU switches DeepSpeed off: for DeepSpeed on the CPU unset it, and "
             "hide GPUs with CUDA_VISIBLE_DEVICES= instead"
         )
+    if config.max_grad_value is not None:
+        norm = config.max_grad_norm or config.max_grad_value
+        raise InputError(
+            f"train.max_grad_value={config.max_grad_value}: DeepSpeed clips by norm only; set "
+            f"train.max_grad_value=null train.max_grad_norm={norm}, or use "
+            "conf/accelerate/ddp.yaml or fsdp2.yaml"
+        )
     plugin = accelerator.state.deepspeed_plugin
     settings = plugin.deepspeed_config
     if plugin.zero_stage not in (1, 2, 3):
@@ -159,7 +166,7 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
     settings["gradient_accumulation_steps"] = 1  # micro batches are counted by the loop
     settings["train_micro_batch_size_per_gpu"] = config.micro_batch_size
     settings["train_batch_size"] = config.micro_batch_size * accelerator.num_processes
-    settings["gradient_clipping"] = config.max_grad_norm
+    settings["gradient_clipping"] = config.max_grad_norm or 0.0
     # Otherwise ZeRO-3 puts its own in place of `torch.nn.functional.linear`, with other rounding.
     zero["memory_efficient_linear"] = False
     # DeepSpeed calls what torch 2.13 deprecates, at every step.

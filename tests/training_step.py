@@ -1,0 +1,112 @@
+"""The gradients that the loop itself gives of one optimizer step, on any device."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from toys import random_model
+
+from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
+from conf.schema_eagle import EagleConfig, EagleForm
+from data.chat import Sample
+from data.pack import PackedDataset
+from heads.eagle import EagleHead
+from heads.medusa import MedusaHead
+from heads.target import Target
+from heads.vocab import DraftVocab
+from train import loop, processes
+from train.eagle import EagleObjective
+from train.medusa import MedusaObjective
+
+KINDS = ("medusa", "eagle1", "eagle3")
+GROUPED = {
+    "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 6, "intermediate_size": 384,
+}  # fmt: skip
+
+
+def objective_of(kind: str, target: Target) -> Any:
+    """As its entry script makes it, with 3 depths; weights do not depend on the device."""
+    torch.manual_seed(0)
+    if kind == "medusa":
+        head: Any = MedusaHead.from_target(target, 3, 1)
+        return MedusaObjective(head, target, MedusaConfig(num_heads=3))
+    eagle1 = kind == "eagle1"
+    config = EagleConfig(
+        form=EagleForm(kind), num_steps=3, draft_vocab_size=None if eagle1 else 48,
+        regression_weight=float(eagle1),
+    )  # fmt: skip
+    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+    vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0])
+    return EagleObjective(EagleHead.from_target(target, config, vocab, seed=0), target, config)
+
+
+def documents() -> PackedDataset:
+    """Packed sequences of documents of 5 to 60 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for length in torch.randint(5, 60, (24,), generator=generator).tolist():
+        ids = torch.randint(3, 90, (length,), generator=generator).tolist()
+        samples.append(Sample(ids, [place >= length // 3 for place in range(length)], False))
+    return PackedDataset(samples, 96, seed=0)
+
+
+def grouped_target(device: str, dtype: torch.dtype) -> Target:
+    """Eight heads on two, with weights that bfloat16 can hold, and unsure of its next token."""
+    model = random_model(**GROUPED)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(0.25)
+        parameter.data.copy_(parameter.data.bfloat16())
+    return Target(model.to(device, dtype), None, "llama")
+
+
+def weights_on_cpu(kind: str) -> dict[str, Tensor]:
+    """Of the untrained head."""
+    return objective_of(kind, grouped_target("cpu", torch.float32)).head.state_dict()
+
+
+def gradients(
+    kind: str, device: str, dtype: Dtype, out_dir: Path, compiled: bool = False
+) -> dict[str, Tensor]:
+    """Float32, on the CPU, by the names of the head's parameters."""
+    config = TrainConfig(
+        max_steps=2, batch_size=4, micro_batch_size=2, warmup_steps=0, max_grad_norm=None,
+        dtype=dtype,
+    )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with patch.dict(os.environ, {"ACCELERATE_USE_CPU": str(device == "cpu").lower()}):
+        accelerator = processes.start(config)
+    assert accelerator.device.type == device
+    target = grouped_target(device, getattr(torch, dtype.value))
+    objective = objective_of(kind, target)
+    objective.head.load_state_dict(weights_on_cpu(kind))
+    if compiled:
+        objective.compile_parts()
+    data = documents()
+    run = loop.Run(accelerator, loop.Job(config, LogConfig(), 0, out_dir, objective, data, data))
+    run.resume()
+    found: dict[str, Tensor] = {}
+
+    def keep(*_arguments: Any) -> None:
+        for name, parameter in objective.head.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.detach().float().cpu().clone()
+
+    run.placement.optimizer.register_step_pre_hook(keep)
+    run.optimizer_step()
+    run.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Of each parameter's gradient, relative to its norm."""
+    assert found.keys() == expected.keys()
+    return {
+        name: float((found[name] - each).norm() / each.norm()) for name, each in expected.items()
+    }
