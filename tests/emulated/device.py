@@ -1,0 +1,411 @@
+"""A CUDA device that is not there: tensors that say `cuda:0` or `cuda:1` and compute on the CPU.
+
+What would fail on a GPU, or make the host wait for one, shows on a machine without any:
+
+- Tensors of different devices in one operation raise, as does a kernel's input that the kernel
+  on CUDA does not take (`kernels.py`).
+- Whatever the host waits for is counted with the line that asked for it, and so are operations.
+- A generator of the device draws what the CPU's would, so sampling can be compared.
+
+Not emulated: the order of streams and races between them (all runs at once, in order), the
+memory of a device, NCCL, generated kernels (`torch.compile`, Triton), CUDA graphs, float32
+products in TF32, and the limits and rounding of kernels that are not in `kernels.py`. Foreach
+kernels are not taken for a subclass of tensors, so an optimizer that is not fused counts an
+operation per parameter.
+
+`guard.cpp` must be loaded before torch: `conftest.py` does.
+"""
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulated import kernels
+from torch import Tensor
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = str(Path(__file__).resolve().parents[2])
+CPU = torch.device("cpu")
+DEVICE_BYTES = 80 << 30
+COPIES = {"copy_", "_to_copy"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# Kernels whose result's size, or a number for the host, depends on the data.
+WAITING = {
+    "_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "unique_dim",
+    "_unique", "_unique2", "equal", "bincount", "repeat_interleave",
+}  # fmt: skip
+VIEWS = {
+    "view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "unsqueeze",
+    "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "alias", "detach", "unfold",
+    "diagonal", "_reshape_alias", "lift_fresh",
+}  # fmt: skip
+
+
+class MixedDevicesError(RuntimeError):
+    """Tensors of different devices met in one operation."""
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of an emulated device around one of the CPU, `held`."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: torch.device) -> "DeviceTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, layout=held.layout, device=device,
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"{self.held} on {self.device}"
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.held.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.to("cpu").tolist()
+
+    def record_stream(self, stream: Any) -> None:
+        """Memory is never reused here."""
+
+
+class Mode(TorchDispatchMode):
+    """Inside, what is made on or brought to a CUDA device becomes a `DeviceTensor`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its guard around every call costs more than the calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+
+@dataclass
+class Counts:
+    """What ran on the devices: operations by name; waits by their kind and the project's line."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def num_waits(self) -> int:
+        return self.waits.total()
+
+    def copy(self) -> "Counts":
+        return Counts(self.operations.copy(), self.waits.copy())
+
+    def __sub__(self, earlier: "Counts") -> "Counts":
+        return Counts(self.operations - earlier.operations, self.waits - earlier.waits)
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{n} x {kind} at {line}" for (kind, line), n in self.waits.most_common())
+
+
+_counting: list[Counts] = []
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts inside; may be nested."""
+    counts = Counts()
+    _counting.append(counts)
+    try:
+        yield counts
+    finally:
+        _counting.remove(counts)
+
+
+def wait(kind: str) -> None:
+    """Notes that the host waits for a device."""
+    if _counting:
+        key = (kind, _line())
+        for counts in _counting:
+            counts.waits[key] += 1
+
+
+def _line() -> str:
+    """The innermost line of the project; autograd's threads stand where the main one does."""
+    here = sys._getframe()
+    for frame in (here, sys._current_frames()[threading.main_thread().ident or 0]):
+        at: Any = frame
+        while at is not None:
+            file = at.f_code.co_filename
+            if file.startswith(ROOT) and "/emulated/" not in file and "/.venv" not in file:
+                return f"{file.removeprefix(ROOT + '/')}:{at.f_lineno}"
+            at = at.f_back
+    return "?"
+
+
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """One operation: checked, counted, computed on the CPU."""
+    tensors = list(_tensors([*args, *kwargs.values()]))
+    here = [each for each in tensors if isinstance(each, DeviceTensor)]
+    wanted = _device(kwargs.get("device"))
+    if not here and wanted.type != "cuda":
+        return _on_cpu(func, args, kwargs)
+    name = func.overloadpacket.__name__
+    device = _place(name, func, args, tensors, here, wanted if kwargs.get("device") else None)
+    _count(name, args, kwargs, here, device)
+    given = [_held(each) for each in args]
+    options = _plain({key: _held(each) for key, each in kwargs.items()})
+    with _drawing(options, device):
+        found = kernels.KERNELS.get(func, func)(*given, **options)
+    if device.type != "cuda":
+        return _pinned(found) if kwargs.get("non_blocking") else found
+    # What was changed in place is the tensor that was given.
+    known = {id(each.held): each for each in here}
+    return _wrapped(found, device, known)
+
+
+def _on_cpu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if not kwargs.get("pin_memory"):
+        return func(*args, **kwargs)
+    return _pinned(func(*args, **_plain(kwargs)))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors(each)
+
+
+def _held(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value.held
+    if isinstance(value, (list, tuple)):
+        return type(value)(_held(each) for each in value)
+    return value
+
+
+def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for the CPU."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = CPU
+    return {key: each for key, each in kwargs.items() if key != "pin_memory"}
+
+
+def _wrapped(found: Any, device: torch.device, known: dict[int, DeviceTensor]) -> Any:
+    if isinstance(found, DeviceTensor) or not isinstance(found, (Tensor, list, tuple)):
+        return found
+    if isinstance(found, Tensor):
+        same = known.get(id(found))
+        return DeviceTensor(found, device) if same is None else same
+    return type(found)(_wrapped(each, device, known) for each in found)
+
+
+def _device(value: Any) -> torch.device:
+    """With its number; the CPU if nothing is said."""
+    device = CPU if value is None else torch.device(value)
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def _place(
+    name: str,
+    func: Any,
+    args: Sequence[Any],
+    tensors: list[Tensor],
+    here: list[DeviceTensor],
+    wanted: torch.device | None,
+) -> torch.device:
+    """Where an operation runs, and so what it gives.
+
+    Raises:
+        MixedDevicesError: CUDA would refuse to run it.
+    """
+    if name in COPIES:
+        own = args[0].device
+        return own if name == "copy_" or wanted is None else wanted
+    places = {each.device for each in here}
+    # A number on the CPU may be used anywhere; indices on the CPU are copied.
+    strict = func is torch.ops.aten._fused_adamw_.default
+    alien = [
+        each
+        for each in tensors
+        if not isinstance(each, DeviceTensor) and (each.dim() > 0 or strict)
+    ]
+    if name in INDEXING and isinstance(args[0], DeviceTensor):
+        alien = [each for each in alien if not any(each is index for index in args[1])]
+    if len(places) > 1 or (places and alien):
+        found = [(str(each.device), tuple(each.shape)) for each in tensors]
+        raise MixedDevicesError(f"{func} of tensors on {found}, called at {_line()}")
+    return wanted or next(iter(places))
+
+
+def _count(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], here: Any, device: torch.device
+) -> None:
+    if not _counting:
+        return
+    if name not in VIEWS:
+        for counts in _counting:
+            counts.operations[name] += 1
+    if name in COPIES:
+        _count_copy(name, args, kwargs, device)
+    elif name in INDEXING:
+        _count_index(name, args)
+    elif name in WAITING and kwargs.get("output_size") is None:
+        wait(name)
+
+
+def _count_copy(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
+) -> None:
+    source: Tensor = args[1] if name == "copy_" else args[0]
+    if (source.device.type == "cuda") == (device.type == "cuda"):
+        return
+    flag = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking")
+    up = device.type == "cuda"
+    # `to` makes its own pinned memory on the way down.
+    pinned = source.is_pinned() if up else name == "_to_copy" or args[0].is_pinned()
+    # A single number is a kernel's argument.
+    if not (flag and pinned) and not (up and name == "copy_" and source.dim() == 0):
+        wait("host to device" if up else "device to host")
+
+
+def _count_index(name: str, args: Sequence[Any]) -> None:
+    for index in args[1]:
+        if index is None:
+            continue
+        if index.device.type == "cpu":
+            wait(f"{name} by indices of the host")
+        # A number at a boolean mask is `masked_fill`.
+        elif index.dtype in (torch.bool, torch.uint8) and (
+            name == "index" or args[2].numel() > 1 or len(args[1]) > 1
+        ):
+            wait(f"{name} by a mask")
+
+
+@contextlib.contextmanager
+def _drawing(kwargs: dict[str, Any], device: torch.device) -> Iterator[None]:
+    """Inside, a generator of the device is one of the CPU."""
+    generator = kwargs.get("generator")
+    if generator is None:
+        yield
+        return
+    if generator.device != device:
+        raise MixedDevicesError(
+            f"a generator of {generator.device} draws on {device}, at {_line()}"
+        )
+    kwargs["generator"] = torch.Generator()
+    kwargs["generator"].set_state(generator.get_state())
+    yield
+    generator.set_state(kwargs["generator"].get_state())
+
+
+class Stream:
+    """A stream in which everything has happened already."""
+
+    def __init__(self, device: Any = None, **_options: Any) -> None:
+        self.device = _device(device or "cuda")
+
+    def record_event(self, event: Any = None) -> "Event":
+        return event or Event()
+
+    def wait_event(self, event: "Event") -> None:
+        """The host goes on."""
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """The host goes on."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        wait("stream")
+
+
+class Event:
+    """An event that has happened already; the host waits for it none the less."""
+
+    def __init__(self, **_options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """There is one order only."""
+
+    def wait(self, stream: Any = None) -> None:
+        """The host goes on."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        wait("event")
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+def _pinned(found: Tensor) -> Tensor:
+    found.is_in_pinned_memory = True  # type: ignore[attr-defined]
+    return found
+
+
+def _is_pinned(tensor: Tensor, *_device: Any) -> bool:
+    whole = tensor if tensor._base is None else tensor._base
+    return hasattr(whole, "is_in_pinned_memory")
+
+
+def _tensor(*args: Any, _made: Any = torch.tensor, pin_memory: bool = False, **options: Any) -> Any:
+    """`torch.tensor`, which asks the allocator for pinned memory itself."""
+    found = _made(*args, **options)
+    return _pinned(found) if pin_memory else found
+
+
+def install() -> None:
+    """Has torch believe in the devices, in this process and for good."""
+    # `with torch.device(...)` knows the makers of tensors as they are now.
+    _device_constructors()
+    # Memory that nobody has written holds NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: True
+    cuda.is_bf16_supported = lambda *_args, **_options: True
+    cuda.device_count = lambda: 2
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda _device: None
+    cuda.device = lambda _device: contextlib.nullcontext()
+    cuda.get_device_name = lambda *_args: "emulated"
+    cuda.get_device_capability = lambda *_args: (8, 0)
+    cuda.mem_get_info = lambda *_args: (DEVICE_BYTES, DEVICE_BYTES)
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda *_args: 0
+    cuda.empty_cache = cuda.ipc_collect = cuda.reset_peak_memory_stats = lambda *_args: None
+    cuda.manual_seed = cuda.manual_seed_all = lambda _seed: None
+    cuda.synchronize = lambda *_args: wait("synchronize")
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = cuda.default_stream = lambda device=None: Stream(device)
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    torch.tensor = _tensor
+    torch.Tensor.pin_memory = lambda self, *_args: _pinned(self.clone())  # type: ignore[assignment]
+    torch.Tensor.is_pinned = _is_pinned  # type: ignore[assignment]
+    torch.backends.cuda.can_use_efficient_attention = lambda *_args: True
+    # Numbers become tensors of the CPU, which then go where they are wanted.
+    torch._C._set_only_lift_cpu_tensors(True)
+    # A module that moves keeps its parameters: tied ones stay tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
