@@ -29,7 +29,7 @@ import torch
 from emulated import kernels
 from torch import Tensor
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")
@@ -102,6 +102,11 @@ class Mode(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
 
+def off() -> contextlib.AbstractContextManager[Any]:
+    """Inside there is the CPU alone, at its own speed."""
+    return _disable_current_modes()
+
+
 @dataclass
 class Counts:
     """What ran on the devices: operations by name; waits by their kind and the project's line."""
@@ -163,11 +168,10 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = list(_tensors([*args, *kwargs.values()]))
     here = [each for each in tensors if isinstance(each, DeviceTensor)]
     wanted = _device(kwargs.get("device"))
-    if not here and wanted.type != "cuda":
+    if not here and (wanted is None or wanted.type != "cuda"):
         return _on_cpu(func, args, kwargs)
-    name = func.overloadpacket.__name__
-    device = _place(name, func, args, tensors, here, wanted if kwargs.get("device") else None)
-    _count(name, args, kwargs, here, device)
+    device = _place(func, args, tensors, here, wanted)
+    _count(func, args, kwargs, device)
     given = [_held(each) for each in args]
     options = _plain({key: _held(each) for key, each in kwargs.items()})
     with _drawing(options, device):
@@ -217,14 +221,15 @@ def _wrapped(found: Any, device: torch.device, known: dict[int, DeviceTensor]) -
     return type(found)(_wrapped(each, device, known) for each in found)
 
 
-def _device(value: Any) -> torch.device:
-    """With its number; the CPU if nothing is said."""
-    device = CPU if value is None else torch.device(value)
+def _device(value: Any) -> torch.device | None:
+    """With its number."""
+    if value is None:
+        return None
+    device = torch.device(value)
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
 def _place(
-    name: str,
     func: Any,
     args: Sequence[Any],
     tensors: list[Tensor],
@@ -236,6 +241,7 @@ def _place(
     Raises:
         MixedDevicesError: CUDA would refuse to run it.
     """
+    name = func.overloadpacket.__name__
     if name in COPIES:
         own = args[0].device
         return own if name == "copy_" or wanted is None else wanted
@@ -255,11 +261,10 @@ def _place(
     return wanted or next(iter(places))
 
 
-def _count(
-    name: str, args: Sequence[Any], kwargs: dict[str, Any], here: Any, device: torch.device
-) -> None:
+def _count(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
     if not _counting:
         return
+    name = func.overloadpacket.__name__
     if name not in VIEWS:
         for counts in _counting:
             counts.operations[name] += 1
@@ -376,8 +381,15 @@ def _tensor(*args: Any, _made: Any = torch.tensor, pin_memory: bool = False, **o
     return _pinned(found) if pin_memory else found
 
 
+def _run_thread(thread: threading.Thread, _run: Any = threading.Thread.run) -> None:
+    """A mode is a thread's own."""
+    with Mode():
+        _run(thread)
+
+
 def install() -> None:
     """Has torch believe in the devices, in this process and for good."""
+    threading.Thread.run = _run_thread  # type: ignore[method-assign]
     # `with torch.device(...)` knows the makers of tensors as they are now.
     _device_constructors()
     # Memory that nobody has written holds NaN.
