@@ -52,4 +52,5 @@ def test_on_an_emulated_device(request: pytest.FixtureRequest) -> None:
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    if found.returncode != 0:
+        pytest.fail(found.stdout + found.stderr, pytrace=False)

@@ -1,4 +1,8 @@
-"""Collected only in the process that `test_emulated.py` starts: there is no way back from here."""
+"""Collected only in a process that has no way back: the one that `test_emulated.py` starts.
+
+One test alone, once that has compiled the guard:
+`HEADSMITH_EMULATED_GUARD=$(ls .pytest_cache/d/emulated/*.so) pytest tests/emulated -k ...`.
+"""
 
 import ctypes
 import os
@@ -11,9 +15,9 @@ if GUARD is None:
     collect_ignore_glob = ["*.py"]
 else:
     ctypes.CDLL(GUARD)  # before torch
-    from emulated import device
+    from emulated import cuda, device
 
-    device.install()
+    cuda.install()
 
     @pytest.fixture(autouse=True, scope="session")
     def emulated() -> Iterator[None]:

@@ -13,7 +13,8 @@ products in TF32, and the limits and rounding of kernels that are not in `kernel
 kernels are not taken for a subclass of tensors, so an optimizer that is not fused counts an
 operation per parameter.
 
-`guard.cpp` must be loaded before torch: `conftest.py` does.
+`guard.cpp` must be loaded before torch, and `cuda.py` makes torch believe in the devices;
+`conftest.py` does both.
 """
 
 import contextlib
@@ -28,12 +29,10 @@ from typing import Any
 import torch
 from emulated import kernels
 from torch import Tensor
-from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")
-DEVICE_BYTES = 80 << 30
 COPIES = {"copy_", "_to_copy"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Kernels whose result's size, or a number for the host, depends on the data.
@@ -167,7 +166,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """One operation: checked, counted, computed on the CPU."""
     tensors = list(_tensors([*args, *kwargs.values()]))
     here = [each for each in tensors if isinstance(each, DeviceTensor)]
-    wanted = _device(kwargs.get("device"))
+    wanted = numbered(kwargs.get("device"))
     if not here and (wanted is None or wanted.type != "cuda"):
         return _on_cpu(func, args, kwargs)
     device = _place(func, args, tensors, here, wanted)
@@ -177,7 +176,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with _drawing(options, device):
         found = kernels.KERNELS.get(func, func)(*given, **options)
     if device.type != "cuda":
-        return _pinned(found) if kwargs.get("non_blocking") else found
+        return pinned(found) if kwargs.get("non_blocking") else found
     # What was changed in place is the tensor that was given.
     known = {id(each.held): each for each in here}
     return _wrapped(found, device, known)
@@ -186,7 +185,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _on_cpu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not kwargs.get("pin_memory"):
         return func(*args, **kwargs)
-    return _pinned(func(*args, **_plain(kwargs)))
+    return pinned(func(*args, **_plain(kwargs)))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -221,8 +220,8 @@ def _wrapped(found: Any, device: torch.device, known: dict[int, DeviceTensor]) -
     return type(found)(_wrapped(each, device, known) for each in found)
 
 
-def _device(value: Any) -> torch.device | None:
-    """With its number."""
+def numbered(value: Any) -> torch.device | None:
+    """A device with its number."""
     if value is None:
         return None
     device = torch.device(value)
@@ -284,10 +283,11 @@ def _count_copy(
         return
     flag = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking")
     up = device.type == "cuda"
-    # `to` makes its own pinned memory on the way down.
-    pinned = source.is_pinned() if up else name == "_to_copy" or args[0].is_pinned()
+    # On the way down `to` makes its own pinned memory; on the way up a dtype changes before.
+    same = source.dtype == (args[0].dtype if name == "copy_" else kwargs.get("dtype", source.dtype))
+    ready = source.is_pinned() and same if up else name == "_to_copy" or args[0].is_pinned()
     # A single number is a kernel's argument.
-    if not (flag and pinned) and not (up and name == "copy_" and source.dim() == 0):
+    if not (flag and ready) and not (up and name == "copy_" and source.dim() == 0):
         wait("host to device" if up else "device to host")
 
 
@@ -321,103 +321,7 @@ def _drawing(kwargs: dict[str, Any], device: torch.device) -> Iterator[None]:
     generator.set_state(kwargs["generator"].get_state())
 
 
-class Stream:
-    """A stream in which everything has happened already."""
-
-    def __init__(self, device: Any = None, **_options: Any) -> None:
-        self.device = _device(device or "cuda")
-
-    def record_event(self, event: Any = None) -> "Event":
-        return event or Event()
-
-    def wait_event(self, event: "Event") -> None:
-        """The host goes on."""
-
-    def wait_stream(self, stream: "Stream") -> None:
-        """The host goes on."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        wait("stream")
-
-
-class Event:
-    """An event that has happened already; the host waits for it none the less."""
-
-    def __init__(self, **_options: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        """There is one order only."""
-
-    def wait(self, stream: Any = None) -> None:
-        """The host goes on."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        wait("event")
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1.0
-
-
-def _pinned(found: Tensor) -> Tensor:
+def pinned(found: Tensor) -> Tensor:
+    """The tensor, said to lie in pinned memory; its views do too, where autograd knows of them."""
     found.is_in_pinned_memory = True  # type: ignore[attr-defined]
     return found
-
-
-def _is_pinned(tensor: Tensor, *_device: Any) -> bool:
-    whole = tensor if tensor._base is None else tensor._base
-    return hasattr(whole, "is_in_pinned_memory")
-
-
-def _tensor(*args: Any, _made: Any = torch.tensor, pin_memory: bool = False, **options: Any) -> Any:
-    """`torch.tensor`, which asks the allocator for pinned memory itself."""
-    found = _made(*args, **options)
-    return _pinned(found) if pin_memory else found
-
-
-def _run_thread(thread: threading.Thread, _run: Any = threading.Thread.run) -> None:
-    """A mode is a thread's own."""
-    with Mode():
-        _run(thread)
-
-
-def install() -> None:
-    """Has torch believe in the devices, in this process and for good."""
-    threading.Thread.run = _run_thread  # type: ignore[method-assign]
-    # `with torch.device(...)` knows the makers of tensors as they are now.
-    _device_constructors()
-    # Memory that nobody has written holds NaN.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    cuda: Any = torch.cuda
-    cuda._lazy_init = lambda: None
-    cuda.is_available = lambda: True
-    cuda.is_initialized = lambda: True
-    cuda.is_bf16_supported = lambda *_args, **_options: True
-    cuda.device_count = lambda: 2
-    cuda.current_device = lambda: 0
-    cuda.set_device = lambda _device: None
-    cuda.device = lambda _device: contextlib.nullcontext()
-    cuda.get_device_name = lambda *_args: "emulated"
-    cuda.get_device_capability = lambda *_args: (8, 0)
-    cuda.mem_get_info = lambda *_args: (DEVICE_BYTES, DEVICE_BYTES)
-    cuda.memory_allocated = cuda.max_memory_allocated = lambda *_args: 0
-    cuda.empty_cache = cuda.ipc_collect = cuda.reset_peak_memory_stats = lambda *_args: None
-    cuda.manual_seed = cuda.manual_seed_all = lambda _seed: None
-    cuda.synchronize = lambda *_args: wait("synchronize")
-    cuda.Stream, cuda.Event = Stream, Event
-    cuda.current_stream = cuda.default_stream = lambda device=None: Stream(device)
-    cuda.stream = lambda _stream: contextlib.nullcontext()
-    torch.tensor = _tensor
-    torch.Tensor.pin_memory = lambda self, *_args: _pinned(self.clone())  # type: ignore[assignment]
-    torch.Tensor.is_pinned = _is_pinned  # type: ignore[assignment]
-    torch.backends.cuda.can_use_efficient_attention = lambda *_args: True
-    # Numbers become tensors of the CPU, which then go where they are wanted.
-    torch._C._set_only_lift_cpu_tensors(True)
-    # A module that moves keeps its parameters: tied ones stay tied.
-    torch.__future__.set_swap_module_params_on_conversion(True)

@@ -43,7 +43,7 @@ class Kind:
 
 def eagle_head(target: Target, form: EagleForm) -> EagleHead:
     size = 120 if form is EagleForm.eagle3 else None
-    vocab = DraftVocab.choose(torch.arange(VOCAB_SIZE), size, [0, 1, 2])
+    vocab = DraftVocab.choose(torch.arange(target.vocab_size), size, [0, 1, 2])
     layers = [0, 1, 2] if form is EagleForm.eagle3 else None
     return EagleHead.from_target(target, EagleConfig(form=form, layers=layers), vocab, seed=0)
 

@@ -45,6 +45,9 @@ WAITS: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
     "a copy that is wanted at once": (1, lambda _, host: host.to(CUDA)),
     "a copy of pageable memory": (1, lambda _, host: host.to(CUDA, non_blocking=True)),
     "a copy of pinned memory": (0, lambda _, host: host.pin_memory().to(CUDA, non_blocking=True)),
+    "and of another dtype": (
+        1, lambda _, host: host.pin_memory().to(CUDA, torch.bfloat16, non_blocking=True),
+    ),
     "numbers of the host": (1, lambda _x, _: torch.tensor([1, 2], device=CUDA)),
     "a constant": (0, lambda x, _: x.new_zeros(3).fill_(2.0) + 1),
     "places": (1, lambda x, _: (x > 0).nonzero()),

@@ -19,7 +19,8 @@ from emulated.runs import (
     short,
     waits_of_step,
 )
-from toys import eagle_head, noisy_head
+from emulated.test_decoding import PROMPTS, eagle_head
+from toys import noisy_head
 
 from conf.schema import DataConfig, Dtype, TargetConfig
 from conf.schema_capture import CaptureRun, TeacherKind
@@ -38,7 +39,6 @@ __all__ = ["inputs", "short"]
 BFLOAT16 = {"dtype": Dtype.bfloat16}
 SPREAD = {"device_map": "auto"}
 SHARD_BYTES = 20_000
-PROMPTS = [[5, 17, 40, 8, 77, 23, 61], [9, 77, 31], [5, 17, 5, 17, 5]]
 
 
 def test_a_target_in_bfloat16(inputs: Path, tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def drafters_of(target: Target) -> list[Drafter]:
     return [
         NoDraft(),
         MedusaDrafter(noisy_head(target), default_tree(3, 16)),
-        EagleTree(eagle_head(target, EagleForm.eagle3, 120, num_updates=0), DynamicShape(3, 3, 8)),
-        SelfDraft(target, early_exit(target, 2), 3),
+        EagleTree(eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8)),
+        SelfDraft(target, early_exit(target, 2), 3, seeds=[1, 2, 3]),
     ]
 
 
