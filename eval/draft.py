@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from heads.cache import upload
 from heads.tree import Tree
 
 NOTHING = -1
@@ -91,6 +92,5 @@ class Layout:
 @lru_cache(maxsize=64)
 def tree_layout(tree: Tree, device: torch.device) -> Layout:
     """The layout [1, N] of a tree, kept for the next step."""
-    parents = torch.tensor([[0, *tree.parents[1:]]], device=device)
-    depths = torch.tensor([tree.depths], device=device)
-    return Layout(parents, tree.mask(device).unsqueeze(0), depths)
+    shape = ([0, *tree.parents[1:]], tree.mask().tolist(), tree.depths)
+    return Layout(*(upload([each], device) for each in shape))

@@ -151,8 +151,9 @@ class Slots:
 
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
+        index = upload(rows, self.device)
         for buffer in buffers:
-            buffer.keep(torch.tensor(rows))
+            buffer.keep(index)
         self._set([self.lengths[row] for row in rows])
 
 

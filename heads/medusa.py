@@ -106,7 +106,7 @@ class MedusaHead(nn.Module):
         medusa = cls(config)
         for head in medusa.heads:
             head[-1].weight.data.copy_(weight.detach().float())  # type: ignore[index]
-        return medusa.to(target.device)
+        return medusa.attach(target)
 
     def head_logits(self, k: int, hidden_states: Tensor) -> Tensor:
         """[N, W] logits of head k, counted from 0, on final hidden states [N, D].

@@ -1,0 +1,25 @@
+"""Collected only in a process that has no way back: the one that `test_emulated.py` starts.
+
+One test alone, once that has compiled the guard:
+`HEADSMITH_EMULATED_GUARD=$(ls .pytest_cache/d/emulated/*.so) pytest tests/emulated -k ...`.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import pytest
+
+GUARD = os.environ.get("HEADSMITH_EMULATED_GUARD")
+if GUARD is None:
+    collect_ignore_glob = ["*.py"]
+else:
+    ctypes.CDLL(GUARD)  # before torch
+    from emulated import cuda, device
+
+    cuda.install()
+
+    @pytest.fixture(autouse=True, scope="session")
+    def emulated() -> Iterator[None]:
+        with device.Mode():
+            yield

@@ -1,0 +1,336 @@
+"""What CUDA's kernels do and demand that the CPU's of the same name do not, or that it lacks.
+
+Each is computed in float32 by its definition; what the kernel on CUDA assumes about memory
+without looking is read from memory in the same way, so what is wrong there is wrong here.
+
+Sources in PyTorch: `aten/src/ATen/native/transformers/cuda/attention.cu` and
+`attention_backward.cu`, `mem_eff_attention/kernel_forward.h` and `kernel_backward.h`,
+`flash_attn/flash_api.cpp`, `native/cuda/Blas.cpp`; GPUs of compute capability 8.0 and more.
+Not emulated: dropout, nor the rounding of a kernel's inner products.
+
+Letters: B texts, Q heads, K key-value heads, M queries, N keys, S tokens of all texts, d head size.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+HALVES = (torch.bfloat16, torch.float16)
+LOG_NORM_MULTIPLE = 32
+LARGEST_FLASH_HEAD = 256
+
+
+class KernelError(RuntimeError):
+    """A kernel does not take what it is given."""
+
+
+def check(holds: bool, demand: str) -> None:
+    """Raises `KernelError` naming what does not hold."""
+    if not holds:
+        raise KernelError(demand)
+
+
+def efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    _compute_log_norm: bool,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Output [B, Q, M, d], rows of all heads together in memory; logsumexp, padded to 32s."""
+    check(dropout == 0.0, "dropout is not emulated")
+    _check_heads(query, key, value, bias, 16 // query.element_size())
+    scores = _scores(query, key, bias, is_causal, scale)
+    log_norm = scores.logsumexp(-1)
+    found = (scores - log_norm.unsqueeze(-1)).exp() @ value.float()
+    padding = -query.shape[2] % LOG_NORM_MULTIPLE
+    log_norm = torch.nn.functional.pad(log_norm, (0, padding), value=float("inf"))
+    return _rows_first(found.to(query.dtype)), log_norm, *_seeds()
+
+
+def efficient_attention_backward(  # noqa: PLR0917
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    log_norm: Tensor,
+    _seed: Tensor,
+    _offset: Tensor,
+    dropout: float,
+    wanted: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key and value [B, Q, ., d].
+
+    Of 16-bit numbers the kernel itself sums `grad * out` and takes it that a row of `out` begins
+    Q * d numbers after the one before; of float32 it is given the sum (`kKernelComputesDelta`).
+    """
+    check(dropout == 0.0 and not wanted[3], "dropout and the bias's gradient are not emulated")
+    _check_heads(query, key, value, bias, 4)
+    check(log_norm.dtype is torch.float32, "logsumexp must be float32")
+    for place in (0, 1):
+        many = log_norm.shape[place] > 1
+        check(not many or log_norm.stride(place) % 8 == 0, "LSE is not correctly aligned")
+    scores = _scores(query, key, bias, is_causal, scale)
+    weights = (scores - log_norm[..., : query.shape[2], None]).exp()
+    seen = _as_read(out) if query.dtype in HALVES else out
+    inner = (grad.float() * seen.float()).sum(-1, keepdim=True)
+    d_scores = weights * (grad.float() @ value.float().mT - inner) * _scale(query, scale)
+    found = (d_scores @ key.float(), d_scores.mT @ query.float(), weights.mT @ grad.float())
+    return *(_rows_first(each.to(query.dtype)) for each in found), None
+
+
+def _check_heads(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, alignment: int
+) -> None:
+    for name, each in (("query", query), ("key", key), ("value", value)):
+        check(each.dim() == 4, f"{name} must have 4 dimensions")
+        check(each.dtype == query.dtype, f"{name} must have the query's dtype")
+        check(each.shape[:2] == query.shape[:2], f"{name}: as many texts and heads as the query")
+        check(each.stride(-1) == 1, f"{name} must have contiguous last dimension")
+        check(_aligned(each, alignment), f"{name} is not correctly aligned: {each.stride()}")
+    if bias is None:
+        return
+    shape = (*query.shape[:3], key.shape[2])
+    check(bias.dtype == query.dtype, "invalid dtype for bias - should match query's dtype")
+    check(tuple(bias.shape) == shape, f"attn_bias: {tuple(bias.shape)}, should be {shape}")
+    check(bias.stride(-1) == 1, "attn_bias must have contiguous last dimension")
+    check(_aligned(bias, alignment), f"attn_bias is not correctly aligned: {bias.stride()}")
+
+
+def _aligned(tensor: Tensor, alignment: int) -> bool:
+    sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return all(size == 1 or stride % alignment == 0 for size, stride in sizes)
+
+
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    scores = query.float() @ key.float().mT * _scale(query, scale)
+    if bias is not None:
+        scores = scores + bias.float()
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _rows_first(heads: Tensor) -> Tensor:
+    """[B, Q, M, d] that lies as [B, M, Q, d]."""
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _as_read(out: Tensor) -> Tensor:
+    """[B, Q, M, d] from where the kernel looks for it."""
+    _, num_heads, _, size = out.shape
+    strides = (out.stride(0), out.stride(1), num_heads * size, 1)
+    last = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
+    numbers = out.untyped_storage().nbytes() // out.element_size()
+    check(out.storage_offset() + last < numbers, f"out is read beyond its end: {out.stride()}")
+    return out.as_strided(out.shape, strides, out.storage_offset())
+
+
+def _seeds() -> tuple[Tensor, Tensor]:
+    return torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+
+
+def flash_attention(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor | None,
+    key_bounds: Tensor | None,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    is_causal: bool,
+    _debug: bool,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Output [S, Q, d] and logsumexp [Q, S] float32 of texts one after another."""
+    check(dropout == 0.0, "dropout is not emulated")
+    texts = _Texts((query, key, value), (bounds, key_bounds), (max_queries, max_keys))
+    window = _window(is_causal, options)
+    found = torch.empty_like(query)
+    log_norm = torch.empty(query.shape[1], query.shape[0])
+    for rows, columns in texts:
+        scores = _text_scores(query[rows], key[columns], window, options.get("scale"))
+        norm = scores.logsumexp(-1)
+        weights = (scores - norm.unsqueeze(-1)).exp().nan_to_num()  # rows that see nothing give 0
+        found[rows] = (weights @ _spread(value[columns], query)).transpose(0, 1).to(query.dtype)
+        log_norm[:, rows] = norm
+    return found, log_norm, torch.zeros(2, dtype=torch.uint64), *_seeds()[:1], torch.empty(0)
+
+
+def flash_attention_backward(  # noqa: PLR0917
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_norm: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    is_causal: bool,
+    _state: Tensor,
+    _unused: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [S, ., d] for whatever `out` and logsumexp are given."""
+    check(dropout == 0.0, "dropout is not emulated")
+    texts = _Texts((query, key, value), (bounds, key_bounds), (max_queries, max_keys))
+    for each in (grad, out):
+        check(each.dtype == query.dtype, "out and its gradient must have the query's dtype")
+        check(each.shape == query.shape, "out and its gradient must have the query's shape")
+    check(log_norm.dtype is torch.float32, "logsumexp must be float32")
+    # Read as rows of S numbers, whatever its strides.
+    log_norm = log_norm.as_strided((query.shape[1], query.shape[0]), (query.shape[0], 1))
+    window, scale = _window(is_causal, options), options.get("scale")
+    d_query, d_text = torch.zeros_like(query), [torch.zeros_like(key), torch.zeros_like(value)]
+    for rows, columns in texts:
+        scores = _text_scores(query[rows], key[columns], window, scale)
+        weights = (scores - log_norm[:, rows].unsqueeze(-1)).exp().nan_to_num()
+        d_out, given = (each[rows].transpose(0, 1).float() for each in (grad, out))
+        inner = (d_out * given).sum(-1, keepdim=True)
+        d_scores = d_out @ _spread(value[columns], query).mT - inner
+        d_scores = d_scores * weights * _scale(query, scale)
+        found = d_scores @ _spread(key[columns], query)
+        d_query[rows] = found.transpose(0, 1).to(query.dtype)
+        queries = query[rows].transpose(0, 1).float()
+        parts = (d_scores.mT @ queries, weights.mT @ d_out)
+        for whole, part in zip(d_text, parts, strict=True):
+            # The kernel gives each query head's part, rounded; PyTorch sums a group's.
+            of_heads = part.to(query.dtype).unflatten(0, (key.shape[1], -1))
+            whole[columns] = of_heads.float().sum(1).transpose(0, 1).to(query.dtype)
+    return d_query, *d_text
+
+
+class _Texts:
+    """Where texts lie, after the checks that the kernel begins with."""
+
+    def __init__(
+        self,
+        heads: tuple[Tensor, ...],
+        bounds: tuple[Tensor | None, Tensor | None],
+        longest: tuple[int, int],
+    ) -> None:
+        query, key, value = heads
+        size = query.shape[-1]
+        check(query.dtype in HALVES, "FlashAttention only support fp16 and bf16 data type")
+        check(size % 8 == 0 and size <= LARGEST_FLASH_HEAD, f"head size {size}")
+        check(query.shape[1] % key.shape[1] == 0, "key-value heads must divide the query's")
+        check(key.shape == value.shape and key.shape[2] == size, "shapes of key and value")
+        for each in heads:
+            check(each.dim() == 3, "only texts one after another, [S, ., d], are emulated")
+            check(each.dtype == query.dtype, "query, key and value must have the same dtype")
+            check(each.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+        self.ends: list[list[int]] = []
+        for ends, tokens, most in zip(bounds, (query, key), longest, strict=True):
+            check(ends is not None, "only texts one after another, [S, ., d], are emulated")
+            assert ends is not None
+            check(ends.dtype is torch.int32, "cu_seqlens must have dtype int32")
+            check(ends.is_contiguous(), "cu_seqlens must be contiguous")
+            check(int(ends[-1]) <= len(tokens), "cu_seqlens end behind the tokens")
+            check(int(ends.diff().max()) <= most, "a text is longer than max_seqlen")
+            self.ends.append(ends.tolist())
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        rows, columns = ([slice(*ends) for ends in pairwise(e)] for e in self.ends)
+        return iter(zip(rows, columns, strict=True))
+
+
+def _window(is_causal: bool, options: dict[str, Any]) -> tuple[int, int]:
+    """Keys to the left and to the right that a query sees; -1 for all."""
+    unknown = {name for name, value in options.items() if value is not None} - {
+        "scale", "window_size_left", "window_size_right",
+    }  # fmt: skip
+    check(not unknown, f"not emulated: {sorted(unknown)}")
+    sides = [options.get(f"window_size_{side}") for side in ("left", "right")]
+    left, right = (-1 if size is None else size for size in sides)
+    return left, 0 if is_causal else right
+
+
+def _text_scores(
+    query: Tensor, key: Tensor, window: tuple[int, int], scale: float | None
+) -> Tensor:
+    """[Q, M, N] float32; the last query stands at the last key."""
+    scores = query.transpose(0, 1).float() @ _spread(key, query).mT * _scale(query, scale)
+    places = torch.arange(len(query)).unsqueeze(1) + len(key) - len(query)
+    ahead = torch.arange(len(key)) - places
+    left, right = window
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        hidden |= ahead < -left
+    if right >= 0:
+        hidden |= ahead > right
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _spread(states: Tensor, query: Tensor) -> Tensor:
+    """[Q, N, d] float32 of [N, K, d]: each head of a group sees its group's."""
+    group = query.shape[1] // states.shape[1]
+    return states.transpose(0, 1).float().repeat_interleave(group, 0)
+
+
+def product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`mm` that is not rounded to the dtype of its operands."""
+    check(left.dtype == right.dtype, "input dtypes must be the same")
+    wider = out_dtype is torch.float32 and left.dtype in HALVES
+    check(wider or out_dtype == left.dtype, "out_dtype must be the input dtype, or fp32 of halves")
+    return left.to(out_dtype) @ right.to(out_dtype)
+
+
+def sum_of_product(
+    whole: Tensor,
+    left: Tensor,
+    right: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """`addmm` that is not rounded to the dtype of its operands."""
+    check(whole.dtype in (left.dtype, out_dtype), "self must have the input dtype or out_dtype")
+    return beta * whole.to(out_dtype) + alpha * product(left, right, out_dtype)
+
+
+def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same into a tensor that is given."""
+
+    def run(*args: Any, out: Tensor, **options: Any) -> Tensor:
+        found = kernel(*args, **options)
+        check(out.dtype == found.dtype, "out_dtype must be the dtype of the provided out tensor")
+        return out.copy_(found)
+
+    return run
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_efficient_attention.default: efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
+    aten._flash_attention_forward.default: flash_attention,
+    aten._flash_attention_backward.default: flash_attention_backward,
+    aten.mm.dtype: product,
+    aten.mm.dtype_out: _into(product),
+    aten.addmm.dtype: sum_of_product,
+    aten.addmm.dtype_out: _into(sum_of_product),
+}

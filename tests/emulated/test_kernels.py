@@ -1,0 +1,204 @@
+"""The emulated devices and kernels themselves: what they refuse, count and compute."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emulated.device import MixedDevicesError, counted
+from emulated.kernels import KernelError
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heads.documents import Documents, flash, flash_backward
+
+CUDA = torch.device("cuda", 0)
+aten: Any = torch.ops.aten
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same numbers whenever they are asked for, on the device."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(CUDA, dtype)
+
+
+def test_devices_do_not_mix() -> None:
+    here = drawn(3)
+    assert (here.ceil() * 0 + 1.0 + torch.tensor(2.0)).tolist() == [3.0] * 3
+    mixtures: list[Callable[[], Any]] = [
+        lambda: here + torch.ones(3),
+        lambda: here + torch.ones(3, device="cuda:1"),
+        lambda: torch.ones(3)[here.long()],
+        lambda: torch.rand(3, device="cuda:1", generator=torch.Generator(CUDA)),
+    ]
+    for mixture in mixtures:
+        with pytest.raises(MixedDevicesError):
+            mixture()
+    assert here[torch.tensor([0, 0])].tolist() == [here[0].item()] * 2
+
+
+WAITS: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
+    "a number": (1, lambda x, _: float(x[0])),
+    "a list": (1, lambda x, _: x.tolist()),
+    "a copy to the host": (1, lambda x, _: x.cpu()),
+    "a copy to pinned memory": (0, lambda x, _: x.to("cpu", non_blocking=True)),
+    "a copy that is wanted at once": (1, lambda _, host: host.to(CUDA)),
+    "a copy of pageable memory": (1, lambda _, host: host.to(CUDA, non_blocking=True)),
+    "a copy of pinned memory": (0, lambda _, host: host.pin_memory().to(CUDA, non_blocking=True)),
+    "and of another dtype": (
+        1, lambda _, host: host.pin_memory().to(CUDA, torch.bfloat16, non_blocking=True),
+    ),
+    "numbers of the host": (1, lambda _x, _: torch.tensor([1, 2], device=CUDA)),
+    "a constant": (0, lambda x, _: x.new_zeros(3).fill_(2.0) + 1),
+    "places": (1, lambda x, _: (x > 0).nonzero()),
+    "a mask": (1, lambda x, _: x[x > 0]),
+    "indices": (0, lambda x, _: x[x.long().clamp(0, 2)]),
+    "indices of the host": (1, lambda x, host: x[host.long()]),
+    "numbers at a mask": (1, lambda x, _: x.index_put_((x > 0,), x[: 3].clone())),
+    "a number at a mask": (0, lambda x, _: x.masked_fill_(x > 0, 1.0)),
+    "repeats": (1, lambda x, _: x.repeat_interleave(torch.ones_like(x, dtype=torch.int64))),
+    "an event": (1, lambda _x, _: torch.cuda.Event().synchronize()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "act"), WAITS.values(), ids=list(WAITS))
+def test_what_the_host_waits_for(number: int, act: Callable[[Tensor, Tensor], Any]) -> None:
+    on_device, host = torch.ones(3, device=CUDA), torch.zeros(3)
+    with counted() as counts:
+        act(on_device, host)
+    assert counts.num_waits == number, str(counts)
+
+
+def test_a_generator_of_the_device_draws_on() -> None:
+    draws = []
+    for device in ("cpu", CUDA):
+        generator = torch.Generator(device).manual_seed(7)
+        assert generator.device == torch.device(device)
+        for _ in range(2):
+            draws.append(torch.rand(3, generator=generator, device=device).tolist())
+    assert draws[0] == draws[2] != draws[1] == draws[3]
+
+
+def test_moving_a_module_keeps_tied_parameters_tied() -> None:
+    module = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    module[1].weight = module[0].weight
+    module.to(CUDA)
+    assert module[0].weight is module[1].weight
+    assert module[0].weight.device == CUDA
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_under_a_mask_and_its_gradients(dtype: torch.dtype) -> None:
+    shape = (2, 4, 9, 16)
+    bias = torch.zeros(9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
+    gradients = []
+    for device in ("cpu", CUDA):
+        heads = [drawn(n, *shape)[0].to(device, dtype).requires_grad_() for n in (1, 2, 3)]
+        with counted() as counts:
+            found = scaled_dot_product_attention(*heads, attn_mask=bias.to(device, dtype))
+            found.backward(drawn(*shape).to(device, dtype))
+        gradients.append([found.detach(), *(each.grad for each in heads)])
+    assert counts.operations["_scaled_dot_product_efficient_attention_backward"] == 1
+    for mine, theirs in zip(*gradients, strict=True):
+        assert theirs.device == CUDA
+        torch.testing.assert_close(theirs.cpu(), mine, atol=2e-2, rtol=2e-2)
+
+
+def efficient(query: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+    return aten._scaled_dot_product_efficient_attention(query, query, query, bias, True)
+
+
+def test_the_efficient_kernel_refuses_what_it_cannot_read() -> None:
+    query = drawn(1, 2, 9, 16, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="aligned"):
+        efficient(query, torch.zeros(9, 9, dtype=query.dtype, device=CUDA).expand(1, 2, 9, 9))
+    with pytest.raises(KernelError, match="dtype"):
+        efficient(query, torch.zeros(9, 16, device=CUDA)[:, :9].expand(1, 2, 9, 9))
+    with pytest.raises(KernelError, match="last dimension"):
+        efficient(query.mT.contiguous().mT)
+
+
+def test_the_efficient_kernel_reads_an_output_by_strides_of_its_own() -> None:
+    for dtype, misread in ((torch.float32, False), (torch.bfloat16, True)):
+        query = drawn(2, 4, 32, 16, dtype=dtype)
+        grad, (out, *rest) = torch.ones_like(query), efficient(query)
+        # Texts and heads beside each other in memory, not heads alone.
+        by_rows = out.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
+        found = [
+            aten._scaled_dot_product_efficient_attention_backward(
+                grad, query, query, query, None, each, *rest, 0.0, [True, True, True, False]
+            )[0]
+            for each in (out, by_rows)
+        ]
+        assert torch.equal(out.cpu(), by_rows.cpu())
+        assert torch.equal(found[0].cpu(), found[1].cpu()) is not misread
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_over_documents_and_its_gradients(window: int | None) -> None:
+    lengths, (num_heads, num_kv_heads, size) = (5, 1, 7), (4, 2, 16)
+    documents = Documents.of(torch.tensor([[n for n, k in enumerate(lengths) for _ in range(k)]]))
+    query = drawn(13, num_heads, size, dtype=torch.bfloat16)
+    text = [drawn(13, num_kv_heads, n, size)[:, :, 0].bfloat16() for n in (1, 2)]
+    found, log_norm = flash(query, *text, documents.on(CUDA), window)
+    leaves = [each.cpu().float().requires_grad_() for each in (query, *text)]
+    expected, of_scores = plain(*leaves, lengths, window)
+    torch.testing.assert_close(found.cpu().float(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(log_norm.cpu(), of_scores, atol=1e-4, rtol=1e-4)
+    if window is None:
+        grad = drawn(13, num_heads, size, dtype=torch.bfloat16)
+        expected.backward(grad.cpu().float())
+        back = flash_backward(grad, (query, *text), (found, log_norm), documents.on(CUDA))
+        for mine, leaf in zip(back, leaves, strict=True):
+            torch.testing.assert_close(mine.cpu().float(), leaf.grad, atol=3e-2, rtol=3e-2)
+
+
+def plain(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...], window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by its definition: output [S, Q, d], logsumexp [Q, S]."""
+    places, group = torch.arange(len(query)), query.shape[1] // keys.shape[1]
+    document = torch.tensor([n for n, k in enumerate(lengths) for _ in range(k)])
+    ahead = places - places.unsqueeze(1)
+    seen = (document == document.unsqueeze(1)) & (ahead <= 0) & (ahead > -(window or 99))
+    spread = [each.repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values)]
+    scores = query.transpose(0, 1) @ spread[0].mT * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ spread[1]).transpose(0, 1), scores.logsumexp(-1).detach()
+
+
+def test_flash_refuses_what_it_does_not_take() -> None:
+    documents = Documents.single(4, CUDA)
+    halves = drawn(4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="fp16 and bf16"):
+        flash(halves.float(), halves.float(), halves.float(), documents)
+    with pytest.raises(KernelError, match="head size 12"):
+        flash(halves[..., :12], halves[..., :12], halves[..., :12], documents)
+    with pytest.raises(KernelError, match="int32"):
+        flash(halves, halves, halves, Documents((4,), documents.bounds.long()))
+    with pytest.raises(MixedDevicesError):
+        flash(halves, halves, halves, Documents((4,), documents.bounds.cpu()))
+
+
+def test_products_of_halves_in_float32() -> None:
+    left, right = drawn(3, 64, dtype=torch.bfloat16), drawn(64, 5, dtype=torch.bfloat16)
+    exact = left.cpu().float() @ right.cpu().float()
+    assert torch.equal(torch.mm(left, right, out_dtype=torch.float32).cpu(), exact)
+    whole = drawn(3, 5)
+    summed = whole.cpu() + exact
+    torch.addmm(whole, left, right, out_dtype=torch.float32, out=whole)
+    torch.testing.assert_close(whole.cpu(), summed)
+    with pytest.raises(KernelError, match="out_dtype"):
+        torch.mm(left.float(), right.float(), out_dtype=torch.bfloat16)
+
+
+def test_fused_adamw_wants_its_steps_on_the_device() -> None:
+    parameters = [drawn(3).requires_grad_(), drawn(3).cpu().requires_grad_()]
+    optimizers = [torch.optim.AdamW([each], lr=0.1, fused=True) for each in parameters]
+    for each, optimizer in zip(parameters, optimizers, strict=True):
+        each.grad = torch.ones_like(each)
+        optimizer.step()
+    assert parameters[0].tolist() == parameters[1].tolist()
+    optimizers[0].state[parameters[0]]["step"] = torch.tensor(1.0)
+    with pytest.raises(MixedDevicesError):
+        optimizers[0].step()

@@ -1,0 +1,139 @@
+"""Where targets lie on emulated GPUs: one in bfloat16, one over two devices, one in a store."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated.device import off
+from emulated.runs import (
+    MOST_WAITS,
+    conversations,
+    forget,
+    inputs,
+    losses,
+    on_cpu,
+    on_cuda,
+    run_of,
+    short,
+    waits_of_step,
+)
+from emulated.test_decoding import PROMPTS, eagle_head
+from toys import noisy_head
+
+from conf.schema import DataConfig, Dtype, TargetConfig
+from conf.schema_capture import CaptureRun, TeacherKind
+from conf.schema_eagle import EagleForm
+from data.features import FeatureStore
+from eval.eagle import DynamicShape, EagleTree
+from eval.engine import Drafter, NoDraft, decode_batch
+from eval.medusa import MedusaDrafter
+from eval.self_speculation import SelfDraft, early_exit
+from heads.load_target import load_target
+from heads.target import Target
+from heads.tree import default_tree
+from scripts.capture import capture
+
+__all__ = ["inputs", "short"]
+BFLOAT16 = {"dtype": Dtype.bfloat16}
+SPREAD = {"device_map": "auto"}
+SHARD_BYTES = 20_000
+
+
+def test_a_target_in_bfloat16(inputs: Path, tmp_path: Path) -> None:
+    on_cpu(run_of("eagle-3", inputs, tmp_path / "cpu", BFLOAT16))
+    counts = on_cuda(run_of("eagle-3", inputs, tmp_path / "cuda", BFLOAT16))
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=0.05)
+    waits = waits_of_step(counts)
+    assert waits.num_waits <= MOST_WAITS, str(waits)
+
+
+def store_of(inputs: Path, out_dir: Path, **changes: Any) -> None:
+    target = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32)
+    given: dict[str, Any] = {"micro_batch_size": 2, "num_replay_prompts": 1, **changes}
+    data, out = conversations(inputs), str(out_dir)
+    capture(CaptureRun(target=target, data=data, out_dir=out, **given), SHARD_BYTES)
+
+
+@pytest.fixture(scope="module")
+def stores(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Captured on the CPU, `hidden` and `top_k`."""
+    folder = tmp_path_factory.mktemp("stores")
+    for teacher in TeacherKind:
+        on_cpu(partial(store_of, inputs, folder / teacher.value, teacher=teacher, top_k=8))
+    return folder
+
+
+@pytest.mark.parametrize("teacher", TeacherKind)
+def test_a_capture_holds_what_the_cpus_does(
+    teacher: TeacherKind, inputs: Path, stores: Path, tmp_path: Path
+) -> None:
+    forget()
+    store_of(inputs, tmp_path / "store", teacher=teacher, top_k=8)
+    mine, theirs = FeatureStore(tmp_path / "store"), FeatureStore(stores / teacher.value)
+    assert len(mine.train) == len(theirs.train) > 1
+    for number in range(len(mine.train)):
+        found, expected = mine.train[number], theirs.train[number]
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "teacher"),
+    [
+        ("medusa, soft labels", TeacherKind.hidden),
+        ("eagle-1", TeacherKind.hidden),
+        ("eagle-3", TeacherKind.top_k),
+    ],
+)
+def test_training_from_a_store(
+    name: str, teacher: TeacherKind, inputs: Path, stores: Path, tmp_path: Path
+) -> None:
+    data = DataConfig(features=str(stores / teacher.value))
+    unset = {"path": None, "dtype": Dtype.auto}
+    on_cpu(run_of(name, inputs, tmp_path / "cpu", unset, data))
+    counts = on_cuda(run_of(name, inputs, tmp_path / "cuda", unset, data))
+    expected = losses(tmp_path / "cpu")
+    assert losses(tmp_path / "cuda") == pytest.approx(expected, rel=5e-3, abs=2e-4)
+    waits = waits_of_step(counts)
+    assert waits.num_waits <= MOST_WAITS, str(waits)
+
+
+@pytest.fixture
+def spread(inputs: Path) -> Target:
+    config = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32, **SPREAD)
+    target = load_target(config, torch.device("cuda", 0))
+    places = {str(each.device) for each in target.model.parameters()}
+    assert places == {"cuda:0", "cuda:1"}
+    return target
+
+
+def drafters_of(target: Target) -> list[Drafter]:
+    return [
+        NoDraft(),
+        MedusaDrafter(noisy_head(target), default_tree(3, 16)),
+        EagleTree(eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8)),
+        SelfDraft(target, early_exit(target, 2), 3, seeds=[1, 2, 3]),
+    ]
+
+
+def test_a_target_over_two_devices_decodes(spread: Target, inputs: Path) -> None:
+    config = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32)
+    with off():
+        plain = load_target(config, torch.device("cpu"))
+        expected = [each.token_ids for each in decode_batch(plain, NoDraft(), PROMPTS, 10)]
+    for drafter in drafters_of(spread):
+        found = decode_batch(spread, drafter, PROMPTS, 10)
+        assert [each.token_ids for each in found] == expected
+
+
+@pytest.mark.parametrize("name", ["medusa, soft labels", "eagle-1", "eagle-3.1"])
+def test_a_target_over_two_devices_trains(name: str, inputs: Path, tmp_path: Path) -> None:
+    on_cpu(run_of(name, inputs, tmp_path / "cpu"))
+    counts = on_cuda(run_of(name, inputs, tmp_path / "cuda", SPREAD))
+    expected = losses(tmp_path / "cpu")
+    assert losses(tmp_path / "cuda") == pytest.approx(expected, rel=5e-3, abs=2e-4)
+    waits = waits_of_step(counts)
+    assert waits.num_waits <= MOST_WAITS, str(waits)

@@ -1,0 +1,69 @@
+"""Training from start to end on an emulated GPU: feed, optimizer steps, evaluation, saving."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated.device import Counts
+from emulated.runs import (
+    HEADS_OF,
+    MOST_WAITS,
+    gradients,
+    inputs,
+    losses,
+    on_cpu,
+    on_cuda,
+    run_of,
+    short,
+    waits_of_step,
+)
+
+from conf.schema import Dtype
+
+__all__ = ["inputs", "short"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The same run on the CPU and on the device, and what the device was waited for in a step."""
+
+    cpu: Path
+    cuda: Path
+    waits: Counts
+
+
+@pytest.fixture(scope="module", params=HEADS_OF)
+def ran(
+    request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Ran:
+    folder = tmp_path_factory.mktemp("ran")
+    on_cpu(run_of(request.param, inputs, folder / "cpu"))
+    counts = on_cuda(run_of(request.param, inputs, folder / "cuda"))
+    return Ran(folder / "cpu", folder / "cuda", waits_of_step(counts))
+
+
+def test_losses_are_those_of_the_cpu_and_a_head_is_saved(ran: Ran) -> None:
+    assert losses(ran.cuda) == pytest.approx(losses(ran.cpu), rel=5e-3, abs=2e-4)
+    for folder in ("head", "checkpoints/step-000003"):
+        names = [
+            sorted(path.name for path in (at / folder).iterdir()) for at in (ran.cpu, ran.cuda)
+        ]
+        assert names[0] == names[1]
+
+
+def test_an_optimizer_step_waits_twice_at_most(ran: Ran) -> None:
+    assert ran.waits.num_waits <= MOST_WAITS, str(ran.waits)
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle-1", "eagle-3.1"])
+def test_gradients_in_bfloat16_are_those_in_float32(
+    name: str, inputs: Path, tmp_path: Path
+) -> None:
+    once: dict[str, Any] = {"max_steps": 1, "warmup_steps": 0}
+    expected = gradients(
+        lambda: on_cpu(run_of(name, inputs, tmp_path / "cpu", **once, dtype=Dtype.float32))
+    )
+    found = gradients(lambda: on_cuda(run_of(name, inputs, tmp_path / "cuda", **once)))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 0.05 * theirs.norm()
