@@ -15,6 +15,7 @@ row, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,10 +87,10 @@ def _scattered(states: Tensor, rows: Tensor, num_tokens: int, fill: float = 0.0)
 
 
 def _joined_rows(query: Tensor, keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
-    """The rows in slices whose drafts' keys and values fit in `OWN_BYTES`; none without drafts."""
-    row_bytes = 4 * len(own) * keys[0].numel()
-    size = OWN_BYTES // row_bytes if own else len(query)
-    return [slice(start, start + size) for start in range(0, len(query), size)]
+    """The rows in slices whose drafts' keys and values fit in `OWN_BYTES`."""
+    size = max(1, OWN_BYTES // (4 * len(own) * keys[0].numel())) if own else len(query)
+    edges = [*range(0, len(query), size), len(query)]
+    return [slice(*each) for each in pairwise(edges)]
 
 
 class Chunked(torch.autograd.Function):
