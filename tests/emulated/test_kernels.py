@@ -82,7 +82,9 @@ def test_a_generator_of_the_device_draws_on() -> None:
 def test_moving_a_module_keeps_tied_parameters_tied() -> None:
     module = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     module[1].weight = module[0].weight
+    weights = module[0].weight.tolist()
     module.to(CUDA)
+    assert module[0].weight.tolist() == weights
     assert module[0].weight is module[1].weight
     assert module[0].weight.device == CUDA
 
