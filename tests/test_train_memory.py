@@ -22,15 +22,21 @@ V, H = 96, 64  # of the toy target
 TRAINED = 4 * 2 * (H * H + H + V * H)  # two Medusa heads of one block and a projection
 
 
-def medusa() -> MedusaObjective:
-    target = random_target()
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 896, "head_dim": 64, "num_attention_heads": 4,
+    "vocab_size": 4000, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def medusa(**sizes: int) -> MedusaObjective:
+    target = random_target(**sizes)
     return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
 
 
-def eagle(size: int = 32) -> EagleObjective:
-    target, settings = random_target(num_hidden_layers=4), EagleConfig(num_steps=3)
+def eagle(**sizes: int) -> EagleObjective:
+    target, settings = random_target(num_hidden_layers=4, **sizes), EagleConfig(num_steps=3)
     settings.layers = [1, 2, 3]
-    vocab = DraftVocab(torch.arange(size), V)
+    vocab = DraftVocab(torch.arange(target.vocab_size // 3), target.vocab_size)
     return EagleObjective(EagleHead.from_target(target, settings, vocab, 0), target, settings)
 
 
@@ -81,11 +87,11 @@ def test_an_objective_without_a_formula_has_no_estimate() -> None:
 @pytest.mark.parametrize("make", [medusa, eagle])
 def test_a_pass_needs_what_is_estimated(make: type) -> None:
     """Beyond weights and moments, which lie there before."""
-    objective = make()
+    objective = make(**WIDE)
     length = ONE.tokens
     row = torch.arange(length)[None]
     batch = {
-        "input_ids": row % V, "position_ids": row, "document_ids": torch.zeros_like(row),
+        "input_ids": row, "position_ids": row, "document_ids": torch.zeros_like(row),
         "loss_mask": torch.ones_like(row), "noise_seed": torch.zeros(1, dtype=torch.int64),
     }  # fmt: skip
     batch = dict(objective.prepare(batch))
@@ -100,9 +106,8 @@ def test_a_pass_needs_what_is_estimated(make: type) -> None:
             peak = max(peak, live)
     parts = memory.estimate(objective, ONE) or {}
     before = ("target", "head", "optimizer", "hidden states")
-    assert sum(size for name, size in parts.items() if name not in before) == pytest.approx(
-        peak, rel=0.15
-    )
+    estimated = sum(size for name, size in parts.items() if name not in before)
+    assert estimated == pytest.approx(peak, rel=0.1)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> None:

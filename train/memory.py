@@ -27,8 +27,9 @@ from train.objective import Objective
 from train.processes import ZERO_BUCKET
 
 Parts = dict[str, int]
-NUM_PIECES = 5
-"""Float32 tensors of a piece of the loss that live at a time, see `train.fused.PIECE_BYTES`."""
+PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
+"""Float32 tensors of a piece of the loss that live at a time (see `train.fused.PIECE_BYTES`):
+against the text and against a distribution; one more where logits are not float32."""
 FLOAT32 = 4
 REMEDIES = (
     "lower train.micro_batch_size, data.max_length or head.draft_vocab_size, load the target with "
@@ -77,7 +78,8 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
     if isinstance(head, EagleHead):
         parts = partial(_eagle, head, target, len(objective.weights))
     elif isinstance(head, MedusaHead):
-        parts = partial(_medusa, head, target)
+        soft = bool(getattr(objective, "soft", False))
+        parts = partial(_medusa, head, target, soft)
     else:
         return None
     copies, kept, of_loss, of_backward = parts(setting)
@@ -159,14 +161,14 @@ Counted = tuple[int, int, int, int]
 backward pass."""
 
 
-def _medusa(head: MedusaHead, target: TargetEnds, setting: Setting) -> Counted:
+def _medusa(head: MedusaHead, target: TargetEnds, soft: bool, setting: Setting) -> Counted:
     """N H float32 of states; per head and token 2 H e in its blocks and H float32 for the loss."""
     tokens, e, hidden = setting.tokens, setting.dtype.itemsize, target.hidden_size
     rows = tokens * hidden
     kept = FLOAT32 * rows + head.num_heads * rows * (2 * head.config.num_layers * e + FLOAT32)
     grads = head.num_heads * rows * FLOAT32
     one = len(head.vocab.ids), hidden
-    loss = _loss(setting, tokens, one)
+    loss = _loss(setting, tokens, one, PIECES_OF_TEACHER if soft else PIECES_OF_TEXT)
     return _copied(head, setting), kept, loss + grads, grads + 3 * rows * FLOAT32
 
 
@@ -175,7 +177,8 @@ def _eagle(head: EagleHead, target: TargetEnds, num_steps: int, setting: Setting
 
     Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
     values of K each), and of width H, 38 bytes in bfloat16 and 40 in float32: inputs of three
-    projections, norms (in float32), residual stream. The text adds what `fc` reads.
+    projections, norms (in float32), residual stream. The text adds what `fc` reads, before and
+    after its cast, and the layer's inputs, 2 H in float32, which live while steps are made.
     """
     llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
     hidden, inner = llama.hidden_size, llama.intermediate_size
@@ -183,12 +186,13 @@ def _eagle(head: EagleHead, target: TargetEnds, num_steps: int, setting: Setting
     query, keys = attention.q_proj.out_features, attention.k_proj.out_features
     of_width = 38 if e == 2 else 40
     a_step = e * (4 * inner + 2 * query + 6 * keys) + of_width * hidden
-    kept = tokens * (num_steps * a_step + e * head.fc.in_features)
+    text = (FLOAT32 + e) * head.fc.in_features + FLOAT32 * 2 * hidden
+    kept = tokens * (num_steps * a_step + text)
     grads = FLOAT32 * num_steps * tokens * hidden
     students = num_steps * tokens
     one = head.projection().weight.shape[0], hidden
     teacher = tokens * one[0] * target.dtype.itemsize
-    loss = grads + _loss(setting, students, one) + min(teacher, CHUNK_BYTES)
+    loss = grads + _loss(setting, students, one, PIECES_OF_TEACHER) + min(teacher, CHUNK_BYTES)
     return _copied(head, setting), kept, loss, 2 * grads + 3 * tokens * inner * e
 
 
@@ -200,20 +204,21 @@ def _copied(head: Any, setting: Setting) -> int:
     return setting.dtype.itemsize * sum(each.numel() for each in matrices)
 
 
-def _loss(setting: Setting, rows: int, shape: tuple[int, int]) -> int:
+def _loss(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
     """Of a chunk: its logits, and either pieces or what carries the gradient back.
 
     Args:
         setting: the launch.
         rows: of a student.
         shape: of the projection, [W, H].
+        num_pieces: that live at a time, beside one for the logits where they are not float32.
     """
     e, (width, hidden) = setting.dtype.itemsize, shape
     chunk = min(rows, max(1, CHUNK_BYTES // (width * e)))
     piece = min(PIECE_BYTES if setting.cuda else CPU_PIECE_BYTES, chunk * width * FLOAT32)
     tile = min(TILE_BYTES, width * hidden * FLOAT32)
     back = chunk * hidden * (e + FLOAT32) + (tile if e == FLOAT32 else tile * e // FLOAT32)
-    return chunk * width * e + chunk * hidden * e + max(NUM_PIECES * piece, back)
+    return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
 
 
 def line(parts: Parts, total: int | None) -> str:
