@@ -178,7 +178,8 @@ class TrainConfig:
     dtype: Dtype = Dtype.auto
     """Autocast dtype of the head; its parameters and optimizer state stay float32."""
     compile: bool | None = None
-    """torch.compile the loss and the head's layers; unset means on CUDA."""
+    """torch.compile the loss and the head's layers; unset means on CUDA, and on a CPU in an EAGLE
+    run that is long enough to pay for it."""
     eval_steps: int = 200
     """Optimizer steps between evaluations."""
     num_eval_sequences: int = 32

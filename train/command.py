@@ -1,5 +1,7 @@
 """What every training command does around its own head: checks, data, plan, loop, last words."""
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,9 @@ from train.objective import Objective
 from train.placement import strategy_name
 from train.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.stored import check_reads, load_ends, open_store
+
+LOGITS_THAT_PAY = 3e10
+"""Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
 
 Run = MedusaRun | EagleRun | Medusa2Run
 DataRun = Run | CaptureRun | PruneRun
@@ -83,12 +88,14 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
         else from_store(config, store, accelerator.device)
     )
     objective, lines = build(source.target, source.train)
-    if wants_compile(config.train, accelerator.device):
+    compiled = wants_compile(config, objective, accelerator)
+    if compiled:
         objective.compile_parts()
     if store is not None:
         check_reads(store, objective.head.reads)
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
+        where += ", compiled on first use" if compiled else ""
         print_plan(config, source.target.name, [*source.lines, *lines], where)
     parts = memory_of(accelerator, objective, config.train, source.train)
     job = loop.Job(
@@ -155,9 +162,16 @@ def from_target(config: Run, accelerator: Accelerator) -> Source:
     return Source(target, train_data, heldout, report, lines, replay)
 
 
-def wants_compile(config: TrainConfig, device: torch.device) -> bool:
-    """`train.compile`, or whether the device is CUDA."""
-    return device.type == "cuda" if config.compile is None else config.compile
+def wants_compile(config: Run, objective: Objective, accelerator: Accelerator) -> bool:
+    """`train.compile`, or whether it pays: on CUDA always, on a CPU in a long run."""
+    if config.train.compile is not None:
+        return config.train.compile
+    if accelerator.device.type == "cuda":
+        return True
+    sequences = config.train.max_steps * config.train.batch_size // accelerator.num_processes
+    num_logits = sequences * config.data.max_length * objective.slow_logits
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return compiler is not None and num_logits > LOGITS_THAT_PAY
 
 
 def from_store(config: Run, store: FeatureStore, device: torch.device) -> Source:

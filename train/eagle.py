@@ -48,6 +48,7 @@ class EagleObjective(Objective):
         self.config = config
         self.weights = step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
+        self.slow_logits = len(self.weights) * len(head.vocab.ids)
         self.same = same.settings("head", config, "path", "revision")
         self.same["checksum of the draft vocabulary"] = crc32(
             head.vocab.ids.cpu().numpy().tobytes()

@@ -30,7 +30,7 @@ from heads.projection import Projection
 from train.divergences import Said
 from train.rows import Rising
 
-CHUNK_BYTES = 192 * 2**20
+CHUNK_BYTES = 256 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
 PIECE_BYTES = 64 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
@@ -289,7 +289,7 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
     if whole.dtype == left.dtype:
         whole.addmm_(left, right)
     elif whole.is_cuda:
-        torch.addmm(whole, left, right, out_dtype=whole.dtype, out=whole)
+        whole.add_(torch.mm(left, right, out_dtype=whole.dtype))
     else:
         whole.addmm_(left.to(whole), right.to(whole))
 

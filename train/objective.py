@@ -34,12 +34,14 @@ class Objective(nn.Module):
         measures: names of the rows of `Sums.terms` after losses and tokens.
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
         same: settings, by key, that must not change when a run continues.
+        slow_logits: of a token, those whose loss is faster compiled on a CPU.
     """
 
     head: Any
     weights: Tensor
     measures: tuple[str, ...]
     first_depth = 1
+    slow_logits = 0
 
     def __init__(self) -> None:
         super().__init__()
