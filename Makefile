@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart check test test-slow test-engines clean
+.PHONY: help setup quickstart check test test-slow test-engines gpu-wheels test-gpu clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -56,5 +56,35 @@ test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.don
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
+# For a machine with a GPU and its own torch, transformers, accelerate and peft, but no registry: what
+# else is needed, in pure Python. Carry the folder with the repository.
+GPU_PACKAGES := hydra-core omegaconf antlr4-python3-runtime datasets dill multiprocess
+# Of that machine.
+GPU_PYTHON ?= 3.12
+GPU_PATH := .gpu-packages
+# Benchmarks of scripts/bench_gpu.py, all unless told; GPU_TESTS= leaves the tests out.
+GPU_BENCHES ?=
+GPU_TESTS ?= tests
+
+gpu-wheels: wheels/.done  ## what a GPU machine without a registry lacks, to carry there
+
+wheels/.done: Makefile constraints.txt
+	rm -rf wheels
+	$(PYTHON) -m pip wheel --quiet --no-deps -c constraints.txt -w wheels antlr4-python3-runtime
+	$(PYTHON) -m pip download --quiet --no-deps -c constraints.txt -d wheels --find-links wheels \
+	    --only-binary=:all: --python-version $(GPU_PYTHON) $(GPU_PACKAGES)
+	touch $@
+
+# Not an environment: made inside another one, it would not see that one's packages.
+$(GPU_PATH)/.done: Makefile
+	rm -rf $(GPU_PATH)
+	$(PYTHON) -m pip install --quiet --no-index --find-links wheels --no-deps --target $(GPU_PATH) $(GPU_PACKAGES)
+	touch $@
+
+test-gpu: $(GPU_PATH)/.done  ## gpu tests, then every benchmark in one table with floors
+	@export PYTHONPATH=$(CURDIR)/$(GPU_PATH) HF_HUB_OFFLINE=1; tests=0; \
+	$(if $(GPU_TESTS),$(PYTHON) -m pytest -m gpu -p no:cacheprovider $(GPU_TESTS) || tests=$$?;) \
+	$(PYTHON) scripts/bench_gpu.py $(GPU_BENCHES) && exit $$tests
+
 clean:  ## remove the environments and caches, keep outputs
-	rm -rf .venv .venv-vllm .venv-speculators .venv-modelopt .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache

@@ -123,8 +123,8 @@ def label(state_format: StateFormat, teacher: TeacherKind) -> str:
     return f"{state_format.value}, {teacher.value}"
 
 
-def main() -> None:
-    """Prints both tables."""
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What to capture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
@@ -132,7 +132,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument("--group", type=int, default=10, help="sequences timed at once")
     parser.add_argument("--micro-batch-size", type=int, default=4)
-    options = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of the bare passes and of each kind of capture, group by group."""
     config = CaptureRun(
         target=TargetConfig(path=options.target),
         data=DataConfig(path=options.data, max_length=options.tokens),
@@ -157,8 +161,12 @@ def main() -> None:
             plan = replace(work.plan, contents=of_kind(work.plan.contents, *kind))
             own = replace(work, folder=Path(folder), plan=plan)
             runs[label(*kind)] = partial(written, own, target)
-        found = measured(runs, shards)
-    Console().print(speed_table(found))
+        return measured(runs, shards)
+
+
+def main() -> None:
+    """Prints both tables."""
+    Console().print(speed_table(speeds(arguments())))
     Console().print(size_table())
 
 

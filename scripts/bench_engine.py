@@ -134,14 +134,21 @@ def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]
 
 
 @torch.no_grad()
-def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
-    """Prints the table."""
-    target = random_target(getattr(torch, dtype), int(num_layers))
+def measured(
+    dtype: str, rate: float, num_layers: int
+) -> tuple[Target, dict[str, list[Generation]]]:
+    """The target, and texts without drafting and of every drafter."""
+    target = random_target(getattr(torch, dtype), num_layers)
     generator = torch.Generator().manual_seed(1)
     prompt: Any = torch.randint(10, 4096, (PROMPT_LENGTH,), generator=generator).tolist()
     text = decode(target, NoDraft(), prompt, NUM_TOKENS + 16).token_ids
     makes: dict[str, Callable[[], Drafter]] = {"no drafting": NoDraft}
-    found = measure(target, prompt, makes | drafters(target, text, float(rate)))
+    return target, measure(target, prompt, makes | drafters(target, text, rate))
+
+
+def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
+    """Prints the table."""
+    target, found = measured(dtype, float(rate), int(num_layers))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
     where = f"{target.device.type}, {torch.get_num_threads()} threads"
     table = Table(

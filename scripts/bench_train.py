@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ NUM_WARM_UP = 2
 MEAN_DOCUMENT_TOKENS = 400
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head", nargs="?", default="eagle3", choices=("medusa", "eagle1", "eagle3"))
@@ -61,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--compile", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def random_target(options: argparse.Namespace, device: torch.device) -> Target:
@@ -97,8 +98,8 @@ def make_objective(options: argparse.Namespace, target: Target, train: PackedDat
         head = MedusaHead.from_target(target, MedusaConfig().num_heads, 1)
         return MedusaObjective(head, target, MedusaConfig())
     eagle1 = options.head == "eagle1"
-    config = EagleConfig(num_steps=1, regression_weight=1.0) if eagle1 else EagleConfig()
-    config.form = EagleForm(options.head)
+    first = EagleConfig(form=EagleForm.eagle1, num_steps=1, regression_weight=1.0)
+    config = first if eagle1 else EagleConfig()
     size = None if eagle1 else options.draft_vocab
     vocab = DraftVocab.choose(train.token_counts(target.vocab_size), size, [])
     return EagleObjective(EagleHead.from_target(target, config, vocab, 0), target, config)
@@ -162,9 +163,35 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def main() -> None:
-    """Prints the table."""
-    options = arguments()
+@dataclass(frozen=True)
+class Speed:
+    """What some steps took.
+
+    Attributes:
+        device: they ran on.
+        step_s: median of a step.
+        tokens_per_s: without padding.
+        peak_gib: see `peak_gib`.
+        padding: share of the tokens of the data set.
+        parts: share of the time of each of `PARTS`.
+        matmul: FLOP/s of a square matrix product.
+        utilisation: FLOP/s of the steps over that.
+        head_size: parameters.
+    """
+
+    device: str
+    step_s: float
+    tokens_per_s: float
+    peak_gib: float
+    padding: float
+    parts: dict[str, float]
+    matmul: float
+    utilisation: float
+    head_size: int
+
+
+def measured(options: argparse.Namespace) -> Speed:
+    """Trains for some steps."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start(options, Path(folder) / "out")
         run.resume()
@@ -179,21 +206,36 @@ def main() -> None:
         parts = shares(run, options.steps)
         run.close()
     rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
-    flops = counter.get_total_flops()
-    slots = len(train) * options.max_length
-    size = sum(p.numel() for p in run.job.objective.head.parameters()) / 1e6
-    where = f"{run.device.type}, {torch.get_num_threads()} threads, {options.dtype}"
-    table = Table("figure", "value", title=f"{options.head}, head of {size:.1f} M, {where}")
     step_s = statistics.median(times)
-    table.add_row("time of a step", f"{1000 * step_s:.0f} ms")
-    table.add_row("tokens per second", f"{tokens / sum(times):,.0f}")
-    table.add_row("peak memory", f"{peak_gib(run.device):.2f} GiB")
-    table.add_row("padding", f"{1 - train.num_tokens / slots:.1%}")
-    for name, share in parts.items():
+    return Speed(
+        device=run.device.type,
+        step_s=step_s,
+        tokens_per_s=tokens / sum(times),
+        peak_gib=peak_gib(run.device),
+        padding=1 - train.num_tokens / (len(train) * options.max_length),
+        parts=parts,
+        matmul=rate,
+        utilisation=counter.get_total_flops() / step_s / rate,
+        head_size=sum(p.numel() for p in run.job.objective.head.parameters()),
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    options = arguments()
+    found = measured(options)
+    where = f"{found.device}, {torch.get_num_threads()} threads, {options.dtype}"
+    size = f"head of {found.head_size / 1e6:.1f} M"
+    table = Table("figure", "value", title=f"{options.head}, {size}, {where}")
+    table.add_row("time of a step", f"{1000 * found.step_s:.0f} ms")
+    table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}")
+    table.add_row("peak memory", f"{found.peak_gib:.2f} GiB")
+    table.add_row("padding", f"{found.padding:.1%}")
+    for name, share in found.parts.items():
         table.add_row(f"time: {name}", f"{share:.1%}")
-    table.add_row("time: rest", f"{1 - sum(parts.values()):.1%}")
-    table.add_row("matmul", f"{rate / 1e12:.2f} TFLOP/s")
-    table.add_row("model FLOP utilisation", f"{flops / step_s / rate:.1%}")
+    table.add_row("time: rest", f"{1 - sum(found.parts.values()):.1%}")
+    table.add_row("matmul", f"{found.matmul / 1e12:.2f} TFLOP/s")
+    table.add_row("model FLOP utilisation", f"{found.utilisation:.1%}")
     Console(width=80).print(table)
 
 

@@ -91,8 +91,8 @@ def seconds_of(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    """Prints one line per J."""
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The sizes; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=16)
@@ -100,19 +100,18 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Prints one line per J."""
+    options = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads = f"{options.heads} heads on {options.kv_heads}"
     print(f"{options.tokens} tokens, {heads}, {options.dtype}, {device}")
     print("   J   MiB fused   plain    full   s fused   plain    full   plain/fused   full/fused")
     for num_steps in STEPS:
-        torch.manual_seed(0)
-        tensors = [
-            torch.randn(num_steps, options.tokens, count, options.head_dim, device=device)
-            for count in (options.heads, options.kv_heads, options.kv_heads)
-        ]
-        tensors = [each.to(getattr(torch, options.dtype)) for each in tensors]
-        mib, seconds = _measure(tensors, options.repeats)
+        mib, seconds = measured(options, num_steps, torch.device(device))
         fused, plain, full = seconds
         print(
             f"{num_steps:4} {mib[0]:11.0f} {mib[1]:7.0f} {mib[2]:7.0f} {fused:9.2f} {plain:7.2f} "
@@ -120,8 +119,16 @@ def main() -> None:
         )
 
 
-def _measure(tensors: list[Tensor], repeats: int) -> tuple[list[float], list[float]]:
+def measured(
+    options: argparse.Namespace, num_steps: int, device: torch.device
+) -> tuple[list[float], list[float]]:
     """MiB and seconds of the three, which take turns, so that a busy machine is busy for all."""
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(num_steps, options.tokens, count, options.head_dim, device=device)
+        for count in (options.heads, options.kv_heads, options.kv_heads)
+    ]
+    tensors = [each.to(getattr(torch, options.dtype)) for each in tensors]
 
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         query, keys, values = (tensor.clone().requires_grad_() for tensor in tensors)
@@ -129,8 +136,8 @@ def _measure(tensors: list[Tensor], repeats: int) -> tuple[list[float], list[flo
 
     ways = (partial(unrolled, branch_attention), partial(unrolled, plain_attention), full_masks)
     runs = [partial(run, way) for way in ways]
-    mib = [peak_mib(each, tensors[0].device) for each in runs]
-    turns = [[seconds_of(each) for each in runs] for _ in range(repeats)]
+    mib = [peak_mib(each, device) for each in runs]
+    turns = [[seconds_of(each) for each in runs] for _ in range(options.repeats)]
     return mib, [statistics.median(column) for column in zip(*turns, strict=True)]
 
 

@@ -63,6 +63,7 @@ def test_an_error_while_loading_comes_where_the_step_is_asked_for() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_target_on_a_stream_of_its_own_gives_the_same() -> None:
     device = torch.device("cuda")
     weight = torch.randn(512, 512, device=device)
