@@ -56,6 +56,19 @@ def test_an_optimizer_step_waits_twice_at_most(ran: Ran) -> None:
     assert ran.waits.num_waits <= MOST_WAITS, str(ran.waits)
 
 
+@pytest.mark.parametrize("name", ["medusa", "eagle-3"])
+def test_a_micro_batch_is_one_pass_whatever_it_holds(
+    name: str, inputs: Path, tmp_path: Path
+) -> None:
+    def operations(micro_batch_size: int) -> int:
+        out_dir, target = tmp_path / str(micro_batch_size), {"dtype": Dtype.bfloat16}
+        run = run_of(name, inputs, out_dir, target=target, micro_batch_size=micro_batch_size)
+        return waits_of_step(on_cuda(run)).operations.total()
+
+    # Four sequences in one, against one after another.
+    assert operations(4) < 0.4 * operations(1)
+
+
 @pytest.mark.parametrize("name", ["medusa", "eagle-1", "eagle-3.1"])
 def test_gradients_in_bfloat16_are_those_in_float32(
     name: str, inputs: Path, tmp_path: Path
