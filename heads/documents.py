@@ -66,7 +66,7 @@ def fits_flash(query: Tensor) -> bool:
     """Whether PyTorch's own flash kernel for documents takes such queries [..., d]."""
     size = query.shape[-1]
     fits = query.dtype in FLASH_DTYPES and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
-    return query.is_cuda and fits
+    return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def flash(

@@ -37,6 +37,7 @@ from heads.target import Target
 from heads.vocab import DraftVocab
 from train import loop, processes
 from train.eagle import EagleObjective
+from train.job import Job
 from train.medusa import MedusaObjective
 from train.memory import Parts, Setting, estimate
 
@@ -121,7 +122,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         shape = llama(8, 4, length)
         objective = make_objective(name, shape, 4000, torch.device("cpu"))
         train = PackedDataset(documents(8, length, shape.vocab_size), length, seed=0)
-        job = loop.Job(config, LogConfig(), 0, Path(folder) / "out", objective, train, train)
+        job = Job(config, LogConfig(), 0, Path(folder) / "out", objective, train, train)
         run = loop.Run(accelerator, job)
         run.resume()
         run.optimizer_step()

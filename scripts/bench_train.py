@@ -41,6 +41,7 @@ from heads.target import Target
 from heads.vocab import DraftVocab
 from train import loop, processes
 from train.eagle import EagleObjective
+from train.job import Job
 from train.medusa import MedusaObjective
 
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
@@ -119,7 +120,7 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     objective = make_objective(options, target, train)
     if options.compile:
         objective.compile_parts()
-    job = loop.Job(config, LogConfig(), 0, out_dir, objective, train, train)
+    job = Job(config, LogConfig(), 0, out_dir, objective, train, train)
     return loop.Run(accelerator, job), train
 
 

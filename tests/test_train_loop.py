@@ -18,6 +18,7 @@ from conf.launch import check_launch
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
 from heads.storage import save_head
 from train import checkpoint, command, launch, loop, processes, schedule, tracking
+from train.job import Job, Outcome
 from train.losses import Batch, Sums
 from train.objective import Objective
 
@@ -81,8 +82,8 @@ def settings(**changes: Any) -> TrainConfig:
     return TrainConfig(**{**defaults, **changes})
 
 
-def fit(out_dir: Path, config: TrainConfig, noise: float = 0.0, **changes: Any) -> loop.Outcome:
-    job = loop.Job(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
+def fit(out_dir: Path, config: TrainConfig, noise: float = 0.0, **changes: Any) -> Outcome:
+    job = Job(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
     return loop.fit(processes.start(config), replace(job, **changes))
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from conf.schema import InputError, LogConfig
 from train import loop, processes
+from train.job import Job
 from train.objective import Group
 from train.placement import Placement, Sharded, place
 
@@ -325,7 +326,7 @@ def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path) -> Non
     accelerator: Any = SimpleNamespace(
         process_index=0, num_processes=2, device=torch.device("cpu"), reduce=reduce
     )
-    job = loop.Job(settings(), LogConfig(), 0, tmp_path, ToyObjective(), rows(4), rows(1))
+    job = Job(settings(), LogConfig(), 0, tmp_path, ToyObjective(), rows(4), rows(1))
     with pytest.raises(InputError, match=r"steps \[0, 8\]: out_dir=.* that all nodes share"):
         loop.fit(accelerator, job)
 

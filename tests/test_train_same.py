@@ -20,15 +20,14 @@ from heads.medusa import MedusaHead
 from heads.vocab import DraftVocab
 from train import loop, processes, same
 from train.eagle import EagleObjective
+from train.job import Job
 from train.medusa import MedusaObjective
 from train.medusa2 import Medusa2Objective
 
 EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)
 
 
-def eagle_job(
-    out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0
-) -> loop.Job:
+def eagle_job(out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0) -> Job:
     target = random_target(num_hidden_layers=6)
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(vocab_seed))
     vocab = DraftVocab.choose(counts, head.draft_vocab_size, [0])
@@ -36,7 +35,7 @@ def eagle_job(
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 90, (24,), generator=generator).tolist() for _ in range(4)]
     data = [{name: each[0] for name, each in packed([text]).items()} for text in texts]
-    return loop.Job(train, LogConfig(), 0, out_dir, objective, data, data[:1])
+    return Job(train, LogConfig(), 0, out_dir, objective, data, data[:1])
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from heads.load_target import load_target
 from heads.target import Reads
 from heads.vocab import DraftVocab
 from train import command, eagle, loop, medusa
+from train.job import Job, Outcome
 from train.medusa import make_head
 from train.objective import Objective
 from train.replay import HeldoutReplay, StoredReplay
@@ -183,13 +184,13 @@ def test_heads_that_read_what_is_not_stored_are_refused(store: Path, top_k: Path
         check_reads(without, Reads())
 
 
-def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> loop.Job:
+def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> Job:
     """The job of a training run, which itself is left out."""
-    jobs: list[loop.Job] = []
+    jobs: list[Job] = []
 
-    def fit(_accelerator: object, job: loop.Job) -> loop.Outcome:
+    def fit(_accelerator: object, job: Job) -> Outcome:
         jobs.append(job)
-        return loop.Outcome(True, 0, {})
+        return Outcome(True, 0, {})
 
     def build(target: Any, _train: Any) -> tuple[Any, list[str]]:
         class Two(Objective):

@@ -20,6 +20,7 @@ from heads.target import Target
 from heads.vocab import DraftVocab
 from train import loop, processes
 from train.eagle import EagleObjective
+from train.job import Job
 from train.medusa import MedusaObjective
 
 KINDS = ("medusa", "eagle1", "eagle3")
@@ -88,7 +89,7 @@ def gradients(
     if compiled:
         objective.compile_parts()
     data = documents()
-    run = loop.Run(accelerator, loop.Job(config, LogConfig(), 0, out_dir, objective, data, data))
+    run = loop.Run(accelerator, Job(config, LogConfig(), 0, out_dir, objective, data, data))
     run.resume()
     found: dict[str, Tensor] = {}
 

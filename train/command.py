@@ -24,6 +24,7 @@ from heads.ends import TargetEnds
 from heads.load_target import load_target
 from heads.target import Reads
 from train import launch, loop, memory, processes
+from train.job import Evaluate, Job, Outcome
 from train.objective import Objective
 from train.placement import strategy_name
 from train.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
@@ -60,10 +61,10 @@ class Source:
     replay: Callable[[int, Reads], Replay]
 
 
-Measure = Callable[[Any, Source, Objective], loop.Evaluate | None]
+Measure = Callable[[Any, Source, Objective], Evaluate | None]
 
 
-def replayed(_config: Run, source: Source, objective: Objective) -> loop.Evaluate | None:
+def replayed(_config: Run, source: Source, objective: Objective) -> Evaluate | None:
     """Tau on held-out prompts, if there are any."""
     replay = source.replay(objective.depth, objective.head.reads)
     return replay if replay.prompts else None
@@ -98,7 +99,7 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
         where += ", compiled on first use" if compiled else ""
         print_plan(config, source.target.name, [*source.lines, *lines], where)
     parts = memory_of(accelerator, objective, config.train, source.train)
-    job = loop.Job(
+    job = Job(
         config=config.train,
         log=config.log,
         seed=config.seed,
@@ -214,7 +215,7 @@ def print_plan(config: Run, target: str, lines: list[str], where: str) -> None:
     print(f"training: {config.train.max_steps} steps on {where}, to {config.out_dir}")  # noqa: T201
 
 
-def print_end(outcome: loop.Outcome, out_dir: Path) -> None:
+def print_end(outcome: Outcome, out_dir: Path) -> None:
     """Says where the head is, or how to continue."""
     if outcome.finished:
         tau = outcome.evaluation.get("eval/tau")

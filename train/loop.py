@@ -10,8 +10,6 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +19,12 @@ from torch import Tensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from conf.schema import InputError, LogConfig, TrainConfig
+from conf.schema import InputError
 from train import checkpoint, processes, same, schedule
-from train.feed import Dataset, Feed, on_device, stacked, uploaded
+from train.feed import Feed, on_device, stacked, uploaded
+from train.job import Job, Outcome
 from train.launch import stop_signals
 from train.losses import Sums
-from train.objective import Objective
 from train.placement import Placement, place
 from train.rows import NOISE_SEEDS, Batch
 from train.tracking import Metrics, as_line, figures
@@ -38,45 +36,6 @@ EVALUATION_ERRORS = (
 )  # fmt: skip
 """What code that only measures may raise, an exhausted device and wrong input included; a wish
 to end the program is not among them."""
-
-Evaluate = Callable[[Any], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run.
-
-    Attributes:
-        config: the loop's settings.
-        log: the tracker's.
-        seed: orders sequences, and seeds whatever an objective draws.
-        out_dir: gets `checkpoints/`, `metrics.jsonl` and at the end `head/`.
-        objective: what is trained.
-        train: packed sequences, each a dict of [T] tensors.
-        heldout: the same, to evaluate on.
-        provenance: written as `head/headsmith.json`.
-        evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
-            their names get the prefix `eval/`.
-    """
-
-    config: TrainConfig
-    log: LogConfig
-    seed: int
-    out_dir: Path
-    objective: Objective
-    train: Dataset
-    heldout: Dataset
-    provenance: dict[str, Any] = field(default_factory=dict)
-    evaluate: Evaluate | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: `finished` is false if a signal stopped it at `step`."""
-
-    finished: bool
-    step: int
-    evaluation: dict[str, float]
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:

@@ -24,8 +24,9 @@ from data.pack import PackedDataset
 from heads.adapter import AdaptedMedusa, Adapter
 from heads.target import Target
 from heads.vocab import DraftVocab
-from train import command, loop, processes, same
+from train import command, processes, same
 from train.heldout_loss import HeldoutLoss
+from train.job import Evaluate
 from train.losses import Sums, medusa_loss, medusa_weights, target_loss
 from train.medusa import make_head
 from train.objective import Group, Objective
@@ -160,7 +161,7 @@ def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
     return config.heads_weight * math.sin(math.pi / 2 * step / num_steps)
 
 
-def measured(config: Medusa2Run, source: command.Source, objective: Objective) -> loop.Evaluate:
+def measured(config: Medusa2Run, source: command.Source, objective: Objective) -> Evaluate:
     """The target's own loss, and tau on what it answers at the time."""
     target: Any = source.target
     heldout: Any = source.heldout
