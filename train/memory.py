@@ -132,12 +132,13 @@ def _of_strategy(head: Any, setting: Setting) -> Parts:
 
 
 def _reduction(head: Any, setting: Setting) -> int:
-    """FSDP2 copies whole gradients into one tensor and gets S / n; ZeRO fills a bucket."""
-    whole = trained_bytes(head)
-    share = whole // setting.num_processes
+    """FSDP2 gets S / n, and copies whole gradients after it has given whole weights back.
+
+    ZeRO moves gradients into its bucket, and shares out what it has moved.
+    """
     if setting.strategy == "FSDP2":
-        return whole + share
-    return ZERO_BUCKET * FLOAT32 + share if setting.strategy.startswith("ZeRO") else 0
+        return trained_bytes(head) // setting.num_processes
+    return ZERO_BUCKET * FLOAT32 if setting.strategy.startswith("ZeRO") else 0
 
 
 def _states(objective: Objective, setting: Setting) -> int:
