@@ -97,10 +97,11 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
 
 
 def target_bytes(target: TargetEnds) -> int:
-    """Of its weights, or of its ends beside a feature store."""
+    """Of its weights, or of its ends beside a feature store; of what lies where the head does."""
     whole: Any = target.model if isinstance(target, Target) else None
     if whole is not None:
-        return sum(each.numel() * each.element_size() for each in whole.parameters())
+        here = [each for each in whole.parameters() if each.device == target.device]
+        return sum(each.numel() * each.element_size() for each in here)
     ends = {each.weight.data_ptr(): each.weight for each in (target.embedding, target.output_head)}
     return sum(each.numel() * each.element_size() for each in ends.values())
 
