@@ -92,5 +92,5 @@ class Layout:
 @lru_cache(maxsize=64)
 def tree_layout(tree: Tree, device: torch.device) -> Layout:
     """The layout [1, N] of a tree, kept for the next step."""
-    shape = ([0, *tree.parents[1:]], tree.mask().tolist(), tree.depths)
+    shape = ([0, *tree.parents[1:]], tree.sees(), tree.depths)
     return Layout(*(upload([each], device) for each in shape))

@@ -32,12 +32,10 @@ class Projection(NamedTuple):
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(output_head.weight, getattr(output_head, "bias", None), scale / divisor, cap)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """[N, V] of hidden states [N, D], in the dtype of the weight; `out` [N, V] may be used."""
-        torch.mm(hidden, self.weight.T, out=out)
-        if self.bias is not None:
-            out += self.bias
-        return self.scaled(out)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, V] of hidden states [N, D], in the dtype of the weight; in `out` [N, V] if given."""
+        logits = torch.matmul(hidden, self.weight.T, out=out)
+        return self.scaled(logits if self.bias is None else logits.add_(self.bias))
 
     def scaled(self, logits: Tensor) -> Tensor:
         """What a target makes of h W^T + b."""

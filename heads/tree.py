@@ -123,13 +123,17 @@ class Tree:
             children[parent].append(node)
         return tuple(tuple(nodes) for nodes in children)
 
-    def mask(self) -> Tensor:
-        """[N, N] bool on the CPU: a node sees itself and its ancestors."""
+    def sees(self) -> list[list[bool]]:
+        """[N][N], whom each node sees: itself and its ancestors."""
         # In torch every row would be a kernel launch of its own.
         mask = np.eye(self.num_nodes, dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
-        return torch.from_numpy(mask)
+        return mask.tolist()
+
+    def mask(self) -> Tensor:
+        """[N, N] bool on the CPU, the same."""
+        return torch.tensor(self.sees())
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:

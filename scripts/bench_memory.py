@@ -133,7 +133,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
     strategy = run.placement.name
     parts = estimate(objective, Setting.of(config, length, strategy, accelerator)) or {}
     peak = _peak(found.profiler.kineto_results.events(), "measured")
-    accelerator.end_training()
+    processes.end(accelerator)
     return {"strategy": strategy, "parts": parts, "peak": peak}
 
 

@@ -39,7 +39,9 @@ ENTRIES = {
 # One of each folder: a start imports torch.
 QUICKLY_SHOWN = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
-BENCH_NAMES = ("capture", "engine", "losses", "peers", "train", "unroll")
+BENCH_NAMES = (
+    "capture", "documents", "engine", "gpu", "losses", "memory", "peers", "train", "unroll",
+)  # fmt: skip
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 
 

@@ -92,9 +92,9 @@ def test_a_pass_needs_what_is_estimated(make: type) -> None:
     row = torch.arange(length)[None]
     batch = {
         "input_ids": row, "position_ids": row, "document_ids": torch.zeros_like(row),
-        "loss_mask": torch.ones_like(row), "noise_seed": torch.zeros(1, dtype=torch.int64),
+        "loss_mask": torch.ones_like(row),
     }  # fmt: skip
-    batch = dict(objective.prepare(batch))
+    batch = dict(objective.prepare(objective.indexed(batch)))
     for _ in range(2):  # the first makes what stays
         objective.zero_grad()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:

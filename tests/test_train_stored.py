@@ -197,7 +197,9 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> Job:
             head = make_head(MedusaConfig(num_heads=2), target)
             weights = torch.ones(2)
 
-        return Two(), ["head: two"]
+        two = Two()
+        two.target = target
+        return two, ["head: two"]
 
     def stop(*_: object) -> None:
         raise AssertionError("the target was loaded")

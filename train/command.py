@@ -115,7 +115,7 @@ def train(config: Run, build: Build, measure: Measure = replayed) -> None:
         if parts and accelerator.device.type == "cuda":
             print(memory.afterwards(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
-    accelerator.end_training()
+    processes.end(accelerator)
 
 
 def memory_of(

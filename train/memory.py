@@ -73,7 +73,7 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
         setting: the launch.
     """
     head: Any = objective.head
-    target: TargetEnds = objective.target  # type: ignore[assignment]
+    target = objective.target
     parts: Any
     if isinstance(head, EagleHead):
         parts = partial(_eagle, head, target, len(objective.weights))

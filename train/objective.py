@@ -30,6 +30,7 @@ class Objective(nn.Module):
 
     Attributes:
         head: all of its parameters; has `save(folder, provenance)`.
+        target: the frozen target, or its ends beside a feature store.
         weights: [K] float32, the weight of each term, in evaluations throughout.
         measures: names of the rows of `Sums.terms` after losses and tokens.
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
@@ -38,6 +39,7 @@ class Objective(nn.Module):
     """
 
     head: Any
+    target: Any
     weights: Tensor
     measures: tuple[str, ...]
     first_depth = 1

@@ -89,6 +89,14 @@ def _patient_group(_world: Any) -> Any:
     return torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
 
 
+def end(accelerator: Accelerator) -> None:
+    """Lets the processes of a launch part, once all of them have come this far."""
+    wait()
+    # A group that outlives the others ends the interpreter with its threads running.
+    _patient_group.cache_clear()
+    accelerator.end_training()
+
+
 def uses_fsdp() -> bool:
     """Whether the launch asked for FSDP; on CPU the accelerator does not know."""
     return _is_set("ACCELERATE_USE_FSDP")
