@@ -65,8 +65,8 @@ class Flash(torch.autograd.Function):
         rows, size = ctx.seen.rows, len(keys)
         grad = grad.contiguous()
         every, outputs, grads = (_scattered(each, rows, size) for each in (query, output, grad))
-        # Infinity takes all weight from where there is no query.
-        norms = _scattered(log_norm, rows, size, float("inf")).T
+        # Where there is no query, scores, output and its gradient are 0, and so is all that follows.
+        norms = _scattered(log_norm, rows, size).T
         text = (every, keys, values)
         found, *d_text = flash_backward(grads, text, (outputs, norms), ctx.seen.documents)
         d_query = found.index_select(0, rows)
@@ -81,9 +81,9 @@ class Flash(torch.autograd.Function):
         return d_query, *d_text, None, *d_own
 
 
-def _scattered(states: Tensor, rows: Tensor, num_tokens: int, fill: float = 0.0) -> Tensor:
-    """[S, ...] with states [N, ...] at rows [N], and `fill` elsewhere."""
-    return states.new_full((num_tokens, *states.shape[1:]), fill).index_copy_(0, rows, states)
+def _scattered(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """[S, ...] with states [N, ...] at rows [N], and 0 elsewhere."""
+    return states.new_zeros(num_tokens, *states.shape[1:]).index_copy_(0, rows, states)
 
 
 def _joined_rows(query: Tensor, keys: Tensor, own: Sequence[Tensor]) -> list[slice]:

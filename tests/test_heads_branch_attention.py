@@ -105,6 +105,55 @@ def test_the_fused_path_equals_the_plain_one(
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def scores_of(query: Tensor, keys: Tensor, documents: Documents) -> Tensor:
+    """[Q, S, S] of a query for every token, -inf where it may not look."""
+    seen = causal_rows(documents, torch.arange(len(query))).allowed(len(keys))
+    groups = query.shape[1] // keys.shape[1]
+    scores = torch.einsum("tqd,sqd->qts", query, keys.repeat_interleave(groups, 1))
+    return (scores * query.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+
+
+def flash(query: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> tuple:
+    """What the kernel for documents computes, in any dtype and without it."""
+    scores = scores_of(query, keys, documents)
+    groups = query.shape[1] // keys.shape[1]
+    wide = values.repeat_interleave(groups, 1)
+    return torch.einsum("qts,sqd->tqd", scores.softmax(-1), wide), scores.logsumexp(-1)
+
+
+def flash_backward(grad: Tensor, text: tuple, found: tuple, documents: Documents) -> tuple:
+    """P = exp(S - L) and dS = P (dO v - sum(dO O)), of the O and L that it is given."""
+    query, keys, values = text
+    groups, scale = query.shape[1] // keys.shape[1], query.shape[-1] ** -0.5
+    k, v = (each.repeat_interleave(groups, 1) for each in (keys, values))
+    weights = (scores_of(query, keys, documents) - found[1].unsqueeze(-1)).exp()
+    inner = torch.einsum("tqd,sqd->qts", grad, v) - (grad * found[0]).sum(-1).T.unsqueeze(-1)
+    d_scores = weights * inner * scale
+    d_keys = torch.einsum("qts,tqd->sqd", d_scores, query)
+    d_values = torch.einsum("qts,tqd->sqd", weights, grad)
+    of_groups = (each.unflatten(1, (-1, groups)).sum(2) for each in (d_keys, d_values))
+    return torch.einsum("qts,sqd->tqd", d_scores, k), *of_groups
+
+
+@pytest.mark.parametrize("num_own", [0, 1, 2, 3])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("rows", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("joined_bytes", [1, 2**20])
+def test_one_call_for_all_documents_equals_the_plain_path(
+    num_own: int, heads: tuple[int, int], rows: Tensor, joined_bytes: int, monkeypatch
+) -> None:
+    monkeypatch.setattr("heads.branch_attention.fits_flash", lambda _: True)
+    monkeypatch.setattr("heads.branch_kernels.flash", flash)
+    monkeypatch.setattr("heads.branch_kernels.flash_backward", flash_backward)
+    monkeypatch.setattr("heads.branch_kernels.OWN_BYTES", joined_bytes)
+    inputs = tensors(num_own, rows, heads, torch.float32)
+    expected = with_grads(plain_attention, inputs, rows)
+    found = with_grads(branch_attention, inputs, rows)
+    assert type(found[0].grad_fn).__name__ == "FlashBackward"
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_close_to_float64(dtype: torch.dtype) -> None:
     inputs = tensors(3, ALL, (4, 2), dtype)
