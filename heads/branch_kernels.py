@@ -65,7 +65,7 @@ class Flash(torch.autograd.Function):
         rows, size = ctx.seen.rows, len(keys)
         grad = grad.contiguous()
         every, outputs, grads = (_scattered(each, rows, size) for each in (query, output, grad))
-        # Where there is no query, scores, output and its gradient are 0, and so is all that follows.
+        # Without a query, scores, output and its gradient are 0, and so is all that follows.
         norms = _scattered(log_norm, rows, size).T
         text = (every, keys, values)
         found, *d_text = flash_backward(grads, text, (outputs, norms), ctx.seen.documents)
