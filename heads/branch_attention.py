@@ -38,7 +38,7 @@ def branch_attention(query: Tensor, branches: Branches) -> Tensor:
         if fits_flash(query) and branches.seen.documents is not None:
             return Flash.apply(query, branches.keys[0], branches.values[0], branches.seen, *own)
         if query.device.type == "cpu" and query.dtype is not torch.float64:
-            return Chunked.apply(query, branches.keys[0], branches.values[0], branches, *own)
+            return Chunked.apply(query, branches.keys[0], branches.values[0], branches.spans, *own)
     return plain_attention(query, branches)
 
 

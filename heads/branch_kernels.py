@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from heads.branches import Branches, Stretch
+from heads.branches import Span, Stretch
 from heads.documents import flash, flash_backward
 
 OWN_BYTES = 64 * 2**20
@@ -98,21 +98,22 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, branches: Branches, *own: Tensor
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], *own: Tensor
     ) -> Tensor:
         """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
         output, kept = torch.empty_like(query), []
-        for span in branches.spans:
-            rows, tokens = span
+        for span in spans:
+            rows, tokens, _ = span
             heads = _grouped(query[rows], keys)
-            text = (keys[tokens], values[tokens], branches.bias(span))
+            text = (keys[tokens], values[tokens], span.bias(keys.dtype))
             found, norms = _text_forward(heads, text)
             output[rows] = _join(
                 heads, found, _by_row_and_head(norms), _own_of(rows, own, keys)
             ).flatten(1, 2)
             kept.append(norms)
         ctx.save_for_backward(query, keys, values, output, *own)
-        ctx.branches, ctx.kept = branches, kept
+        # Not the branches: they come to hold what is made of this, which nobody would ever free.
+        ctx.spans, ctx.kept = spans, kept
         return output
 
     @staticmethod
@@ -124,10 +125,10 @@ class Chunked(torch.autograd.Function):
         d_own = [torch.empty_like(each) for each in own]
         # A token's gradient comes in parts from many chunks: summed in float32.
         d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
-        for span, norms in zip(ctx.branches.spans, ctx.kept, strict=True):
-            rows, tokens = span
+        for span, norms in zip(ctx.spans, ctx.kept, strict=True):
+            rows, tokens, _ = span
             heads = [_grouped(each[rows], keys) for each in (query, output, grad)]
-            text = (keys[tokens], values[tokens], ctx.branches.bias(span))
+            text = (keys[tokens], values[tokens], span.bias(keys.dtype))
             found, *parts = _text_backward(heads, text, norms)
             for whole, part in zip(d_text, parts, strict=True):
                 whole[tokens] += part

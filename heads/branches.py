@@ -60,10 +60,19 @@ class Span(NamedTuple):
     Attributes:
         rows: n of them.
         tokens: s of them, from the first to the last that any of the rows may look at.
+        seen: what each row sees of the text.
     """
 
     rows: slice
     tokens: slice
+    seen: Stretch
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        """[n, s] on the CPU, 0 where a row may look and -inf elsewhere."""
+        first, end = (each.unsqueeze(1) for each in self.seen[:2])
+        places = torch.arange(self.tokens.start, self.tokens.stop)
+        hidden = (places < first) | (places >= end)
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 @dataclass
@@ -105,13 +114,7 @@ class Branches:
         chunks = zip(*(each.split(ROWS_PER_CHUNK) for each in self.seen[:2]), strict=True)
         for first, end in chunks:
             rows = slice(start, start + len(first))
-            found.append(Span(rows, slice(int(first.min()), int(end.max()))))
+            tokens = slice(int(first.min()), int(end.max()))
+            found.append(Span(rows, tokens, Stretch(first, end)))
             start = rows.stop
         return found
-
-    def bias(self, span: Span) -> Tensor:
-        """[n, s], 0 where a row may look and -inf elsewhere, in the dtype of the keys."""
-        first, end = (each[span.rows].unsqueeze(1) for each in self.seen[:2])
-        places = torch.arange(span.tokens.start, span.tokens.stop)
-        hidden = (places < first) | (places >= end)
-        return torch.zeros(hidden.shape, dtype=self.keys.dtype).masked_fill_(hidden, float("-inf"))

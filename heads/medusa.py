@@ -103,7 +103,8 @@ class MedusaHead(nn.Module):
         config = MedusaHeadConfig(
             target.hidden_size, target.vocab_size, num_heads, num_layers, target.name
         )
-        medusa = cls(config)
+        with target.device:  # heads of a large vocabulary are larger than many a host's memory
+            medusa = cls(config)
         for head in medusa.heads:
             head[-1].weight.data.copy_(weight.detach().float())  # type: ignore[index]
         return medusa.attach(target)

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,8 +73,8 @@ def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
     found = [(s.rows.start, s.rows.stop, s.tokens.start, s.tokens.stop) for s in spans]
     assert found == [(0, 2, 0, 3), (2, 4, 4, 8), (4, 5, 9, 10)]
     inf = float("inf")
-    assert branches.bias(spans[0]).tolist() == [[0, 0, -inf], [0, 0, 0]]
-    assert branches.bias(spans[1]).tolist() == [[0, 0, -inf, -inf], [0, 0, 0, 0]]
+    assert spans[0].bias(keys.dtype).tolist() == [[0, 0, -inf], [0, 0, 0]]
+    assert spans[1].bias(keys.dtype).tolist() == [[0, 0, -inf, -inf], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
@@ -170,6 +173,23 @@ def test_own_drafts_are_joined_in_float32_under_autocast_too() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = with_grads(fused, inputs, ALL)
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("by_flash", [False, True])
+def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> None:
+    """A step's keys are made of the output before; whoever keeps both keeps them for ever."""
+    monkeypatch.setattr("heads.branch_attention.fits_flash", lambda _: by_flash)
+    monkeypatch.setattr("heads.branch_kernels.flash", flash)
+    query, keys, values, _ = tensors(0, ALL, (2, 2), torch.float32)
+    branches = branches_of(keys, values, ALL)
+    for _ in range(2):
+        output = branch_attention(query, branches)
+        branches.own_keys.append(output)
+        branches.own_values.append(output)
+    freed = weakref.ref(branches)
+    del branches, output
+    gc.collect()
+    assert freed() is None
 
 
 def test_several_texts_have_gradients_too() -> None:
