@@ -164,6 +164,11 @@ def check_served(target: Target) -> None:
     Raises:
         InputError: with what differed.
     """
+    if target.device.type == "meta":
+        raise InputError(
+            f"target.path={target.name}: its embedding is offloaded, and all that a target gives "
+            "lies beside it; target.device_map has to keep it on a device"
+        )
     reason = _probe(target)
     if reason is not None:
         raise InputError(

@@ -85,11 +85,6 @@ class Target(TargetEnds):
             tokenizer,
             name,
         )
-        if self.device.type == "meta":
-            raise InputError(
-                f"target.path={name}: its embedding is offloaded, and all that a target gives "
-                "lies beside it; target.device_map has to keep it on a device"
-            )
         self.capacity: int | None = None
         self._compiled: Any = None
         self._tapped: dict[int, Tensor] = {}

@@ -205,7 +205,7 @@ def test_an_embedding_that_is_offloaded_is_refused() -> None:
 
     model = cpu_offload(random_model(), execution_device=CPU)
     with pytest.raises(InputError, match=r"target\.path=t: its embedding is offloaded"):
-        Target(model, None, "t")
+        check_served(Target(model, None, "t"))
 
 
 def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:
