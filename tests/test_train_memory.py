@@ -12,6 +12,7 @@ from conf.schema_eagle import EagleConfig
 from heads.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.vocab import DraftVocab
+from scripts import bench_memory
 from train import memory
 from train.eagle import EagleObjective
 from train.medusa import MedusaObjective
@@ -74,7 +75,7 @@ def test_on_cuda_states_of_the_next_micro_batch_wait_beside_these() -> None:
 def test_copies_are_counted_where_the_dtype_is_another() -> None:
     found = memory.estimate(medusa(), replace(ONE, dtype=torch.bfloat16))
     assert found is not None
-    assert found["copies in train.dtype"] == 2 * 2 * (H * H + V * H)
+    assert found["copies in train.dtype"] == 2 * (2 * H * H + V * H)  # of one projection
     assert "copies in train.dtype" not in (memory.estimate(medusa(), ONE) or {})
 
 
@@ -128,3 +129,9 @@ def test_a_micro_batch_counts_all_its_tokens() -> None:
     accelerator = type("Launch", (), {"device": torch.device("cpu"), "num_processes": 2})()
     setting = Setting.of(TrainConfig(micro_batch_size=3), 100, "FSDP2", accelerator)
     assert setting == Setting(300, torch.float32, "FSDP2", 2, cuda=False)
+
+
+def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
+    table = bench_memory.large(256)
+    assert [column.header for column in table.columns][1:3] == ["medusa\nDDP", "medusa\nFSDP2"]
+    assert table.row_count > 5

@@ -38,7 +38,7 @@ CPU_CHUNK_BYTES = 96 * 2**20
 CPU_PIECE_BYTES = 4 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
-"""Of a piece of a projection's gradient before it is added to the rest."""
+"""Of a piece of a projection's gradient, or of what it is made of, in float32."""
 
 
 Compare = Callable[..., Any]
@@ -270,7 +270,7 @@ class _Student:
             self.hidden_grad[rows] = scales * (grad @ projection.weight)
         if self.weight_grad is not None:
             hidden = (scales * hidden).to(hidden)
-            size = rows_of(TILE_BYTES, 4 * hidden.shape[1])
+            size = rows_of(TILE_BYTES, 4 * max(hidden.shape))
             tiles = zip(self.weight_grad.split(size), grad.split(size, dim=1), strict=True)
             for whole, tile in tiles:
                 _add_product(whole, tile.T, hidden)

@@ -22,7 +22,13 @@ from heads.ends import TargetEnds
 from heads.load_target import resolve_dtype
 from heads.medusa import MedusaHead
 from heads.target import Target
-from train.fused import CHUNK_BYTES, CPU_PIECE_BYTES, PIECE_BYTES, TILE_BYTES
+from train.fused import (
+    CHUNK_BYTES,
+    CPU_CHUNK_BYTES,
+    CPU_PIECE_BYTES,
+    PIECE_BYTES,
+    TILE_BYTES,
+)
 from train.objective import Objective
 from train.processes import ZERO_BUCKET
 
@@ -171,7 +177,10 @@ def _medusa(head: MedusaHead, target: TargetEnds, soft: bool, setting: Setting) 
     grads = head.num_heads * rows * FLOAT32
     one = len(head.vocab.ids), hidden
     loss = _loss(setting, tokens, one, PIECES_OF_TEACHER if soft else PIECES_OF_TEXT)
-    return _copied(head, setting), kept, loss + grads, grads + 3 * rows * FLOAT32
+    # With hard labels heads take their turns, and only one has its projection cast.
+    spared = 0 if soft else (head.num_heads - 1) * one[0] * hidden
+    copies = max(0, _copied(head, setting) - e * spared)
+    return copies, kept, loss + grads, grads + 3 * rows * FLOAT32
 
 
 def _eagle(head: EagleHead, target: TargetEnds, num_steps: int, setting: Setting) -> Counted:
@@ -194,7 +203,8 @@ def _eagle(head: EagleHead, target: TargetEnds, num_steps: int, setting: Setting
     students = num_steps * tokens
     one = head.projection().weight.shape[0], hidden
     teacher = tokens * one[0] * target.dtype.itemsize
-    loss = grads + _loss(setting, students, one, PIECES_OF_TEACHER) + min(teacher, CHUNK_BYTES)
+    whole = CHUNK_BYTES if setting.cuda else CPU_CHUNK_BYTES
+    loss = grads + _loss(setting, students, one, PIECES_OF_TEACHER) + min(teacher, whole)
     return _copied(head, setting), kept, loss, 2 * grads + 3 * tokens * inner * e
 
 
@@ -216,10 +226,11 @@ def _loss(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: int) 
         num_pieces: that live at a time, beside one for the logits where they are not float32.
     """
     e, (width, hidden) = setting.dtype.itemsize, shape
-    chunk = min(rows, max(1, CHUNK_BYTES // (width * e)))
+    whole = CHUNK_BYTES if setting.cuda else CPU_CHUNK_BYTES
+    chunk = min(rows, max(1, whole // (width * e)))
     piece = min(PIECE_BYTES if setting.cuda else CPU_PIECE_BYTES, chunk * width * FLOAT32)
-    tile = min(TILE_BYTES, width * hidden * FLOAT32)
-    back = chunk * hidden * (e + FLOAT32) + (tile if e == FLOAT32 else tile * e // FLOAT32)
+    tile = min(TILE_BYTES, width * max(hidden, chunk) * FLOAT32)
+    back = chunk * hidden * (e + FLOAT32) + (0 if e == FLOAT32 else tile)
     return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
 
 
