@@ -34,11 +34,13 @@ def branch_attention(query: Tensor, branches: Branches) -> Tensor:
         [N, Q, d].
     """
     if torch.is_grad_enabled() and len(branches.keys) == 1:
+        # Not `[0]`, whose gradient is written into zeros.
+        text = (branches.keys.squeeze(0), branches.values.squeeze(0))
         own = (*branches.own_keys, *branches.own_values)
         if fits_flash(query) and branches.seen.documents is not None:
-            return Flash.apply(query, branches.keys[0], branches.values[0], branches.seen, *own)
+            return Flash.apply(query, *text, branches.seen, *own)
         if query.device.type == "cpu" and query.dtype is not torch.float64:
-            return Chunked.apply(query, branches.keys[0], branches.values[0], branches.spans, *own)
+            return Chunked.apply(query, *text, branches.spans, *own)
     return plain_attention(query, branches)
 
 

@@ -46,13 +46,12 @@ class Flash(torch.autograd.Function):
         assert documents is not None
         every = _scattered(query, rows, len(keys))
         found, log_norm = flash(every, keys, values, documents)
-        found, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
+        output, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
         log_norm = log_norm.T.contiguous()
-        output = torch.empty_like(query)
-        for part in _joined_rows(query, keys, own):
-            heads, texts = (_grouped(each[part], keys) for each in (query, found))
+        for part in _joined_rows(keys, own):
+            heads, texts = (_grouped(each[part], keys) for each in (query, output))
             norms = _grouped(log_norm[part].unsqueeze(-1), keys)
-            output[part] = _join(heads, texts, norms, _own_of(part, own, keys)).flatten(1, 2)
+            output[part] = _join(heads, texts, norms, _own_of(part, own)).flatten(1, 2)
         ctx.save_for_backward(query, keys, values, output, log_norm, *own)
         ctx.seen = seen
         return output
@@ -70,15 +69,13 @@ class Flash(torch.autograd.Function):
         text = (every, keys, values)
         found, *d_text = flash_backward(grads, text, (outputs, norms), ctx.seen.documents)
         d_query = found.index_select(0, rows)
-        d_own = [torch.empty_like(each) for each in own]
-        for part in _joined_rows(query, keys, own):
+        d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
+        for part in _joined_rows(keys, own):
             heads = [_grouped(each[part], keys) for each in (query, output, grad)]
             norm = _grouped(log_norm[part].unsqueeze(-1), keys)
-            more, *parts = _own_backward(heads, norm, _own_of(part, own, keys))
-            d_query[part] += more.flatten(1, 2)
-            for whole, each in zip(d_own, parts, strict=True):
-                whole[part] = each
-        return d_query, *d_text, None, *d_own
+            more = _own_backward(heads, norm, _own_of(part, own), d_own[:, :, part])
+            d_query[part].add_(more.flatten(1, 2))
+        return d_query, *d_text, None, *d_own.flatten(0, 1)
 
 
 def _scattered(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
@@ -86,10 +83,12 @@ def _scattered(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
     return states.new_zeros(num_tokens, *states.shape[1:]).index_copy_(0, rows, states)
 
 
-def _joined_rows(query: Tensor, keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
-    """The rows in slices whose drafts' keys and values fit in `OWN_BYTES`."""
-    size = max(1, OWN_BYTES // (4 * len(own) * keys[0].numel())) if own else len(query)
-    edges = [*range(0, len(query), size), len(query)]
+def _joined_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
+    """The rows that have drafts, in slices whose keys and values fit in `OWN_BYTES`."""
+    if not own:
+        return []
+    size = max(1, OWN_BYTES // (4 * len(own) * keys[0].numel()))
+    edges = [*range(0, len(own[0]), size), len(own[0])]
     return [slice(*each) for each in pairwise(edges)]
 
 
@@ -107,9 +106,9 @@ class Chunked(torch.autograd.Function):
             heads = _grouped(query[rows], keys)
             text = (keys[tokens], values[tokens], span.bias(keys.dtype))
             found, norms = _text_forward(heads, text)
-            output[rows] = _join(
-                heads, found, _by_row_and_head(norms), _own_of(rows, own, keys)
-            ).flatten(1, 2)
+            if own:
+                found = _join(heads, found, _by_row_and_head(norms), _own_of(rows, own))
+            output[rows] = found.flatten(1, 2)
             kept.append(norms)
         ctx.save_for_backward(query, keys, values, output, *own)
         # Not the branches: they come to hold what is made of this, which nobody would ever free.
@@ -122,7 +121,7 @@ class Chunked(torch.autograd.Function):
         """Gradients of what `forward` got."""
         query, keys, values, output, *own = ctx.saved_tensors
         grad, d_query = grad.contiguous(), torch.empty_like(query)
-        d_own = [torch.empty_like(each) for each in own]
+        d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
         # A token's gradient comes in parts from many chunks: summed in float32.
         d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
         for span, norms in zip(ctx.spans, ctx.kept, strict=True):
@@ -132,12 +131,12 @@ class Chunked(torch.autograd.Function):
             found, *parts = _text_backward(heads, text, norms)
             for whole, part in zip(d_text, parts, strict=True):
                 whole[tokens] += part
-            own_here = _own_of(rows, own, keys)
-            more, *parts = _own_backward(heads, _by_row_and_head(norms), own_here)
-            d_query[rows] = (found + more).flatten(1, 2)
-            for whole, part in zip(d_own, parts, strict=True):
-                whole[rows] = part
-        return d_query, d_text[0].to(keys.dtype), d_text[1].to(values.dtype), None, *d_own
+            if own:
+                norm, own_here = _by_row_and_head(norms), _own_of(rows, own)
+                found = found + _own_backward(heads, norm, own_here, d_own[:, :, rows])
+            d_query[rows] = found.flatten(1, 2)
+        d_keys, d_values = (each.to(keys.dtype) for each in d_text)
+        return d_query, d_keys, d_values, None, *d_own.flatten(0, 1)
 
 
 def _grouped(states: Tensor, keys: Tensor) -> Tensor:
@@ -145,13 +144,10 @@ def _grouped(states: Tensor, keys: Tensor) -> Tensor:
     return states.unflatten(1, (keys.shape[1], -1))
 
 
-def _own_of(rows: slice, own: Sequence[Tensor], keys: Tensor) -> Tensor:
+def _own_of(rows: slice, own: Sequence[Tensor]) -> Tensor:
     """[2, n, K, J, d] float32 own keys and values of some rows."""
-    shape = (2, len(own) // 2, rows.stop - rows.start, *keys.shape[1:])
-    found = torch.empty(shape, dtype=torch.float32, device=keys.device)
-    for place, each in zip(found.flatten(0, 1), own, strict=True):
-        place.copy_(each[rows])
-    return found.movedim(1, 3)
+    found = torch.stack([each[rows] for each in own]).float()
+    return found.unflatten(0, (2, -1)).movedim(1, 3)
 
 
 def _join(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
@@ -172,13 +168,14 @@ def _join(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor
     return found
 
 
-def _own_backward(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-    """The drafts' part of the query's gradient [n, K, G, d], then J keys', then J values'.
+def _own_backward(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: Tensor) -> Tensor:
+    """The drafts' part of the query's gradient [n, K, G, d]; their own is written into `d_own`.
 
     Args:
         rows: query, joined output and its gradient, [n, K, G, d].
         log_norm: [n, K, G, 1] of all scores.
         own: [2, n, K, J, d].
+        d_own: [2, J, n, K, d].
     """
     (own_keys, own_values), scale = own, own.shape[-1] ** -0.5
     query, output, grad = (each.float() for each in rows)
@@ -186,8 +183,9 @@ def _own_backward(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor) -> tupl
         weights = (query @ own_keys.mT * scale - log_norm).exp()
         inner = grad @ own_values.mT - (grad * output).sum(-1, keepdim=True)
         d_scores = weights * inner * scale
-        d_keys, d_values = d_scores.mT @ query, weights.mT @ grad
-        return d_scores @ own_keys, *d_keys.unbind(2), *d_values.unbind(2)
+        d_own[0] = (d_scores.mT @ query).movedim(2, 0)
+        d_own[1] = (weights.mT @ grad).movedim(2, 0)
+        return d_scores @ own_keys
 
 
 def _by_row_and_head(norms: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.branches import Branches, causal_rows
 from heads.documents import Documents
 from heads.eagle_config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
-from heads.eagle_layer import EagleLayer, LlamaRMSNorm, normed
+from heads.eagle_layer import EagleLayer, RmsNorm, normed
 from heads.ends import TargetEnds
 from heads.projection import Projection
 from heads.storage import save_head
@@ -42,12 +42,14 @@ class Text:
         inputs: [S, I] of the layer's attention.
         residual: [S, H].
         position_ids: [S] int64.
+        rotation: [S, 2, d] of the positions.
         keys, values: [S, K, d].
     """
 
     inputs: Tensor
     residual: Tensor
     position_ids: Tensor
+    rotation: Tensor
     keys: Tensor
     values: Tensor
 
@@ -69,11 +71,11 @@ class EagleHead(nn.Module):
         num_features = (len(config.layers) or 3) if eagle3 else 2
         self.fc = nn.Linear(num_features * width, hidden, bias=config.fc_bias)
         self.layer = EagleLayer(llama, eagle3, config.qk_norm)
-        self.norm = LlamaRMSNorm(hidden, eps) if eagle3 else None
-        norms = [LlamaRMSNorm(width, eps) for _ in range(num_features)]
+        self.norm = RmsNorm(hidden, eps) if eagle3 else None
+        norms = [RmsNorm(width, eps) for _ in range(num_features)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         whole = num_features * width
-        self.input_norm = LlamaRMSNorm(whole, eps) if config.norm_before_fc else None
+        self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
         own_head = eagle3 and config.own_output_head
         self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
         self.embed_tokens: nn.Embedding | None = None
@@ -205,8 +207,9 @@ class EagleHead(nn.Module):
             states = layer.hidden_norm(fused)
             inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
             residual = states if self.config.norm_before_residual else fused
-        keys, values = layer.self_attn.keys_values(inputs, position_ids)
-        return Text(inputs, residual, position_ids, keys, values)
+        rotation = layer.self_attn.rotation(inputs, position_ids)
+        keys, values = layer.self_attn.keys_values(inputs, rotation)
+        return Text(inputs, residual, position_ids, rotation, keys, values)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.embed_tokens is not None:
@@ -216,7 +219,7 @@ class EagleHead(nn.Module):
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
         """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
-        return self.layer(text.inputs[rows], text.residual[rows], text.position_ids[rows], branches)
+        return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
 
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
@@ -233,7 +236,7 @@ class EagleHead(nn.Module):
         text = self.read(fed, token_ids, position_ids)
         branches.own_keys.append(text.keys)
         branches.own_values.append(text.values)
-        return self.layer(text.inputs, text.residual, position_ids, branches)
+        return self.layer(text.inputs, text.residual, text.rotation, branches)
 
     def unroll(
         self, text: Text, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False

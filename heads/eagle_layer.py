@@ -5,16 +5,30 @@ Letters: N rows, H hidden, I input width, Q heads, K key-value heads, d head siz
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    rotate_half,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from heads.branch_attention import branch_attention
 from heads.branches import Branches
+
+
+class RmsNorm(nn.RMSNorm):
+    """Llama's norm in float32, by one kernel where there is one.
+
+    Gives what the product after it takes: under autocast its dtype, so that several products of
+    the same states do not round them each anew; otherwise the wider one of states and weight.
+    """
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., size] of the same shape."""
+        kind = states.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = torch.promote_types(states.dtype, self.weight.dtype)
+        weight = self.weight.float()
+        return functional.rms_norm(states.float(), weight.shape, weight, self.eps).to(dtype)
 
 
 class EagleAttention(nn.Module):
@@ -33,33 +47,36 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_width, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_width, bias=bias)
         self.o_proj = nn.Linear(width, hidden, bias=False)
-        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.q_norm = RmsNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RmsNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         # Outside the modules: its float32 frequencies must survive a cast of the head.
         self._rotary = (LlamaRotaryEmbedding(config),)
 
-    def query(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
-        """[N, Q, d] rotated queries of inputs [N, I]."""
-        return self._rotated(self.q_proj(inputs), self.q_norm, position_ids)
+    def rotation(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+        """[N, 2, d] by which queries and keys of inputs [N, I] at positions [N] are turned."""
+        cos, sin = self._rotary[0].to(inputs.device)(inputs, position_ids.unsqueeze(0))
+        # The sign that the half which comes from behind has in Llama's `rotate_half`.
+        behind, ahead = sin[0].chunk(2, dim=-1)
+        return torch.stack([cos[0], torch.cat([-behind, ahead], dim=-1)], dim=1)
 
-    def keys_values(self, inputs: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, inputs: Tensor, rotation: Tensor) -> Tensor:
+        """[N, Q, d] rotated queries of inputs [N, I]."""
+        return self._rotated(self.q_proj(inputs), self.q_norm, rotation)
+
+    def keys_values(self, inputs: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Two [N, K, d], the keys rotated, of inputs [N, I]."""
-        keys = self._rotated(self.k_proj(inputs), self.k_norm, position_ids)
+        keys = self._rotated(self.k_proj(inputs), self.k_norm, rotation)
         return keys, self._heads(self.v_proj(inputs))
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(len(projected), -1, self.head_dim)
 
-    def _rotated(
-        self, projected: Tensor, norm: LlamaRMSNorm | None, position_ids: Tensor
-    ) -> Tensor:
+    def _rotated(self, projected: Tensor, norm: RmsNorm | None, rotation: Tensor) -> Tensor:
         states = self._heads(projected)
         if norm is not None:
-            # Autocast leaves a float32 weight's product in float32.
-            states = norm(states).to(states.dtype)
-        rotary = self._rotary[0].to(states.device)
-        cos, sin = rotary(states, position_ids.unsqueeze(0))
-        return states * cos[0].unsqueeze(1) + rotate_half(states) * sin[0].unsqueeze(1)
+            states = norm(states)
+        cos, sin = rotation.unsqueeze(2).unbind(1)
+        return states * cos + states.roll(self.head_dim // 2, dims=-1) * sin
 
 
 class EagleLayer(nn.Module):
@@ -75,24 +92,24 @@ class EagleLayer(nn.Module):
     def __init__(self, config: LlamaConfig, two_inputs: bool, qk_norm: bool) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = LlamaRMSNorm(hidden, eps) if two_inputs else None
-        self.hidden_norm = LlamaRMSNorm(hidden, eps) if two_inputs else None
+        self.input_layernorm = RmsNorm(hidden, eps) if two_inputs else None
+        self.hidden_norm = RmsNorm(hidden, eps) if two_inputs else None
         self.self_attn = EagleAttention(config, 2 * hidden if two_inputs else hidden, qk_norm)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, inputs: Tensor, residual: Tensor, position_ids: Tensor, branches: Branches
+        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: Branches
     ) -> Tensor:
         """[N, H] the layer's output.
 
         Args:
             inputs: [N, I], what queries are made of.
             residual: [N, H].
-            position_ids: [N] int64.
+            rotation: [N, 2, d] of the rows' positions.
             branches: keys and values, those of the rows themselves included.
         """
-        attended = branch_attention(self.self_attn.query(inputs, position_ids), branches)
+        attended = branch_attention(self.self_attn.query(inputs, rotation), branches)
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

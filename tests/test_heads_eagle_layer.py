@@ -4,7 +4,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads.branches import Branches, causal_rows
 from heads.documents import Documents
-from heads.eagle_layer import EagleAttention, EagleLayer
+from heads.eagle_layer import EagleAttention, EagleLayer, RmsNorm
 
 
 def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> None:
@@ -27,21 +27,24 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
     expected = theirs(residual[None], causal, positions[None], position_embeddings=rotary)
     inputs = theirs.input_layernorm(residual)
     assert norm.equal(torch.ones(64))
-    keys, values = ours.self_attn.keys_values(inputs, positions)
+    rotation = ours.self_attn.rotation(inputs, positions)
+    keys, values = ours.self_attn.keys_values(inputs, rotation)
     branches = Branches(
         keys[None],
         values[None],
         causal_rows(Documents.single(len(positions), torch.device("cpu")), positions),
     )
     torch.testing.assert_close(
-        ours(inputs, residual, positions, branches), expected[0], rtol=1e-5, atol=1e-5
+        ours(inputs, residual, rotation, branches), expected[0], rtol=1e-5, atol=1e-5
     )
 
 
 def test_mixed_precision_gives_queries_keys_and_values_of_one_dtype() -> None:
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     attention = EagleAttention(config, 64, qk_norm=True)
-    inputs, positions = torch.randn(5, 64), torch.arange(5)
+    norm = RmsNorm(64, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        found = [attention.query(inputs, positions), *attention.keys_values(inputs, positions)]
+        inputs = norm(torch.randn(5, 64))
+        rotation = attention.rotation(inputs, torch.arange(5))
+        found = [attention.query(inputs, rotation), *attention.keys_values(inputs, rotation)]
     assert [each.dtype for each in found] == [torch.bfloat16] * 3

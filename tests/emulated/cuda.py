@@ -5,12 +5,14 @@ import threading
 from typing import Any
 
 import torch
+from emulated import kernels
 from emulated.device import Mode, numbered, pinned, wait
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
 NUM_DEVICES = 2
 DEVICE_BYTES = 80 << 30
+_registered = torch.library.Library("aten", "IMPL", "CUDA")  # as long as it lives
 
 
 class Stream:
@@ -74,6 +76,10 @@ def _run_thread(thread: threading.Thread, _run: Any = threading.Thread.run) -> N
         _run(thread)
 
 
+def _unreached(*_args: Any) -> None:
+    raise AssertionError("an emulated device runs its kernels itself")
+
+
 def install() -> None:
     """Has torch believe in the devices, in this process and for good."""
     threading.Thread.run = _run_thread  # type: ignore[method-assign]
@@ -81,6 +87,8 @@ def install() -> None:
     _device_constructors()
     # Memory that nobody has written holds NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    for name in kernels.OF_CUDA_ALONE:
+        _registered.impl(name, _unreached)
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True

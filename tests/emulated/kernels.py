@@ -5,7 +5,8 @@ without looking is read from memory in the same way, so what is wrong there is w
 
 Sources in PyTorch: `aten/src/ATen/native/transformers/cuda/attention.cu` and
 `attention_backward.cu`, `mem_eff_attention/kernel_forward.h` and `kernel_backward.h`,
-`flash_attn/flash_api.cpp`, `native/cuda/Blas.cpp`; GPUs of compute capability 8.0 and more.
+`flash_attn/flash_api.cpp`, `native/cuda/Blas.cpp`, `native/cuda/layer_norm_kernel.cu`; GPUs of
+compute capability 8.0 and more.
 Not emulated: dropout, nor the rounding of a kernel's inner products.
 
 Letters: B texts, Q heads, K key-value heads, M queries, N keys, S tokens of all texts, d head size.
@@ -313,6 +314,32 @@ def sum_of_product(
     return beta * whole.to(out_dtype) + alpha * product(left, right, out_dtype)
 
 
+def rms_norm(states: Tensor, shape: list[int], weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normed states, and what each row [..., 1] was scaled by."""
+    check(shape == [states.shape[-1]], "norms of more than one dimension are not emulated")
+    check(states.dtype == weight.dtype, "states and weight must have the same dtype")
+    scale = (states.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (states.float() * scale * weight.float()).to(states.dtype), scale
+
+
+def rms_norm_backward(
+    grad: Tensor,
+    states: Tensor,
+    shape: list[int],
+    scale: Tensor,
+    weight: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of states and weight."""
+    check(grad.dtype == states.dtype == weight.dtype, "all must have the same dtype")
+    check(scale.dtype is torch.float32, "the scale must be float32")
+    normed, weighed = states.float() * scale, grad.float() * weight.float()
+    d_states = scale * (weighed - normed * (weighed * normed).mean(-1, keepdim=True))
+    d_weight = (grad.float() * normed).flatten(0, -2).sum(0)
+    found = (d_states.to(states.dtype), d_weight.to(weight.dtype))
+    return found[0] if wanted[0] else None, found[1] if wanted[1] else None
+
+
 def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same into a tensor that is given."""
 
@@ -329,8 +356,12 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
     aten._flash_attention_forward.default: flash_attention,
     aten._flash_attention_backward.default: flash_attention_backward,
+    aten._fused_rms_norm.default: rms_norm,
+    aten._fused_rms_norm_backward.default: rms_norm_backward,
     aten.mm.dtype: product,
     aten.mm.dtype_out: _into(product),
     aten.addmm.dtype: sum_of_product,
     aten.addmm.dtype_out: _into(sum_of_product),
 }
+OF_CUDA_ALONE = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
+"""Kernels that PyTorch composes of others where a device is not known to have them."""

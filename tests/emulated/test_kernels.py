@@ -8,7 +8,7 @@ import torch
 from emulated.device import MixedDevicesError, counted
 from emulated.kernels import KernelError
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from heads.documents import Documents, flash, flash_backward
 
@@ -97,7 +97,9 @@ def test_attention_under_a_mask_and_its_gradients(dtype: torch.dtype) -> None:
     for device in ("cpu", CUDA):
         heads = [drawn(n, *shape)[0].to(device, dtype).requires_grad_() for n in (1, 2, 3)]
         with counted() as counts:
-            found = scaled_dot_product_attention(*heads, attn_mask=bias.to(device, dtype))
+            found = functional.scaled_dot_product_attention(
+                *heads, attn_mask=bias.to(device, dtype)
+            )
             found.backward(drawn(*shape).to(device, dtype))
         gradients.append([found.detach(), *(each.grad for each in heads)])
     assert counts.operations["_scaled_dot_product_efficient_attention_backward"] == 1
@@ -192,6 +194,26 @@ def test_products_of_halves_in_float32() -> None:
     torch.testing.assert_close(whole.cpu(), summed)
     with pytest.raises(KernelError, match="out_dtype"):
         torch.mm(left.float(), right.float(), out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_gates_are_one_kernel_each_way(dtype: torch.dtype) -> None:
+    gradients = []
+    for device in ("cpu", CUDA):
+        leaves = [drawn(7, 16), drawn(16)]
+        leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
+        with counted() as counts:
+            normed = functional.rms_norm(leaves[0], (16,), leaves[1], 1e-5)
+            functional.silu(normed).backward(drawn(7, 16).to(device, dtype))
+        gradients.append([normed.detach(), *(each.grad for each in leaves)])
+    names = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu", "silu_backward")
+    assert [counts.operations[name] for name in names] == [1] * 4
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(
+            theirs.cpu(), mine, atol=1e-5 if dtype is torch.float32 else 5e-2, rtol=1e-2
+        )
+    with pytest.raises(KernelError, match="same dtype"):
+        aten._fused_rms_norm(drawn(7, 16), [16], drawn(16).bfloat16(), 1e-5)
 
 
 def test_fused_adamw_wants_its_steps_on_the_device() -> None:
