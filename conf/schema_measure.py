@@ -156,7 +156,7 @@ class SelfDraftConfig:
 
 @dataclass
 class TypicalConfig:
-    """Medusa's typical acceptance, which is lossy; see `eval.accept.Typical`."""
+    """Medusa's typical acceptance, which is lossy; see `eval.decode.accept.Typical`."""
 
     threshold: float = 0.09
     alpha: float = 0.3
@@ -170,7 +170,7 @@ class SpeedupRun(MeasureRun):
     """`eval/speedup.py`."""
 
     methods: Any = "all"
-    """A name or a list of names that `eval/methods.py` has, or `all` that what is given allows."""
+    """A name or a list of them, see `eval/measure/methods.py`; or `all` that are possible."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)

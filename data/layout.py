@@ -59,7 +59,7 @@ class Contents:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Contents":
-        """What `conf.provenance.plain` made of one."""
+        """What `data.provenance.plain` made of one."""
         return cls(
             stored["hidden_size"],
             tuple(stored["layers"]),

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.provenance import plain
 from conf.retry import retried
 from conf.schema import Form, InputError
 from data.journal import write_whole
 from data.layout import Contents
 from data.pack import DataReport
+from data.provenance import plain
 from data.shard import repair
 
 VERSION = 1
@@ -93,7 +93,7 @@ class Manifest:
         plan: what it was to hold.
         shards: in the order of their sequences.
         files: xxh3_64 by name, of what is no shard.
-        provenance: of `conf.provenance`.
+        provenance: of `data.provenance`.
     """
 
     plan: Plan

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.entry import run
 from conf.schema_measure import AcceptanceRun, Mode
-from eval import processes
-from eval.bench import Bench, greedy_responses, open_bench, seed_of, write_result
-from eval.engine import Step, decode
-from eval.figures import plot_acceptance
-from eval.replay import accepted_lengths, agreements, ranked_drafts, walk
-from eval.stats import PromptSteps, summary, tree_figures
+from eval.decode.engine import Step, decode
+from eval.entry import run
+from eval.measure import processes
+from eval.measure.bench import Bench, greedy_responses, open_bench, seed_of, write_result
+from eval.measure.replay import accepted_lengths, agreements, ranked_drafts, walk
+from eval.measure.stats import PromptSteps, summary, tree_figures
+from eval.report.figures import plot_acceptance
 from heads.tree import Tree
 
 

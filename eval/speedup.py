@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conf.entry import run
 from conf.schema_measure import SpeedupRun
-from eval.bench import open_bench, write_result
-from eval.figures import plot_speedup
-from eval.methods import build_methods, check_methods
-from eval.report import write_report
-from eval.timing import summarise, time_methods
+from eval.entry import run
+from eval.measure.bench import open_bench, write_result
+from eval.measure.methods import build_methods, check_methods
+from eval.measure.timing import summarise, time_methods
+from eval.report.figures import plot_speedup
+from eval.report.page import write_report
 
 MOST_NODES = 256  # of any tree, and what a text may overshoot
 

@@ -19,24 +19,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conf.entry import run
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun, TreeSearchRun
-from eval import processes
-from eval.accept import GREEDY
-from eval.advice import Advice, advise, check
-from eval.bench import Bench, open_bench, write_result
-from eval.cost import CostCurve, load_curve, time_steps
-from eval.eagle import DynamicShape
-from eval.engine import Generation, NoDraft, decode_batch
-from eval.figures import plot_tree_search
-from eval.heads import EAGLE_LONGEST, SHAPE_FILE, BenchHead, usual_shape, usual_tree
-from eval.methods import BASELINE, Method
-from eval.prompts import Prompt
-from eval.stats import PromptSteps, tau
-from eval.timing import summarise, time_methods
-from eval.tree_values import DynamicTexts, StaticTexts, best_trees, node_values, widest
-from heads.eagle import EagleHead
+from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.entry import run
+from eval.measure import processes
+from eval.measure.bench import Bench, open_bench, write_result
+from eval.measure.heads import EAGLE_LONGEST, SHAPE_FILE, BenchHead, usual_shape, usual_tree
+from eval.measure.methods import BASELINE, Method
+from eval.measure.prompts import Prompt
+from eval.measure.stats import PromptSteps, tau
+from eval.measure.timing import summarise, time_methods
+from eval.report.figures import plot_tree_search
+from eval.tune.advice import Advice, advise, check
+from eval.tune.cost import CostCurve, load_curve, time_steps
+from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
+from heads.eagle.drafter import DynamicShape
+from heads.eagle.head import EagleHead
+from heads.sampling import GREEDY
 from heads.tree import Tree
 
 NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)

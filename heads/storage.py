@@ -15,6 +15,9 @@ from torch import Tensor
 from conf.retry import retried
 from conf.schema import InputError
 
+PROVENANCE = "headsmith.json"
+"""Beside a head: how it was made."""
+
 
 def locate(path: str, revision: str | None, weights: str | None = None) -> Path:
     """The local folder of a head: itself, or a snapshot of a Hub repository.

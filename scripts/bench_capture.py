@@ -29,11 +29,11 @@ from conf.schema import DataConfig, TargetConfig
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import SHARD_BYTES, Shard, Writers
 from data.layout import HIDDEN, Contents
-from heads.load_target import load_target
-from heads.target import Target
+from heads.target.load import load_target
+from heads.target.model import Target
 from scripts.capture import batches, capture_shard, start
-from scripts.capture_plan import Work, prepared
-from scripts.capture_states import ROWS_PER_CHUNK, states_from_target
+from scripts.store.plan import Work, prepared
+from scripts.store.states import ROWS_PER_CHUNK, states_from_target
 
 KINDS = [
     (StateFormat.bf16, TeacherKind.hidden),

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from data.pack import PackedDataset
 from heads.documents import Documents
-from heads.target import Target
+from heads.target.model import Target
+from scripts.bench.footprint import Footprint, best_device, footprint, where
 from scripts.bench_train import documents, random_target
-from scripts.footprint import Footprint, best_device, footprint, where
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -22,15 +22,15 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.schema_eagle import EagleConfig
-from eval.draft import Draft
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import Drafter, Generation, NoDraft, Seen, decode
-from eval.lookup import PromptLookup
-from eval.medusa import MedusaDrafter
-from eval.oracle import Oracle
-from heads.eagle import EagleHead
-from heads.medusa import MedusaHead
-from heads.target import Target
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.drafters.oracle import Oracle
+from eval.decode.engine import Generation, NoDraft, decode
+from heads.drafting import Draft, Drafter, Seen
+from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.target.model import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
 

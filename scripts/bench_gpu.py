@@ -27,8 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from scripts.apart import ROOT, result_of
-from scripts.footprint import best_device, where
+from scripts.bench.apart import ROOT, result_of
+from scripts.bench.footprint import best_device, where
 
 FLOORS = {
     "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 4.0},

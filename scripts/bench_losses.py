@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.schema import InputError
-from scripts.apart import markdown, python_for, result_of
-from scripts.footprint import best_device, where
+from scripts.bench.apart import markdown, python_for, result_of
+from scripts.bench.footprint import best_device, where
 
 WORKER = "losses"
 PATHS = {

@@ -30,16 +30,17 @@ from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
 from conf.schema_eagle import EagleConfig
 from data.chat import Sample
 from data.pack import PackedDataset
-from heads.eagle import EagleHead
-from heads.eagle_config import EagleHeadConfig, default_layers, llama_like
-from heads.medusa import MedusaHead, MedusaHeadConfig
-from heads.target import Target
+from heads.eagle.config import EagleHeadConfig, default_layers, llama_like
+from heads.eagle.head import EagleHead
+from heads.medusa.head import MedusaHead, MedusaHeadConfig
+from heads.target.model import Target
 from heads.vocab import DraftVocab
-from train import loop, processes
+from train.dist import processes
 from train.eagle import EagleObjective
-from train.job import Job
+from train.loop import loop
+from train.loop.job import Job
+from train.loop.memory import Parts, Setting, estimate
 from train.medusa import MedusaObjective
-from train.memory import Parts, Setting, estimate
 
 HEADS = ("medusa", "eagle3")
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}

@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import InputError
-from scripts.apart import markdown, python_for, result_of
-from scripts.footprint import best_device, where
+from scripts.bench.apart import markdown, python_for, result_of
+from scripts.bench.footprint import best_device, where
 
 WORKER = "steps"
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"

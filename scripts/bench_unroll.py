@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from heads.branch_attention import branch_attention, plain_attention
-from heads.branches import Branches, causal_rows
 from heads.documents import Documents
+from heads.eagle.branch_attention import branch_attention, plain_attention
+from heads.eagle.branches import Branches, causal_rows
 
 STEPS = (1, 3, 5, 7)
 

@@ -26,22 +26,22 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf import entry
 from conf.launch import check_launch
-from conf.provenance import provenance
 from conf.retry import retried
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun
 from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
 from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
+from data.provenance import provenance
 from data.shard import ShardIndex, file_checksum, is_whole
-from heads.ends import TargetEnds
-from heads.layerless import LayerlessTarget
-from heads.load_target import load_target, load_tokenizer
-from heads.target import Target
-from scripts.capture_plan import Work, check_disk, prepared, target_json
-from scripts.capture_states import (
+from eval import entry
+from heads.target.ends import TargetEnds
+from heads.target.layerless import LayerlessTarget
+from heads.target.load import load_target, load_tokenizer
+from heads.target.model import Target
+from scripts.store.plan import Work, check_disk, prepared, target_json
+from scripts.store.states import (
     Copies,
     StatesOf,
     states_from_engine,
@@ -49,8 +49,8 @@ from scripts.capture_states import (
     stored,
     token_fields,
 )
-from train.command import check_data, fill_defaults
-from train.replay import greedy_answer
+from train.loop.command import check_data, fill_defaults
+from train.loop.replay import greedy_answer
 
 ENDS_FOLDER = Path(ENDS).parent
 

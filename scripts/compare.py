@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import json
 from typing import Any
 
-from conf.entry import run
 from conf.schema import CompareRun, InputError
-from eval.figures import plot_comparison
-from eval.stats import tree_figures
+from eval.entry import run
+from eval.measure.stats import tree_figures
+from eval.report.figures import plot_comparison
 
 # What must agree for two rows to say anything about each other.
 SAME = ("num_prompts", "max_new_tokens", "temperature", "target_dtype")

@@ -12,21 +12,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import torch
 
-from conf.entry import run
-from conf.provenance import NAME as PROVENANCE
 from conf.schema import InputError, TargetConfig
 from conf.schema_export import ExportRun
-from heads.eagle_config import UNKNOWN
-from heads.export import export_head
-from heads.export_layouts import check_target, layout_of
-from heads.export_serve import serve_command
-from heads.golden import golden
-from heads.load import Head, read_head
-from heads.load_target import load_target
-from heads.medusa import MedusaHead
-from heads.storage import locate
-from heads.target import Target
-from scripts.staging import read_json
+from eval.entry import run
+from heads.eagle.config import UNKNOWN
+from heads.export.golden import golden
+from heads.export.layouts import check_target, layout_of
+from heads.export.serve import serve_command
+from heads.export.writer import export_head
+from heads.kinds import Head, read_head
+from heads.medusa.head import MedusaHead
+from heads.storage import PROVENANCE, locate
+from heads.target.load import load_target
+from heads.target.model import Target
+from scripts.publish.staging import read_json
 
 
 def main(config: ExportRun) -> None:
@@ -91,7 +90,7 @@ def _verify(out_dir: Path) -> None:
     Raises:
         InputError: it does not compute what was trained.
     """
-    from eval.served import verify
+    from eval.parity.gate import verify
 
     try:
         verdict = verify(out_dir)

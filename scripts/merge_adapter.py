@@ -10,11 +10,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import torch
 
-from conf.entry import run
 from conf.schema import Dtype, InputError, Quantization
 from conf.schema_medusa2 import MergeAdapterRun
-from heads.load_target import load_model, load_tokenizer, resolve_dtype, with_adapter
+from eval.entry import run
 from heads.storage import write_folder
+from heads.target.load import load_model, load_tokenizer, resolve_dtype, with_adapter
 
 
 def main(config: MergeAdapterRun) -> None:

@@ -19,35 +19,34 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.entry import run
-from conf.provenance import NAME as PROVENANCE
-from conf.provenance import provenance
 from conf.schema import InputError
 from conf.schema_measure import PruneRun
 from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
-from eval import processes
-from eval.accept import GREEDY
-from eval.bench import check_window, greedy_responses
-from eval.cost import time_steps
-from eval.figures import plot_pruning
-from eval.heads import EAGLE_DEPTH, BenchHead, device_name
-from eval.prompts import Prompt
-from eval.replay import accepted_lengths, ranked_drafts, walk
-from eval.stats import PromptSteps, alpha, tau, tau_interval
-from heads.load import Head, load_head
-from heads.load_target import load_target
-from heads.medusa import MedusaHead
-from heads.storage import locate
-from heads.target import Reads, Target
+from data.provenance import provenance
+from eval.entry import run
+from eval.measure import processes
+from eval.measure.bench import check_window, greedy_responses
+from eval.measure.heads import EAGLE_DEPTH, BenchHead, device_name
+from eval.measure.prompts import Prompt
+from eval.measure.replay import accepted_lengths, ranked_drafts, walk
+from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
+from eval.report.figures import plot_pruning
+from eval.tune.cost import time_steps
+from heads.kinds import Head, load_head
+from heads.medusa.head import MedusaHead
+from heads.sampling import GREEDY
+from heads.storage import PROVENANCE, locate
+from heads.target.load import load_target
+from heads.target.model import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab, share
-from scripts.staging import read_json
-from train.command import check_data, fill_defaults
-from train.feed import on_device
-from train.replay import heldout_prompts
-from train.rows import LEARNT, indexed
-from train.states import with_states
+from scripts.publish.staging import read_json
+from train.loop.command import check_data, fill_defaults
+from train.loop.feed import on_device
+from train.loop.replay import heldout_prompts
+from train.loop.rows import LEARNT, indexed
+from train.loop.states import with_states
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"

@@ -15,20 +15,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from conf.entry import run
-from conf.provenance import NAME
 from conf.schema import InputError, Layout, PushRun
-from heads.load import Head, load_head
-from heads.medusa import MedusaHead
-from scripts.card_facts import CardFacts, ExportFacts, copied_weights, head_facts, is_hub_id
-from scripts.hub import Terms, ask_terms, files_of, upload
-from scripts.model_card import model_card
-from scripts.push_exports import Export, check_same, open_exports, stage_export, verified
-from scripts.staging import place, published, read_json, scrubbed, write_json
+from eval.entry import run
+from heads.kinds import Head, load_head
+from heads.medusa.head import MedusaHead
+from heads.storage import PROVENANCE
+from scripts.publish.card_facts import CardFacts, ExportFacts, copied_weights, head_facts, is_hub_id
+from scripts.publish.hub import Terms, ask_terms, files_of, upload
+from scripts.publish.model_card import model_card
+from scripts.publish.push_exports import Export, check_same, open_exports, stage_export, verified
+from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
 FIGURES = ("acceptance.png", "speedup.png")
 # Nothing else of a folder is a head's own; optimizer states, logs and data stay at home.
-OWN_JSON = ("config.json", NAME, "draft_tree.json")
+OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json")
 OWN_SUFFIXES = (".safetensors", ".safetensors.index.json")
 NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
@@ -41,7 +41,7 @@ def main(config: PushRun) -> None:
     head = load_head(str(folder))
     for export in exports:
         check_same(head, export)
-    provenance = read_json(folder / NAME) or {}
+    provenance = read_json(folder / PROVENANCE) or {}
     terms = _terms(config, provenance, head.config.target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
         repos = {config.repo_id: Path(name) / "head"}
@@ -131,13 +131,13 @@ def _stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
     """Effects: fills `staged` with the head's own files."""
     staged.mkdir()
     if not provenance:
-        print(f"{folder}: no {NAME}, so the card cannot say how it was trained")
+        print(f"{folder}: no {PROVENANCE}, so the card cannot say how it was trained")
     left_out = []
     for path in sorted(folder.iterdir()):
         if not _is_own(path):
             left_out.append(path.name)
-        elif path.name == NAME:
-            write_json(staged / NAME, published(provenance))
+        elif path.name == PROVENANCE:
+            write_json(staged / PROVENANCE, published(provenance))
         elif path.name in OWN_JSON:
             write_json(staged / path.name, scrubbed(read_json(path)))
         else:

@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from tqdm import tqdm
 
-from conf.entry import run
 from conf.schema import Form, InputError, OnBadRow, RegenerateRun
 from data.embedded import ensure_embedded
 from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Record, Records, load_records
-from heads.load_target import load_target, resolve_dtype
-from scripts.local_answers import LocalAnswers
+from eval.decode.local_answers import LocalAnswers
+from eval.entry import run
+from heads.target.load import load_target, resolve_dtype
 
 NUM_LISTED = 10
 

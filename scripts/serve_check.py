@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.entry import run
 from conf.schema import InputError
 from conf.schema_measure import ServeCheckRun
 from data.endpoint import Endpoint
 from data.engine_counts import Drafted, RunningEngine
-from eval.bench import Bench, check_out_dir, open_bench, seed_of, write_result
-from eval.counts import Totals, divergences, drafted, problems
+from eval.entry import run
+from eval.measure.bench import Bench, check_out_dir, open_bench, seed_of, write_result
+from eval.measure.counts import Totals, divergences, drafted, problems
 
 RESULT = "serve_check.json"
 

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from conf.entry import run
 from conf.schema import InputError, ShowMaskRun
 from data.chat import Sample, encode
 from data.embedded import ensure_embedded
 from data.records import load_records
+from eval.entry import run
 
 
 def main(config: ShowMaskRun) -> None:

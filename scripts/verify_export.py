@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.schema import InputError
-from eval.served import FORMATS, verify
+from eval.parity.gate import FORMATS, verify
 
 
 def main() -> int:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from conf.schema import Dtype, TargetConfig
-from heads.branches import Branches, causal_rows
 from heads.documents import Documents
-from heads.eagle import EagleHead
-from heads.load_target import load_target
-from heads.target import Target
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.head import EagleHead
+from heads.target.load import load_target
+from heads.target.model import Target
 
 SCRIPTS = Path(__file__).parent / "engines"
 VLLM = "HEADSMITH_VLLM_PYTHON"

@@ -10,12 +10,12 @@ from toys import noisy_head, random_target
 
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from conf.schema_export import ExportFormat
-from heads.eagle import EagleHead
-from heads.export import export_head
-from heads.export_layouts import FORMATS
-from heads.golden import golden
-from heads.load import Head
-from heads.target import Target
+from heads.eagle.head import EagleHead
+from heads.export.golden import golden
+from heads.export.layouts import FORMATS
+from heads.export.writer import export_head
+from heads.kinds import Head
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 KINDS = ("medusa", "eagle1", "eagle3", "eagle3.1")

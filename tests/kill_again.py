@@ -31,7 +31,7 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
     os.dup2(file, 2)
     code = 1
     try:
-        from conf import entry
+        from eval import entry
 
         module = importlib.import_module(ENTRIES[name])
         sys.argv = [module.__file__, *overrides]

@@ -11,9 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from conf import entry
 from conf.schema import MedusaRun, TrainConfig
-from train import command, loop, medusa, processes
+from eval import entry
+from train import medusa
+from train.dist import processes
+from train.loop import command, loop
 
 SHORT, LONG = timedelta(seconds=3), 6.0
 

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import (
-    schema,
-    schema_capture,
-    schema_eagle,
-    schema_export,
-    schema_measure,
-    schema_medusa2,
-)
+from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"

@@ -13,15 +13,15 @@ from conf.schema import HeadRef, TargetConfig
 from conf.schema_export import ExportFormat, ExportRun
 from data.embedded import ensure_embedded
 from data.records import load_records
-from eval.counts import drafted
-from eval.eagle import EagleChain
-from eval.engine import Drafter
-from eval.medusa import MedusaDrafter
-from eval.prompts import first_turns
-from heads.load import Head, load_head
-from heads.load_target import load_tokenizer
-from heads.medusa import MedusaHead
-from heads.target import Target
+from eval.measure.counts import drafted
+from eval.measure.prompts import first_turns
+from heads.drafting import Drafter
+from heads.eagle.drafter import EagleChain
+from heads.kinds import Head, load_head
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.target.load import load_tokenizer
+from heads.target.model import Target
 from heads.tree import Tree
 from scripts import export
 

@@ -10,7 +10,7 @@ from exports import eagle, exported, toy_target
 from safetensors.torch import load_file, save_file
 from toys import save_target
 
-from heads.eagle_formats import load_eagle
+from heads.eagle.formats import load_eagle
 
 AFTER = {"norm_before_residual": True}
 EAGLE31 = {"fc_norm": True, "norm_output": True}

@@ -21,8 +21,8 @@ from conf.schema_eagle import EagleForm
 from conf.schema_measure import ServeCheckRun
 from data.endpoint import Endpoint
 from data.engine_states import EngineStates, EngineTaps
-from heads.layerless import final_norm, load_layerless
-from heads.target import Reads
+from heads.target.layerless import final_norm, load_layerless
+from heads.target.model import Reads
 from scripts import serve_check
 
 pytestmark = pytest.mark.engine

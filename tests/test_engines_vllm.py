@@ -13,17 +13,17 @@ from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.schema_eagle import EagleForm
 from data.engine_counts import Drafted
-from eval.counts import drafted
-from eval.draft import Draft
-from eval.draft_model import DraftModel
-from eval.eagle import EagleChain
-from eval.engine import Drafter, NoDraft, decode
-from eval.lookup import PromptLookup
-from eval.medusa import MedusaDrafter
-from eval.replay import accepted_lengths, ranked_drafts
-from heads.eagle import EagleHead
-from heads.eagle_formats import load_eagle
-from heads.target import Target
+from eval.decode.drafters.draft_model import DraftModel
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import NoDraft, decode
+from eval.measure.counts import drafted
+from eval.measure.replay import accepted_lengths, ranked_drafts
+from heads.drafting import Draft, Drafter
+from heads.eagle.drafter import EagleChain
+from heads.eagle.formats import load_eagle
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.target.model import Target
 from heads.tree import Tree
 
 DEPTH, NUM_TOKENS = 4, 100

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from toys import VOCAB_SIZE, noisy_head, random_target
 
-from eval import accept
-from eval.accept import Noise, Sampling, Typical, Verdict, judge
-from eval.draft import NOTHING, Draft, Siblings
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from eval.heads import drafter_seeds
-from eval.medusa import MedusaDrafter
-from heads.medusa import MedusaHead
-from heads.target import Target
+from eval.decode import accept
+from eval.decode.accept import Verdict, judge
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.measure.heads import drafter_seeds
+from heads.drafting import NOTHING, Draft, Seen, Siblings
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.sampling import Noise, Sampling, Typical
+from heads.target.model import Target
 from heads.tree import Tree
 
 V, ROOT = 6, 0

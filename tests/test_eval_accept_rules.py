@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eval.accept import GREEDY, Noise, Sampling, Typical, Verdict, judge
-from eval.draft import NOTHING, Draft, Layout, Siblings, tree_layout
+from eval.decode.accept import Verdict, judge
+from heads.drafting import NOTHING, Draft, Layout, Siblings, tree_layout
+from heads.sampling import GREEDY, Noise, Sampling, Typical
 from heads.tree import Tree
 
 V = 6

@@ -7,7 +7,7 @@ from toys import noisy_head, save_target
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
 from conf.schema_measure import AcceptanceRun, Mode, SpeedupRun
 from eval import acceptance, speedup
-from heads.load_target import load_target
+from heads.target.load import load_target
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from conf.schema import TargetConfig as Target
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, Mode, SpeedupRun
 from eval import acceptance, speedup
-from heads.load_target import load_target
+from heads.target.load import load_target
 
 
 @pytest.fixture(scope="module")

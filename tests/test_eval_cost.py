@@ -5,14 +5,14 @@ from toys import eagle_head, noisy_head, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
-from eval.advice import Advice, Point, chain_taus, full_batch, speedups
-from eval.cost import CostCurve, load_curve, time_steps
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import NoDraft, decode
-from eval.heads import BenchHead
-from eval.medusa import MedusaDrafter
-from eval.prompts import Prompt
-from eval.stats import PromptSteps, tau
+from eval.decode.engine import NoDraft, decode
+from eval.measure.heads import BenchHead
+from eval.measure.prompts import Prompt
+from eval.measure.stats import PromptSteps, tau
+from eval.tune.advice import Advice, Point, chain_taus, full_batch, speedups
+from eval.tune.cost import CostCurve, load_curve, time_steps
+from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.medusa.drafter import MedusaDrafter
 from heads.tree import Tree
 
 PROMPT = [5, 6, 7, 8]

@@ -10,11 +10,17 @@ from torch import Tensor
 from toys import VOCAB_SIZE, random_target, tokenizer
 from transformers import GenerationConfig
 
-from eval.accept import GREEDY, Noise, Sampling
-from eval.draft import NOTHING, Draft
-from eval.draft_model import DraftLength, DraftModel, draw_distinct, fit, same_tokenizer
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from heads.target import Target
+from eval.decode.drafters.draft_model import (
+    DraftLength,
+    DraftModel,
+    draw_distinct,
+    fit,
+    same_tokenizer,
+)
+from eval.decode.engine import NoDraft, decode, decode_batch
+from heads.drafting import NOTHING, Draft, Seen
+from heads.sampling import GREEDY, Noise, Sampling
+from heads.target.model import Target
 from heads.tree import Tree
 
 PROMPTS = [[5, 17, 40, 8, 77, 23, 61], [5, 17], [61, 23, 77, 8, 40, 17, 5] * 2, [9]]

@@ -3,13 +3,14 @@ import torch
 from toys import FAMILIES, eagle_head, random_target, texts
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from eval.accept import Sampling
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from eval.replay import replay
-from heads.branches import Branches, Stretch
-from heads.eagle import EagleHead
-from heads.target import Target
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.measure.replay import replay
+from heads.drafting import Seen
+from heads.eagle.branches import Branches, Stretch
+from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.sampling import Sampling
+from heads.target.model import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
 

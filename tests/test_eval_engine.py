@@ -5,15 +5,15 @@ from toys import FAMILIES, noisy_head, random_target
 from transformers import GenerationConfig
 
 from conf.schema_eagle import EagleConfig
-from eval.accept import Sampling
-from eval.draft import Draft
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import NoDraft, Seen, Step, decode, decode_batch, stream
-from eval.lookup import PromptLookup
-from eval.medusa import MedusaDrafter
-from eval.replay import accepted_lengths, agreements, replay, walk
-from heads.eagle import EagleHead
-from heads.target import Reads
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
+from eval.measure.replay import accepted_lengths, agreements, replay, walk
+from heads.drafting import Draft, Seen
+from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.sampling import Sampling
+from heads.target.model import Reads
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
 

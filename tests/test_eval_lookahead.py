@@ -2,12 +2,12 @@ import pytest
 import torch
 from toys import random_target
 
-from eval.accept import Sampling
-from eval.draft import NOTHING
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from eval.lookahead import Lookahead
+from eval.decode.drafters.lookahead import Lookahead
+from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.cache import TreeCache
-from heads.target import Target, TargetOutput
+from heads.drafting import NOTHING, Seen
+from heads.sampling import Sampling
+from heads.target.model import Target, TargetOutput
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]

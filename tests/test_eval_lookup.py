@@ -6,13 +6,13 @@ import pytest
 import torch
 from toys import random_target
 
-from eval.accept import GREEDY, Sampling
-from eval.draft import NOTHING
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from eval.generate import hf_generate
-from eval.lookup import Ngram, PromptLookup
+from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.generate import hf_generate
 from heads.cache import TreeCache
-from heads.target import Target, TargetOutput
+from heads.drafting import NOTHING, Seen
+from heads.sampling import GREEDY, Sampling
+from heads.target.model import Target, TargetOutput
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]

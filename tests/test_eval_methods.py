@@ -11,7 +11,7 @@ from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import DraftModelConfig, SpeedupRun
 from eval import speedup
-from heads.load_target import load_target
+from heads.target.load import load_target
 
 FAMILIES = [
     "llama",

@@ -2,10 +2,11 @@ import pytest
 import torch
 from toys import random_target
 
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from eval.oracle import Oracle
+from eval.decode.drafters.oracle import Oracle
+from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.cache import TreeCache
-from heads.target import TargetOutput
+from heads.drafting import Seen
+from heads.target.model import TargetOutput
 from heads.tree import Tree
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]

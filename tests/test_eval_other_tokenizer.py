@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from toys import random_model, tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from eval.accept import Sampling
-from eval.draft import NOTHING, Draft
-from eval.engine import NoDraft, decode, decode_batch
-from eval.other_tokenizer import OtherTokenizer, Translation, Translator
-from heads.target import Target
+from eval.decode.drafters.other_tokenizer import OtherTokenizer, Translation, Translator
+from eval.decode.engine import NoDraft, decode, decode_batch
+from heads.drafting import NOTHING, Draft
+from heads.sampling import Sampling
+from heads.target.model import Target
 
 LINES = (
     "hello there, how are you today? fine, thanks. ",

@@ -3,7 +3,7 @@ from toys import CHATML, tokenizer
 
 from conf.schema import InputError
 from data.records import Record
-from eval.prompts import Prompt, first_turns, next_turns, share
+from eval.measure.prompts import Prompt, first_turns, next_turns, share
 
 SYSTEM = {"role": "system", "content": "Be kind"}
 END = 2  # <|im_end|>

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from eval.figures import plot_speedup, step_ms
-from eval.report import Axis, write_report
+from eval.report.figures import plot_speedup, step_ms
+from eval.report.page import Axis, write_report
 from heads.tree import Tree, default_tree
 
 BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))

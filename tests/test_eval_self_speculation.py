@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from toys import FAMILIES, random_model
 
-from eval.accept import GREEDY, Sampling
-from eval.draft import NOTHING
-from eval.engine import NoDraft, Seen, decode, decode_batch
-from eval.replay import replay
-from eval.self_speculation import OwnText, SelfDraft, early_exit
-from heads.target import Reads, Target
+from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.measure.replay import replay
+from heads.drafting import NOTHING, Seen
+from heads.sampling import GREEDY, Sampling
+from heads.target.model import Reads, Target
 from heads.tree import Tree
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
@@ -19,7 +19,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=0.9)
 
 
 class SelfReplay:
-    """What `SelfDraft` without a confidence drafts along a text, for `eval.replay`."""
+    """What `SelfDraft` without a confidence drafts along a text, for `eval.measure.replay`."""
 
     reads = Reads()
 

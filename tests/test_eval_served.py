@@ -28,9 +28,9 @@ from toys import noisy_head, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
-from eval.served import TOLERANCE, verify
-from heads.eagle import EagleHead
-from heads.target import Target
+from eval.parity.gate import TOLERANCE, verify
+from heads.eagle.head import EagleHead
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 ROOT = Path(__file__).resolve().parents[1]

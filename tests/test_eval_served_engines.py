@@ -14,12 +14,12 @@ from toys import noisy_head, random_target
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat
-from eval.served import TOLERANCE, verify
-from heads.eagle import EagleHead
-from heads.export import export_head
-from heads.golden import golden
-from heads.load import Head
-from heads.target import Target
+from eval.parity.gate import TOLERANCE, verify
+from heads.eagle.head import EagleHead
+from heads.export.golden import golden
+from heads.export.writer import export_head
+from heads.kinds import Head
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 DIFFER = "logits of the served head differ"

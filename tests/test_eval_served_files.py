@@ -13,7 +13,7 @@ from torch import Tensor
 from toys import random_target
 
 from conf.schema import InputError
-from eval.served import verify
+from eval.parity.gate import verify
 from scripts import verify_export
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,16 +4,16 @@ from test_eval_self_speculation import agreeing_target
 from toys import random_target, texts
 
 from conf.schema import InputError
-from eval.engine import decode
-from eval.self_speculation import SelfDraft, early_exit
-from eval.skip_search import (
+from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.engine import decode
+from eval.measure.stats import PromptSteps, tau
+from eval.tune.skip_search import (
     PassCosts,
     SearchLimits,
     measure_costs,
     search_layers,
 )
-from eval.stats import PromptSteps, tau
-from heads.target import Target
+from heads.target.model import Target
 
 # A layer costs 1.5, the rest of a pass 1, a token more to verify 0.1.
 COSTS = PassCosts(1.0, tuple(10 + 0.1 * k for k in range(9)))

@@ -1,7 +1,7 @@
 import pytest
 
-from eval.engine import Step
-from eval.stats import PromptSteps, alpha, per_position, summary, tau, tau_interval
+from eval.decode.engine import Step
+from eval.measure.stats import PromptSteps, alpha, per_position, summary, tau, tau_interval
 
 # Three passes: both depths kept; first refused; first kept and the text then ends.
 STEPS = PromptSteps("a", [Step(2, 3, 5), Step(0, 1, 2), Step(1, 1, 1)])

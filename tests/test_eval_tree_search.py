@@ -15,15 +15,15 @@ from conf.schema import HeadRef, InputError, TargetConfig
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, Mode, TreeSearchRun
 from eval import acceptance, tree_search
-from eval.cost import CostCurve
-from eval.eagle import DynamicShape, EagleTree
-from eval.engine import decode
-from eval.heads import BenchHead
-from eval.medusa import MedusaDrafter
-from eval.prompts import Prompt
+from eval.decode.engine import decode
+from eval.measure.heads import BenchHead
+from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, Costs
-from eval.tree_values import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
-from heads.load_target import load_target
+from eval.tune.cost import CostCurve
+from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
+from heads.eagle.drafter import DynamicShape, EagleTree
+from heads.medusa.drafter import MedusaDrafter
+from heads.target.load import load_target
 from heads.tree import Tree
 
 PROMPTS = [Prompt("all", [n, 6, 7, 8]) for n in (5, 9, 30)]

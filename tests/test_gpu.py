@@ -6,17 +6,17 @@ from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from eval.accept import Sampling
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import NoDraft, decode, decode_batch, stream
-from eval.medusa import MedusaDrafter
-from eval.replay import replay
-from heads.eagle import EagleHead
-from heads.load_target import check_served
-from heads.target import Target
+from eval.decode.engine import NoDraft, decode, decode_batch, stream
+from eval.measure.replay import replay
+from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.sampling import Sampling
+from heads.target.load import check_served
+from heads.target.model import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
-from scripts.capture_states import Copies
+from scripts.store.states import Copies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,10 +6,10 @@ from torch import Tensor
 from toys import FAMILIES, random_target
 
 from conf.schema_medusa2 import AdapterConfig
-from heads.adapter import Adapter
 from heads.documents import Documents
-from heads.target import Target
-from scripts.footprint import peak_bytes
+from heads.target.adapter import Adapter
+from heads.target.model import Target
+from scripts.bench.footprint import peak_bytes
 
 CPU = torch.device("cpu")
 LENGTHS = [150, 90, 16]

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.branch_attention import branch_attention, plain_attention
-from heads.branches import ROWS_PER_CHUNK, Branches, Stretch, causal_rows
 from heads.documents import Documents
+from heads.eagle.branch_attention import branch_attention, plain_attention
+from heads.eagle.branches import ROWS_PER_CHUNK, Branches, Stretch, causal_rows
 
 DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, -1])
 T = len(DOCUMENTS)
@@ -66,7 +66,7 @@ def test_a_row_sees_its_document_up_to_its_own_token() -> None:
 
 
 def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
-    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", 2)
+    monkeypatch.setattr("heads.eagle.branches.ROWS_PER_CHUNK", 2)
     keys, values = torch.zeros(2, 1, T, 1, 8)
     branches = Branches(keys, values, causal_rows(Documents.of(DOCUMENTS[None]), SOME))
     spans = branches.spans
@@ -83,7 +83,7 @@ def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
 def test_the_plain_path_is_the_definition(
     num_own: int, rows: Tensor, chunk: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branch_attention.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.eagle.branch_attention.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, (4, 2), torch.float64)
     found = with_grads(branch_attention, inputs, rows)
     assert type(found[0].grad_fn).__name__ not in ("ChunkedBackward", "FlashBackward")
@@ -101,7 +101,7 @@ def test_the_plain_path_is_the_definition(
 def test_the_fused_path_equals_the_plain_one(
     num_own: int, heads: tuple[int, int], rows: Tensor, chunk: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.eagle.branches.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, heads, torch.float32)
     expected = with_grads(plain_attention, inputs, rows)
     for mine, theirs in zip(with_grads(fused, inputs, rows), expected, strict=True):
@@ -145,10 +145,10 @@ def flash_backward(grad: Tensor, text: tuple, found: tuple, documents: Documents
 def test_one_call_for_all_documents_equals_the_plain_path(
     num_own: int, heads: tuple[int, int], rows: Tensor, joined_bytes: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branch_attention.fits_flash", lambda _: True)
-    monkeypatch.setattr("heads.branch_kernels.flash", flash)
-    monkeypatch.setattr("heads.branch_kernels.flash_backward", flash_backward)
-    monkeypatch.setattr("heads.branch_kernels.OWN_BYTES", joined_bytes)
+    monkeypatch.setattr("heads.eagle.branch_attention.fits_flash", lambda _: True)
+    monkeypatch.setattr("heads.eagle.branch_kernels.flash", flash)
+    monkeypatch.setattr("heads.eagle.branch_kernels.flash_backward", flash_backward)
+    monkeypatch.setattr("heads.eagle.branch_kernels.OWN_BYTES", joined_bytes)
     inputs = tensors(num_own, rows, heads, torch.float32)
     expected = with_grads(plain_attention, inputs, rows)
     found = with_grads(branch_attention, inputs, rows)
@@ -178,8 +178,8 @@ def test_own_drafts_are_joined_in_float32_under_autocast_too() -> None:
 @pytest.mark.parametrize("by_flash", [False, True])
 def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> None:
     """A step's keys are made of the output before; whoever keeps both keeps them for ever."""
-    monkeypatch.setattr("heads.branch_attention.fits_flash", lambda _: by_flash)
-    monkeypatch.setattr("heads.branch_kernels.flash", flash)
+    monkeypatch.setattr("heads.eagle.branch_attention.fits_flash", lambda _: by_flash)
+    monkeypatch.setattr("heads.eagle.branch_kernels.flash", flash)
     query, keys, values, _ = tensors(0, ALL, (2, 2), torch.float32)
     branches = branches_of(keys, values, ALL)
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_selected_branches_take_their_drafts_along() -> None:
 def test_the_fused_path_on_cuda_equals_the_plain_one(
     num_own: int, heads: tuple[int, int], chunk: int, dtype, tolerance: float, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.branches.ROWS_PER_CHUNK", chunk)
+    monkeypatch.setattr("heads.eagle.branches.ROWS_PER_CHUNK", chunk)
     for rows in (ALL, SOME):
         inputs = tensors(num_own, rows, heads, dtype, "cuda")
         exact = [each.detach().double().requires_grad_() for each in inputs]

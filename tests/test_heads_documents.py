@@ -10,12 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 from toys import FAMILIES, random_target
 
 from conf.schema_medusa2 import AdapterConfig
-from heads.adapter import Adapter
-from heads.attention import CAPPED, FLASH, FUSED, Scores, by_document
 from heads.documents import Documents
-from heads.load_target import check_served
-from heads.target import Reads, Target
-from scripts.footprint import peak_bytes
+from heads.target.adapter import Adapter
+from heads.target.attention import CAPPED, FLASH, FUSED, Scores, by_document
+from heads.target.load import check_served
+from heads.target.model import Reads, Target
+from scripts.bench.footprint import peak_bytes
 
 CPU = torch.device("cpu")
 # Two packed sequences of three documents, the first with padding; windows are of 12 tokens.
@@ -129,7 +129,7 @@ def flash_kernel(monkeypatch) -> None:
 
 
 def use_flash(monkeypatch) -> None:
-    monkeypatch.setattr("heads.attention.fits_flash", lambda _query: True)
+    monkeypatch.setattr("heads.target.attention.fits_flash", lambda _query: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_in_plain_torch)
 
 

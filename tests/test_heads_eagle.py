@@ -6,11 +6,11 @@ from toys import eagle_head, packed, random_target, texts
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from heads.branches import Branches, Stretch, causal_rows
 from heads.documents import Documents
-from heads.eagle import EagleHead
-from heads.eagle_config import default_layers
-from heads.target import Target
+from heads.eagle.branches import Branches, Stretch, causal_rows
+from heads.eagle.config import default_layers
+from heads.eagle.head import EagleHead
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 EAGLE1, EAGLE3 = EagleForm.eagle1, EagleForm.eagle3

@@ -12,14 +12,14 @@ from toys import noisy_head, random_model, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm
-from heads.branches import Branches, causal_rows
 from heads.documents import Documents
-from heads.eagle import EagleHead
-from heads.eagle_config import EagleHeadConfig, llama_like
-from heads.eagle_formats import load_eagle
-from heads.load import load_head
-from heads.medusa import MedusaHead
-from heads.target import Target
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.config import EagleHeadConfig, llama_like
+from heads.eagle.formats import load_eagle
+from heads.eagle.head import EagleHead
+from heads.kinds import load_head
+from heads.medusa.head import MedusaHead
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 TEXT = [5, 17, 3, 88, 41, 2, 60, 9, 33, 71]

@@ -2,9 +2,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from heads.branches import Branches, causal_rows
 from heads.documents import Documents
-from heads.eagle_layer import EagleAttention, EagleLayer, RmsNorm
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.layer import EagleAttention, EagleLayer, RmsNorm
 
 
 def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> None:

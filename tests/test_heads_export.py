@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from conf.schema import InputError
 from conf.schema_export import ExportFormat
-from eval.served import verify
-from heads import export
-from heads.eagle import EagleHead
-from heads.export_layouts import check_target, layout_of
-from heads.export_serve import serve_command
-from heads.golden import golden
-from heads.load import load_head
-from heads.medusa import MedusaHead
-from heads.target import Target
+from eval.parity.gate import verify
+from heads.eagle.head import EagleHead
+from heads.export.golden import golden
+from heads.export.layouts import check_target, layout_of
+from heads.export.serve import serve_command
+from heads.export.writer import writer as export
+from heads.kinds import load_head
+from heads.medusa.head import MedusaHead
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from exports import CELLS, EAGLE31, config_of, exported, make, stored, toy_target
 
-from heads.target import Target
+from heads.target.model import Target
 
 
 def named(prefix: str, shapes: dict[str, str]) -> dict[str, str]:

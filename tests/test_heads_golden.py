@@ -5,12 +5,12 @@ from torch import Tensor
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
-from heads import golden as module
-from heads.branches import Branches, causal_rows
 from heads.documents import Documents
-from heads.eagle import EagleHead
-from heads.golden import golden
-from heads.target import Target, TargetOutput
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.head import EagleHead
+from heads.export.golden import golden
+from heads.export.writer import golden as module
+from heads.target.model import Target, TargetOutput
 
 ROWS, DEPTH = 5, 3
 

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from toys import FAMILIES, random_model
 
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
-from heads.layerless import final_norm, load_layerless
-from heads.target import Reads, Target
+from heads.target.layerless import final_norm, load_layerless
+from heads.target.model import Reads, Target
 
 CPU = torch.device("cpu")
 

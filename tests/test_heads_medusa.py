@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from toys import noisy_head, random_target
 
 from conf.schema import InputError, MedusaConfig
-from heads.medusa import WEIGHTS, MedusaHead, MedusaHeadConfig
+from heads.medusa.head import WEIGHTS, MedusaHead, MedusaHeadConfig
 from heads.vocab import DraftVocab
 from train.medusa import make_head
 

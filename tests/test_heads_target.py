@@ -4,11 +4,11 @@ from toys import CHATML, FAMILIES, random_model, random_target, save_target
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import InputError, Quantization, TargetConfig
-from eval.engine import NoDraft, decode
+from eval.decode.engine import NoDraft, decode
 from heads.documents import Documents
-from heads.ends import beside
-from heads.load_target import check_served, load_model, load_target, load_tokenizer
-from heads.target import Reads, Target
+from heads.target.ends import beside
+from heads.target.load import check_served, load_model, load_target, load_tokenizer
+from heads.target.model import Reads, Target
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ import torch
 
 from conf.schema import InputError
 from scripts import bench_peers
-from scripts.apart import result_of
+from scripts.bench.apart import result_of
+from scripts.bench.peers.steps import PATHS, Inputs, Job, measured, stepper
 from scripts.bench_peers import Row
-from scripts.peers.steps import PATHS, Inputs, Job, measured, stepper
 
 CPU = torch.device("cpu")
 SIZES: dict[str, int] = {

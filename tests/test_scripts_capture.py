@@ -23,13 +23,13 @@ from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data import shard
 from data.features import FeatureStore, restore
 from heads.documents import Documents
-from heads.ends import TargetEnds
-from heads.load_target import load_target
-from heads.target import Reads
+from heads.target.ends import TargetEnds
+from heads.target.load import load_target
+from heads.target.model import Reads
 from scripts import capture as script
 from scripts.capture import capture
-from scripts.capture_states import Copies, largest
-from train.replay import greedy_answer
+from scripts.store.states import Copies, largest
+from train.loop.replay import greedy_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from data.endpoint import Endpoint
 from data.engine_states import EngineTaps
 from data.features import FeatureStore
 from heads.documents import Documents
-from heads.load_target import load_target
-from heads.target import Reads
-from scripts import capture_states
+from heads.target.load import load_target
+from heads.target.model import Reads
 from scripts.capture import capture
+from scripts.store import states as capture_states
 
 CPU = torch.device("cpu")
 

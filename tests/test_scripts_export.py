@@ -13,8 +13,8 @@ from toys import noisy_head, save_target
 
 from conf.schema import HeadRef, InputError, TargetConfig
 from conf.schema_export import ExportDtype, ExportFormat, ExportRun
-from heads.load import load_head
-from heads.load_target import load_target
+from heads.kinds import load_head
+from heads.target.load import load_target
 from scripts import export
 
 PASSED = SimpleNamespace(lines=["model.safetensors: 15 tensors"], max_difference=3e-6, scale=12.0)
@@ -40,7 +40,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         seen.append(folder)
         return PASSED
 
-    monkeypatch.setitem(sys.modules, "eval.served", SimpleNamespace(verify=verify))
+    monkeypatch.setitem(sys.modules, "eval.parity.gate", SimpleNamespace(verify=verify))
     return seen
 
 
@@ -98,7 +98,7 @@ def test_what_the_reader_refuses_stays_and_is_said(
     def verify(folder: Path) -> Any:
         raise InputError(f"{folder}: logits differ")
 
-    monkeypatch.setitem(sys.modules, "eval.served", SimpleNamespace(verify=verify))
+    monkeypatch.setitem(sys.modules, "eval.parity.gate", SimpleNamespace(verify=verify))
     out = tmp_path / "out"
     with pytest.raises(InputError, match=rf"{out}: logits differ\. {out} is left .*not serve it"):
         run(heads, "medusa", "vllm", out)

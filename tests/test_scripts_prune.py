@@ -11,8 +11,8 @@ from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import AcceptanceRun, PruneRun
 from eval import acceptance
-from heads.load import load_head
-from heads.load_target import load_target
+from heads.kinds import load_head
+from heads.target.load import load_target
 from scripts import prune
 
 

@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from conf.schema import HeadRef, InputError, PushRun
-from heads.medusa import MedusaHead, MedusaHeadConfig
+from heads.medusa.head import MedusaHead, MedusaHeadConfig
 from scripts import push
-from scripts.staging import scrubbed
+from scripts.publish.staging import scrubbed
 from tests.hub_server import TOKEN, HubServer
 
 ROOT = Path(__file__).resolve().parents[1]

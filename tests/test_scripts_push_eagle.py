@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from conf.schema import HeadRef, InputError, PushRun
 from conf.schema_eagle import EagleForm
-from heads.eagle import EagleHead
-from heads.eagle_config import EagleHeadConfig
-from heads.load import load_head
+from heads.eagle.config import EagleHeadConfig
+from heads.eagle.head import EagleHead
+from heads.kinds import load_head
 from heads.vocab import DraftVocab
 from scripts import push
 from tests.hub_server import HubServer
@@ -202,7 +202,7 @@ def test_push_then_load_from_the_hub_gives_the_same_head(tmp_path: Path) -> None
             ".gitattributes", "README.md", "config.json", "headsmith.json", "model.safetensors",
         }  # fmt: skip
         code = (
-            "import sys; from pathlib import Path; from heads.load import load_head;"
+            "import sys; from pathlib import Path; from heads.kinds import load_head;"
             "load_head('me/qwen-eagle3').save(Path(sys.argv[1]))"
         )
         env |= {"HF_HOME": str(tmp_path / "other-hf-home"), "PYTHONPATH": str(ROOT)}

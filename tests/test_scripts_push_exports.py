@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from conf.schema import HeadRef, InputError, Layout, PushRun
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from conf.schema_export import ExportFormat
-from eval.served import verify
-from heads.eagle import EagleHead
-from heads.export import export_head
-from heads.golden import golden
-from heads.target import Target
+from eval.parity.gate import verify
+from heads.eagle.head import EagleHead
+from heads.export.golden import golden
+from heads.export.writer import export_head
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 from scripts import push
 from tests.hub_server import HubServer, Repo

@@ -16,7 +16,7 @@ from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat, ExportRun
 from conf.schema_measure import AcceptanceRun, SpeedupRun
 from eval import acceptance, speedup
-from heads.load_target import load_target
+from heads.target.load import load_target
 from scripts import export
 from tests.hub_server import TOKEN, Fault, HubServer
 from tests.test_scripts_push import ROOT, hub_env

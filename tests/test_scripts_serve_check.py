@@ -11,9 +11,9 @@ from toys import noisy_head, save_target
 from conf.schema import DataConfig, Dtype, HeadRef, InputError, TargetConfig
 from conf.schema_measure import ServeCheckRun
 from data import endpoint as endpoint_module
-from eval.engine import NoDraft, decode
-from eval.replay import accepted_lengths, ranked_drafts
-from heads.load_target import load_target
+from eval.decode.engine import NoDraft, decode
+from eval.measure.replay import accepted_lengths, ranked_drafts
+from heads.target.load import load_target
 from heads.tree import Tree
 from scripts import serve_check
 from tests.draft_server import DraftServer

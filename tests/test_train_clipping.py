@@ -10,8 +10,8 @@ from test_train_placement import UNIT, batch, layout, one_step, placed
 from torch import Tensor, nn
 
 from conf.schema import InputError
-from train import processes
-from train.placement import Placement
+from train.dist import processes
+from train.dist.placement import Placement
 
 __all__ = ["layout"]
 

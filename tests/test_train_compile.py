@@ -5,7 +5,7 @@ import torch
 
 from conf.schema import DataConfig, TrainConfig
 from conf.schema_eagle import EagleRun
-from train.command import LOGITS_THAT_PAY, wants_compile
+from train.loop.command import LOGITS_THAT_PAY, wants_compile
 
 MILLION = 10**6
 

@@ -13,15 +13,15 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
-from heads.branches import Branches, causal_rows
 from heads.documents import Documents
+from heads.eagle.branches import Branches, causal_rows
 from heads.vocab import DraftVocab
-from train.divergences import Pair, Said, divergence, top_k, total_variation
 from train.eagle import EagleObjective, make_head
-from train.eagle_losses import step_weights
-from train.losses import Sums
-from train.rows import DOCUMENTS, NOISE_SEEDS
-from train.teachers import HiddenTeacher, Table
+from train.loop.rows import DOCUMENTS, NOISE_SEEDS
+from train.loss.divergences import Pair, Said, divergence, top_k, total_variation
+from train.loss.eagle import step_weights
+from train.loss.losses import Sums
+from train.loss.teachers import HiddenTeacher, Table
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
 P = torch.tensor([[0.4, 0.2, 0.2]]).log()

@@ -12,13 +12,13 @@ from toys import random_target
 from conf.schema_eagle import Divergence, EagleConfig
 from heads.projection import Projection
 from heads.vocab import DraftVocab
-from train import fused
-from train.divergences import Said
-from train.eagle_losses import EagleCriterion
-from train.fused import Part, fused_linear
-from train.losses import TextTeacher, text_criterion
-from train.rows import Rising
-from train.teachers import HiddenTeacher, Table, TopKTeacher
+from train.loop.rows import Rising
+from train.loss import fused
+from train.loss.divergences import Said
+from train.loss.eagle import EagleCriterion
+from train.loss.fused import Part, fused_linear
+from train.loss.losses import TextTeacher, text_criterion
+from train.loss.teachers import HiddenTeacher, Table, TopKTeacher
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
 DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from conf.launch import check_launch
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
 from heads.storage import save_head
-from train import checkpoint, command, launch, loop, processes, schedule, tracking
-from train.job import Job, Outcome
-from train.losses import Batch, Sums
-from train.objective import Objective
+from train.dist import processes
+from train.loop import checkpoint, command, launch, loop, schedule, tracking
+from train.loop.job import Job, Outcome
+from train.loop.objective import Objective
+from train.loss.losses import Batch, Sums
 
 T, D = 6, 4
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from heads.projection import Projection
-from train import fused
-from train.losses import medusa_loss, medusa_weights
-from train.ranking import first_best, hits, largest
-from train.rows import LEARNT, Batch, Learnt, Unrolled, indexed, supervised
-from train.teachers import Table
+from train.loop.rows import LEARNT, Batch, Learnt, Unrolled, indexed, supervised
+from train.loss import fused
+from train.loss.losses import medusa_loss, medusa_weights
+from train.loss.ranking import first_best, hits, largest
+from train.loss.teachers import Table
 
 
 class Heads(nn.Module):
@@ -128,7 +128,7 @@ def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> Non
 def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
     groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.ranking._by_groups", lambda _: groups)
+    monkeypatch.setattr("train.loss.ranking._by_groups", lambda _: groups)
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     top1, top5 = hits(logits, torch.tensor([0, 1]))
     assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])

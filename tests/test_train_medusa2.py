@@ -24,13 +24,13 @@ from conf.schema_medusa2 import (
     Medusa2Run,
     TargetLoss,
 )
-from heads.adapter import AdaptedMedusa, Adapter
-from heads.load_target import load_target
-from heads.target import Target
+from heads.target.adapter import AdaptedMedusa, Adapter
+from heads.target.load import load_target
+from heads.target.model import Target
 from train import medusa2
-from train.heldout_loss import HeldoutLoss
+from train.loop.rows import NOISE_SEEDS, Batch, indexed
+from train.loss.heldout import HeldoutLoss
 from train.medusa2 import Medusa2Objective, heads_weight
-from train.rows import NOISE_SEEDS, Batch, indexed
 
 CPU = torch.device("cpu")
 TEXT = [5, 9, 17, 40, 8, 61, 23, 77, 31, 5]

@@ -14,7 +14,7 @@ from conf.schema import DataConfig, HeadRef, InputError, MedusaConfig, TargetCon
 from conf.schema_measure import AcceptanceRun
 from conf.schema_medusa2 import AdapterConfig, Medusa2Run, MergeAdapterRun
 from eval import acceptance
-from heads.load_target import load_target
+from heads.target.load import load_target
 from scripts import merge_adapter
 from train import medusa2
 

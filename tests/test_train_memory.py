@@ -9,14 +9,14 @@ from toys import random_target
 
 from conf.schema import InputError, MedusaConfig, TrainConfig
 from conf.schema_eagle import EagleConfig
-from heads.eagle import EagleHead
-from heads.medusa import MedusaHead
+from heads.eagle.head import EagleHead
+from heads.medusa.head import MedusaHead
 from heads.vocab import DraftVocab
 from scripts import bench_memory
-from train import memory
 from train.eagle import EagleObjective
+from train.loop import memory
+from train.loop.memory import Setting
 from train.medusa import MedusaObjective
-from train.memory import Setting
 
 ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
 V, H = 96, 64  # of the toy target

@@ -28,10 +28,11 @@ from test_train_loop import ToyObjective, rows, settings
 from torch import Tensor, nn
 
 from conf.schema import InputError, LogConfig
-from train import loop, processes
-from train.job import Job
-from train.objective import Group
-from train.placement import Placement, Sharded, place
+from train.dist import processes
+from train.dist.placement import Placement, Sharded, place
+from train.loop import loop
+from train.loop.job import Job
+from train.loop.objective import Group
 
 __all__ = ["inputs"]
 ONE = [sys.executable]

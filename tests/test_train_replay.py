@@ -3,11 +3,11 @@ from toys import noisy_head, random_target
 
 from data.chat import Sample
 from data.pack import PackedDataset
-from eval.engine import decode
-from eval.medusa import MedusaDrafter
-from eval.stats import PromptSteps, tau
+from eval.decode.engine import decode
+from eval.measure.stats import PromptSteps, tau
+from heads.medusa.drafter import MedusaDrafter
 from heads.tree import Tree
-from train.replay import MAX_NEW_TOKENS, HeldoutReplay, heldout_prompts
+from train.loop.replay import MAX_NEW_TOKENS, HeldoutReplay, heldout_prompts
 
 
 def test_prompts_end_where_the_first_learnt_token_is() -> None:

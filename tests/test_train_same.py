@@ -14,13 +14,14 @@ from toys import packed, random_target
 from conf.schema import Dtype, InputError, Labels, LogConfig, MedusaConfig, Schedule, TrainConfig
 from conf.schema_eagle import Divergence, EagleConfig, StepNormalizer, TokenNormalizer
 from conf.schema_medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run
-from heads.adapter import AdaptedMedusa, Adapter
-from heads.eagle import EagleHead
-from heads.medusa import MedusaHead
+from heads.eagle.head import EagleHead
+from heads.medusa.head import MedusaHead
+from heads.target.adapter import AdaptedMedusa, Adapter
 from heads.vocab import DraftVocab
-from train import loop, processes, same
+from train.dist import processes
 from train.eagle import EagleObjective
-from train.job import Job
+from train.loop import loop, same
+from train.loop.job import Job
 from train.medusa import MedusaObjective
 from train.medusa2 import Medusa2Objective
 

@@ -27,17 +27,18 @@ from conf.schema import (
 from conf.schema_capture import StateFormat, TeacherKind
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun
 from data.features import StoredDataset
-from heads.eagle import EagleHead
-from heads.ends import TargetEnds
-from heads.load_target import load_target
-from heads.target import Reads
+from heads.eagle.head import EagleHead
+from heads.target.ends import TargetEnds
+from heads.target.load import load_target
+from heads.target.model import Reads
 from heads.vocab import DraftVocab
-from train import command, eagle, loop, medusa
-from train.job import Job, Outcome
+from train import eagle, medusa
+from train.loop import command, loop
+from train.loop.job import Job, Outcome
+from train.loop.objective import Objective
+from train.loop.replay import HeldoutReplay, StoredReplay
+from train.loop.stored import check_reads, load_ends, open_store
 from train.medusa import make_head
-from train.objective import Objective
-from train.replay import HeldoutReplay, StoredReplay
-from train.stored import check_reads, load_ends, open_store
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -336,7 +337,7 @@ from conf.schema import DataConfig, InputError, TargetConfig
 from conf.schema_capture import CaptureRun
 from data.manifest import Manifest
 from scripts.capture import capture
-from train.stored import open_store
+from train.loop.stored import open_store
 
 inputs, out_dir, *commits = sys.argv[1:]
 data = DataConfig(path=f"{inputs}/chat.jsonl", max_length=128, eval_fraction=0.2)

@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from eval.engine import NoDraft, decode
-from heads.eagle import EagleHead
-from heads.load_target import attention_for
-from heads.medusa import MedusaHead
-from heads.target import Target
+from eval.decode.engine import NoDraft, decode
+from heads.eagle.head import EagleHead
+from heads.medusa.head import MedusaHead
+from heads.target.load import attention_for
+from heads.target.model import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
-from train.rows import LEARNT
+from train.loop.rows import LEARNT
 
 VOCAB_SIZE = 96
 SMALL = {

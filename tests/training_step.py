@@ -14,13 +14,14 @@ from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
 from conf.schema_eagle import EagleConfig, EagleForm
 from data.chat import Sample
 from data.pack import PackedDataset
-from heads.eagle import EagleHead
-from heads.medusa import MedusaHead
-from heads.target import Target
+from heads.eagle.head import EagleHead
+from heads.medusa.head import MedusaHead
+from heads.target.model import Target
 from heads.vocab import DraftVocab
-from train import loop, processes
+from train.dist import processes
 from train.eagle import EagleObjective
-from train.job import Job
+from train.loop import loop
+from train.loop.job import Job
 from train.medusa import MedusaObjective
 
 KINDS = ("medusa", "eagle1", "eagle3")

@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf import entry
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
 from data.features import StoredDataset
 from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from data.pack import PackedDataset
-from heads.branches import Branches, causal_rows
-from heads.eagle import EagleHead
-from heads.eagle_formats import load_eagle
-from heads.ends import TargetEnds
+from eval import entry
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.formats import load_eagle
+from heads.eagle.head import EagleHead
+from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
-from train import command, same
-from train.eagle_losses import MEASURES, EagleCriterion, eagle_loss, step_weights
-from train.fused import Teacher
-from train.losses import Sums
-from train.objective import Objective
-from train.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
-from train.states import states_of, with_states
-from train.teachers import HiddenTeacher, TopKTeacher
+from train.loop import command, same
+from train.loop.objective import Objective
+from train.loop.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
+from train.loop.states import states_of, with_states
+from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
+from train.loss.fused import Teacher
+from train.loss.losses import Sums
+from train.loss.teachers import HiddenTeacher, TopKTeacher
 
 
 class EagleObjective(Objective):

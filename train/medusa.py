@@ -7,20 +7,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from torch import Tensor
 
-from conf import entry
 from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
 from data.features import StoredDataset
 from data.layout import HIDDEN
 from data.pack import PackedDataset
-from heads.ends import TargetEnds
-from heads.medusa import MedusaHead
+from eval import entry
+from heads.medusa.head import MedusaHead
+from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
-from train import command, same
-from train.losses import Sums, medusa_loss, medusa_weights
-from train.objective import Objective
-from train.rows import LEARNT, Batch
-from train.states import with_states
-from train.teachers import HiddenTeacher
+from train.loop import command, same
+from train.loop.objective import Objective
+from train.loop.rows import LEARNT, Batch
+from train.loop.states import with_states
+from train.loss.losses import Sums, medusa_loss, medusa_weights
+from train.loss.teachers import HiddenTeacher
 
 
 class MedusaObjective(Objective):

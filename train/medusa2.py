@@ -16,24 +16,25 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf import entry
 from conf.schema import InputError, Labels
 from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
 from data.layout import HIDDEN
 from data.pack import PackedDataset
-from heads.adapter import AdaptedMedusa, Adapter
-from heads.target import Target
+from eval import entry
+from heads.target.adapter import AdaptedMedusa, Adapter
+from heads.target.model import Target
 from heads.vocab import DraftVocab
-from train import command, processes, same
-from train.heldout_loss import HeldoutLoss
-from train.job import Evaluate
-from train.losses import Sums, medusa_loss, medusa_weights, target_loss
+from train.dist import processes
+from train.loop import command, same
+from train.loop.job import Evaluate
+from train.loop.objective import Group, Objective
+from train.loop.replay import HeldoutReplay, heldout_prompts
+from train.loop.rows import LEARNT, NOISE_SEEDS, Batch
+from train.loop.states import with_states
+from train.loss.heldout import HeldoutLoss
+from train.loss.losses import Sums, medusa_loss, medusa_weights, target_loss
+from train.loss.teachers import HiddenTeacher
 from train.medusa import make_head
-from train.objective import Group, Objective
-from train.replay import HeldoutReplay, heldout_prompts
-from train.rows import LEARNT, NOISE_SEEDS, Batch
-from train.states import with_states
-from train.teachers import HiddenTeacher
 
 
 class Medusa2Objective(Objective):

@@ -31,7 +31,8 @@ from conf.schema_eagle import (
     TokenNormalizer,
 )
 from conf.schema_medusa2 import AdapterConfig, JointConfig, Medusa2Run
-from train import eagle, loop, medusa, medusa2, replay
+from train import eagle, medusa, medusa2
+from train.loop import loop, replay
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 NUM_STEPS = 3

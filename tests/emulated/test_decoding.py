@@ -10,17 +10,18 @@ from test_eval_other_tokenizer import permuted
 from toys import noisy_head, random_model, tokenizer
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from eval.accept import GREEDY, Sampling
-from eval.draft_model import DraftLength, DraftModel
-from eval.eagle import DynamicShape, EagleChain, EagleTree
-from eval.engine import Drafter, NoDraft, stream
-from eval.lookahead import Lookahead
-from eval.lookup import Ngram, PromptLookup
-from eval.medusa import MedusaDrafter
-from eval.other_tokenizer import OtherTokenizer
-from eval.self_speculation import SelfDraft, early_exit
-from heads.eagle import EagleHead
-from heads.target import Target
+from eval.decode.drafters.draft_model import DraftLength, DraftModel
+from eval.decode.drafters.lookahead import Lookahead
+from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.engine import NoDraft, stream
+from heads.drafting import Drafter
+from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.sampling import GREEDY, Sampling
+from heads.target.model import Target
 from heads.tree import Tree, default_tree
 from heads.vocab import DraftVocab
 

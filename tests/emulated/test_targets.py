@@ -26,12 +26,13 @@ from conf.schema import DataConfig, Dtype, TargetConfig
 from conf.schema_capture import CaptureRun, TeacherKind
 from conf.schema_eagle import EagleForm
 from data.features import FeatureStore
-from eval.eagle import DynamicShape, EagleTree
-from eval.engine import Drafter, NoDraft, decode_batch
-from eval.medusa import MedusaDrafter
-from eval.self_speculation import SelfDraft, early_exit
-from heads.load_target import load_target
-from heads.target import Target
+from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.engine import NoDraft, decode_batch
+from heads.drafting import Drafter
+from heads.eagle.drafter import DynamicShape, EagleTree
+from heads.medusa.drafter import MedusaDrafter
+from heads.target.load import load_target
+from heads.target.model import Target
 from heads.tree import default_tree
 from scripts.capture import capture
 

@@ -1,0 +1,275 @@
+"""A smaller language model of the target's vocabulary as a drafter: chains and static trees.
+
+It reads the texts as the target does, with a cache of its own: what the target kept of a draft
+stays there, so a draft of depth D costs D passes. A chain may end earlier, by what was accepted
+before or by how sure the draft model is.
+
+Letters: B texts, N tree nodes (root included), n nodes read in one pass, P nodes read so far,
+C children, V vocab.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heads.cache import TreeCache, upload
+from heads.drafting import NOTHING, Draft, Seen
+from heads.sampling import GREEDY, Noise, Sampling
+from heads.target.model import Reads, Target
+from heads.tree import Tree
+
+
+@dataclass(frozen=True)
+class DraftLength:
+    """When a chain ends before its full depth.
+
+    Attributes:
+        start: tokens of a text's first draft; the next has 2 more if all were accepted, else 1
+            fewer, but at least 1 and never more than the full depth. None drafts that always.
+        confidence: a chain ends with the first token that the draft model gave less than this
+            probability; that token is still proposed. 0 ends none; anything else waits for the
+            device at every draft token.
+
+    Source: transformers `generation/candidate_generator.py`, the schedule "heuristic", which
+    has no upper bound, and `generation/stopping_criteria.py`, `ConfidenceCriteria`.
+    """
+
+    start: int | None = None
+    confidence: float = 0.0
+
+
+class DraftModel:
+    """Drafts with a language model.
+
+    It proposes its likeliest tokens; if it samples, it draws them from its distribution, the
+    children of a node without replacement.
+
+    Args:
+        model: the draft model, on the target's device.
+        tree: what is drafted; of children that are drawn, only the order counts.
+        sampling: the target's, applied to the drafts too.
+        seeds: of the draws, one per text; others than the target's.
+        length: of a chain, if it is not always the tree's depth.
+        vocab_size: V of the target, unless it is the draft model's.
+    """
+
+    reads = Reads()
+
+    def __init__(
+        self,
+        model: Target,
+        tree: Tree,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+        length: DraftLength | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.is_chain = tree.width == 1
+        assert self.is_chain or length is None
+        self.model, self.tree, self.sampling = model, tree, sampling
+        self.length, self.vocab_size = length or DraftLength(), vocab_size or model.vocab_size
+        self.noise = Noise.seeded(seeds, model.device)
+        self.levels = _levels(tree, sampling.greedy, model.device)
+        self.cache: TreeCache | None = None
+
+    def observe(self, seen: Seen) -> None:
+        """Keeps what was accepted in the cache; waits for the device if there is a tree."""
+        if self.cache is None:
+            self.cache = self.model.new_cache(len(seen.token_ids))
+            self.unread = seen.token_ids
+            first = min(self.length.start or self.tree.depth, self.tree.depth)
+            self.limits = [first] * len(seen.token_ids)
+            return
+        kept = [tokens[1:] for tokens in seen.token_ids]
+        read = [node for level in self.levels[1 : self.depth] for node in level.nodes]
+        paths = [[read.index(n) for n in path if n in read] for path in self._paths(kept)]
+        self.cache.commit(paths)
+        self.unread = [tokens[len(path) :] for tokens, path in zip(kept, paths, strict=True)]
+        if self.length.start is not None:
+            self.limits = [
+                min(limit + 2, self.tree.depth) if len(tokens) == drafted else max(limit - 1, 1)
+                for limit, tokens, drafted in zip(self.limits, kept, self.drafted, strict=True)
+            ]
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Trees below `roots`, one pass per level."""
+        assert self.cache is not None
+        rows = [[*tokens, root] for tokens, root in zip(self.unread, roots, strict=True)]
+        logits = read_rows(self.model, self.cache, rows)
+        self.drafted, self.depth = list(self.limits), 0
+        probs: list[Tensor] = []
+        self.tokens = torch.empty(len(roots), 0, dtype=torch.int64, device=logits.device)
+        while self.depth < max(self.drafted):
+            level = self.levels[self.depth]
+            if self.depth > 0:
+                logits = self._expand(level)
+            tokens = self._choose(fit(logits, self.vocab_size), level, probs)
+            self.tokens = torch.cat([self.tokens, tokens], dim=1)
+            self.depth += 1
+        return self._draft(probs)
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if not self.sampling.greedy:
+            self.noise = self.noise.rows(rows)
+        if self.cache is not None:
+            self.cache.keep(rows)
+            self.tokens = self.tokens[upload(rows, self.tokens.device)]
+            self.limits = [self.limits[row] for row in rows]
+            self.drafted = [self.drafted[row] for row in rows]
+
+    def _paths(self, kept: list[list[int]]) -> list[list[int]]:
+        """The nodes, without the root, that hold the kept tokens."""
+        if self.is_chain:
+            return [list(range(1, len(tokens) + 1)) for tokens in kept]
+        drafted = self.tokens.tolist()
+        return [_walk(self.tree, *row) for row in zip(drafted, kept, strict=True)]
+
+    def _expand(self, level: "_Level") -> Tensor:
+        """[B, n, V] logits after the nodes of a level."""
+        assert self.cache is not None
+        fed = self.tokens[:, level.places].clamp_min(0)
+        output = self.model.extend(self.cache, fed, level.mask, level.depths)
+        return self.model.logits(output.hidden_states)
+
+    def _choose(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
+        """[B, C] children by [B, n, V] logits; when sampling, `probs` gets their q [B, n, V]."""
+        if self.sampling.greedy:
+            candidates = logits.topk(level.num_candidates).indices
+        else:
+            probs.append(self.sampling.probabilities(logits))
+            candidates = draw_distinct(probs[-1], level.num_candidates, self.noise)
+        tokens = candidates[:, level.parents, level.picks]
+        if self.length.confidence > 0:
+            q = probs[-1] if probs else logits.float().softmax(-1)
+            self._end_unsure(q[:, 0].gather(1, tokens)[:, 0].tolist())
+        return tokens
+
+    def _end_unsure(self, confidence: list[float]) -> None:
+        """Ends chains with the token chosen last, by its probabilities [B]."""
+        for row, value in enumerate(confidence):
+            if value < self.length.confidence:
+                self.drafted[row] = min(self.drafted[row], self.depth + 1)
+
+    def _draft(self, probs: list[Tensor]) -> Draft:
+        q = _by_node(self.levels, probs) if probs else None
+        if self.length == DraftLength():
+            return Draft.of(self.tree, self.tokens, q)
+        places = torch.arange(self.depth, device=self.tokens.device)
+        over = places >= upload(self.drafted, self.tokens.device).unsqueeze(1)
+        return Draft.of(Tree.chain(self.depth), self.tokens.masked_fill(over, NOTHING), q)
+
+
+def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
+    """Commits tokens, at least one per text; [B, 1, V] logits after the last of each."""
+    longest = max(map(len, rows))
+    ids = upload([row + [0] * (longest - len(row)) for row in rows], model.device)
+    # A token that only the target knows may lie beyond the draft model's vocabulary.
+    ids = ids.clamp_max(model.vocab_size - 1)
+    # What fills up a shorter row comes after its tokens, which cannot see it.
+    causal = torch.ones(1, longest, longest, dtype=torch.bool, device=model.device).tril()
+    depths = torch.arange(longest, device=model.device).unsqueeze(0)
+    output = model.extend(cache, ids, causal, depths)
+    cache.commit([list(range(len(row))) for row in rows])
+    last = upload([[len(row) - 1] for row in rows], model.device)
+    return model.logits(output.at(last).hidden_states)
+
+
+def draw_distinct(probs: Tensor, num_tokens: int, noise: Noise) -> Tensor:
+    """[B, n, num_tokens] int64 drawn without replacement from [B, n, V], in their order.
+
+    The first of V exponential clocks to ring. NOTHING stands where no probability is left.
+    """
+    clocks = torch.empty_like(probs)
+    for row, generator in zip(clocks, noise.generators, strict=True):
+        row.exponential_(generator=generator)
+    race = (probs / clocks).topk(num_tokens)
+    return race.indices.masked_fill(race.values == 0, NOTHING)
+
+
+def fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """[..., V] of logits whose vocabulary was padded to another size."""
+    logits = logits[..., :vocab_size]
+    return pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+def same_tokenizer(target: Target, draft: Target) -> bool:
+    """Whether token ids mean the same to both.
+
+    Tokens that only one of them knows may be there, if the other has not used their ids.
+    """
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    names = {index: token for token, index in theirs.items()}
+    return all(
+        theirs.get(token, index) == index and names.get(index, token) == token
+        for token, index in ours.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Nodes of one depth that have children, read in one pass, and how these are chosen.
+
+    Attributes:
+        nodes: their numbers.
+        places: [n] int64, where they stand among the draft tokens.
+        mask: [1, n, P] bool, the nodes that each sees.
+        depths: [1, P] int64, below the root's children.
+        parents: [C] int64, the one of `nodes` above each child.
+        picks: [C] int64, which of its parent's candidates a child is.
+        num_candidates: how many are needed.
+    """
+
+    nodes: list[int]
+    places: Tensor
+    mask: Tensor
+    depths: Tensor
+    parents: Tensor
+    picks: Tensor
+    num_candidates: int
+
+
+def _levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
+    """From the root down; of children that are not ranked, the first is the first drawn."""
+    levels, mask, read = [], tree.mask(), []
+    for depth in range(tree.depth):
+        nodes = [n for n, d in enumerate(tree.depths) if d == depth and tree.children[n]]
+        # The root belongs to the text; it is not among the nodes that are pending.
+        read += nodes if depth else []
+        children = [node for node, d in enumerate(tree.depths) if d == depth + 1]
+        parents = [tree.parents[child] for child in children]
+        picks = [
+            tree.ranks[child] if ranked else tree.children[parent].index(child)
+            for child, parent in zip(children, parents, strict=True)
+        ]
+        levels.append(
+            _Level(
+                nodes,
+                torch.tensor([node - 1 for node in nodes], device=device),
+                mask[nodes][:, read].unsqueeze(0).to(device),
+                torch.tensor([[tree.depths[node] - 1 for node in read]], device=device),
+                torch.tensor([nodes.index(parent) for parent in parents], device=device),
+                torch.tensor(picks, device=device),
+                1 + max(picks),
+            )
+        )
+    return levels
+
+
+def _by_node(levels: list[_Level], probs: list[Tensor]) -> Tensor:
+    """[B, N', V] q by node, from q [B, n, V] by level; N' - 1 is the last node with children."""
+    last = levels[len(probs) - 1].nodes[-1]
+    nodes = torch.cat([level.places for level in levels[: len(probs)]]) + 1
+    q = torch.cat(probs, dim=1)
+    return q.new_zeros(len(q), last + 1, q.shape[2]).index_copy(1, nodes, q)
+
+
+def _walk(tree: Tree, drafted: list[int], kept: list[int]) -> list[int]:
+    """The nodes below the root that hold `kept`, by all tokens that were drafted."""
+    nodes = [0]
+    for token in kept:
+        nodes.append(next(n for n in tree.children[nodes[-1]] if drafted[n - 1] == token))
+    return nodes[1:]

@@ -1,0 +1,157 @@
+"""Lookahead decoding: n-grams that the target guesses for itself, in the same pass.
+
+A window of W columns and N - 1 rows holds guesses about the tokens ahead. Row 0 is a chain that
+begins with the root; what stands in row l hangs below row l - 1 of its column. All of it is run
+with the target, whose answers below the last row complete W n-grams and become the next last
+row (Jacobi iteration), while the other rows move up by one, however many tokens were accepted.
+N-grams of the window and of the text go to a pool by their first token; those that start with
+the root are checked as further branches.
+
+Source: Fu et al., arXiv 2402.02057, section 3; hao-ai-lab/LookaheadDecoding `lade/decoding.py`
+with ALWAYS_FWD_ONE and POOL_FROM_PROMPT; differs: the window starts with all rows, guesses may
+be accepted whole, and so may the window's own branches.
+Letters: B texts, W columns, N tokens of an n-gram.
+"""
+
+import random
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from heads.cache import upload
+from heads.drafting import NOTHING, Draft, Seen
+from heads.target.model import Reads
+
+Ngram = tuple[int, ...]
+
+
+class _Pool:
+    """N-grams by their first token, for each the latest few."""
+
+    def __init__(self, num_guesses: int) -> None:
+        self.num_guesses = num_guesses
+        self.tails: dict[int, OrderedDict[Ngram, None]] = {}
+
+    def add(self, ngram: Ngram) -> None:
+        tails = self.tails.setdefault(ngram[0], OrderedDict())
+        tails.pop(ngram[1:], None)
+        tails[ngram[1:]] = None
+        if len(tails) > self.num_guesses:
+            tails.popitem(last=False)
+
+    def after(self, token: int) -> list[Ngram]:
+        """What may follow, the latest first."""
+        return list(reversed(self.tails.get(token, OrderedDict())))
+
+
+class _Trie:
+    """Nodes in which branches that begin alike share their beginning."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.children: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int) -> int:
+        """The child of a node with that token, a new one if there is none; 0 is the root."""
+        node = self.children.get((parent, token))
+        if node is None:
+            self.tokens.append(token)
+            self.parents.append(parent)
+            node = self.children[parent, token] = len(self.tokens)
+        return node
+
+
+class _Window:
+    """One text's guesses and pool."""
+
+    def __init__(self, prompt: list[int], size: tuple[int, int], num_guesses: int) -> None:
+        self.width, self.level = size
+        luck = random.Random(0)
+        self.rows = [
+            [luck.choice(prompt) for _ in range(self.width)] for _ in range(self.level - 1)
+        ]
+        self.pool = _Pool(num_guesses)
+        self.tail: list[int] = []
+        self.last: list[int] = []
+        self.read(prompt)
+
+    def read(self, tokens: list[int]) -> None:
+        """The text goes on; its own n-grams go to the pool."""
+        for token in tokens:
+            self.tail = [*self.tail, token][-self.level :]
+            if len(self.tail) == self.level:
+                self.pool.add(tuple(self.tail))
+
+    def draft(self, root: int) -> _Trie:
+        """Window and guesses; `last` are the nodes of the last row."""
+        self.read([root])
+        self.rows[0] = [root, *self.rows[0][1:]]
+        trie = _Trie()
+        above = [0]
+        for token in self.rows[0][1:]:
+            above.append(trie.add(above[-1], token))
+        for row in self.rows[1:]:
+            above = [trie.add(parent, token) for parent, token in zip(above, row, strict=True)]
+        self.last = above
+        for tail in self.pool.after(root):
+            node = 0
+            for token in tail:
+                node = trie.add(node, token)
+        return trie
+
+    def update(self, answers: list[int]) -> None:
+        """Takes the target's answers [W] below the last row."""
+        for column in zip(*self.rows, answers, strict=True):
+            self.pool.add(column)
+        self.rows = [*self.rows[1:], answers]
+
+
+class Lookahead:
+    """Drafts window and guesses; waits for the device once per step for the window's answers.
+
+    Args:
+        window: W.
+        level: N, at least 2.
+        num_guesses: n-grams kept and checked per first token.
+    """
+
+    reads = Reads()
+
+    def __init__(self, window: int = 7, level: int = 5, num_guesses: int = 7) -> None:
+        self.size, self.num_guesses = (window, level), num_guesses
+        self.windows: list[_Window] = []
+        self.device = torch.device("cpu")
+
+    def observe(self, seen: Seen) -> None:
+        """Starts from the prompts, then moves the windows on."""
+        self.device = seen.output.hidden_states.device
+        if seen.logits is None:
+            self.windows = [_Window(p, self.size, self.num_guesses) for p in seen.token_ids]
+            return
+        last = upload([window.last for window in self.windows], self.device)
+        places = torch.arange(len(last), device=self.device).unsqueeze(1)
+        answers = seen.logits[places, last].argmax(-1).tolist()
+        for window, tokens, row in zip(self.windows, seen.token_ids, answers, strict=True):
+            window.read(tokens[1:])
+            window.update(row)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Trees of different shapes, filled up to the largest."""
+        tries = [window.draft(root) for window, root in zip(self.windows, roots, strict=True)]
+        largest = max(len(trie.tokens) for trie in tries)
+        gaps = [largest - len(trie.tokens) for trie in tries]
+        tokens = [t.tokens + [NOTHING] * gap for t, gap in zip(tries, gaps, strict=True)]
+        parents = [t.parents + [0] * gap for t, gap in zip(tries, gaps, strict=True)]
+        width, level = self.size
+        return Draft(self._upload(parents), self._upload(tokens), level - 1 + max(width - 2, 0))
+
+    def _upload(self, rows: list[list[int]]) -> Tensor:
+        """[B, n] int64, also where n is 0."""
+        return upload(rows, self.device).reshape(len(rows), -1 if rows[0] else 0).long()
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if self.windows:
+            self.windows = [self.windows[row] for row in rows]

@@ -1,0 +1,158 @@
+"""Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
+
+from typing import Generic, TypeVar
+
+import torch
+
+from heads.cache import upload
+from heads.drafting import NOTHING, Draft, Seen
+from heads.target.model import Reads
+from heads.tree import Tree
+
+Table = TypeVar("Table", bound="_Table")
+
+
+def chain_draft(rows: list[list[int]], device: torch.device) -> Draft:
+    """Chains of different lengths, the shorter ones filled up with NOTHING."""
+    longest = max(map(len, rows))
+    filled = [row + [NOTHING] * (longest - len(row)) for row in rows]
+    tokens = upload(filled, device).reshape(len(rows), longest).long()
+    return Draft.of(Tree.chain(longest), tokens)
+
+
+class _Table:
+    """One text, and what followed each of its n-grams.
+
+    Args:
+        max_ngram: longest run of tokens that is looked up.
+        min_ngram: shortest.
+    """
+
+    def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
+        self.text: list[int] = []
+
+    def append(self, token: int) -> None:
+        """Goes on; only now do the n-grams that ended the text have a follower."""
+        for size in self.sizes:
+            if size <= len(self.text):
+                self.learn(tuple(self.text[-size:]), token)
+        self.text.append(token)
+
+    def learn(self, ngram: tuple[int, ...], follower: int) -> None:
+        """The n-gram ends the text, which `follower` continues."""
+        raise NotImplementedError
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """What may follow the text."""
+        raise NotImplementedError
+
+
+class _FirstPlaces(_Table):
+    """Where each n-gram stands first."""
+
+    def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        super().__init__(max_ngram, min_ngram)
+        self.places: dict[tuple[int, ...], int] = {}
+
+    def learn(self, ngram: tuple[int, ...], follower: int) -> None:  # noqa: ARG002
+        """Remembers the place of the follower, if the n-gram is new."""
+        self.places.setdefault(ngram, len(self.text))
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """The tokens after the first place of the longest run that ends the text."""
+        for size in self.sizes:
+            place = self.places.get(tuple(self.text[-size:]))
+            if place is not None and size <= len(self.text):
+                return self.text[place : place + num_tokens]
+        return []
+
+
+class _Followers(_Table):
+    """How often each token followed each n-gram."""
+
+    def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        super().__init__(max_ngram, min_ngram)
+        self.counts: dict[tuple[tuple[int, ...], int], int] = {}
+        self.best: dict[tuple[int, ...], int] = {}
+
+    def learn(self, ngram: tuple[int, ...], follower: int) -> None:
+        """Counts; the most frequent follower leads, of equals the latest."""
+        self.counts[ngram, follower] = self.counts.get((ngram, follower), 0) + 1
+        leader = self.best.get(ngram, follower)
+        if self.counts[ngram, follower] >= self.counts[ngram, leader]:
+            self.best[ngram] = follower
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """Token after token the leader behind the longest run that is known."""
+        tail = self.text[-self.sizes[0] :]
+        drafted: list[int] = []
+        while len(drafted) < num_tokens:
+            runs = (tuple(tail[-size:]) for size in self.sizes if size <= len(tail))
+            follower = next((self.best[run] for run in runs if run in self.best), None)
+            if follower is None:
+                break
+            drafted.append(follower)
+            tail.append(follower)
+        return drafted
+
+
+class _FromText(Generic[Table]):
+    """Keeps a table per text and drafts chains from it; the host does all of it.
+
+    Args:
+        num_tokens: draft tokens at most.
+        max_ngram: longest run of last tokens that is looked up, tried first.
+        min_ngram: shortest.
+    """
+
+    reads = Reads()
+    table: type[Table]
+
+    def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        self.num_tokens = num_tokens
+        self.limits = (max_ngram, min_ngram)
+        self.tables: list[Table] = []
+        self.device = torch.device("cpu")
+
+    def observe(self, seen: Seen) -> None:
+        """Reads on; a root is in the table since it was proposed from."""
+        self.device = seen.output.hidden_states.device
+        prompts = not self.tables
+        if prompts:
+            self.tables = [self.table(*self.limits) for _ in seen.token_ids]
+        for table, tokens in zip(self.tables, seen.token_ids, strict=True):
+            for token in tokens if prompts else tokens[1:]:
+                table.append(token)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Chains of at most `num_tokens`."""
+        for table, root in zip(self.tables, roots, strict=True):
+            table.append(root)
+        return chain_draft([table.draft(self.num_tokens) for table in self.tables], self.device)
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if self.tables:
+            self.tables = [self.tables[row] for row in rows]
+
+
+class PromptLookup(_FromText[_FirstPlaces]):
+    """Copies what followed the last tokens where they first stood in prompt or answer.
+
+    The same drafts as transformers' `prompt_lookup_num_tokens`, whose
+    `max_matching_ngram_size` is `max_ngram`, and as vLLM's method `ngram`.
+
+    Source: github.com/apoorvumang/prompt-lookup-decoding.
+    """
+
+    table = _FirstPlaces
+
+
+class Ngram(_FromText[_Followers]):
+    """Drafts by an n-gram model of prompt and answer, with back-off to shorter n-grams.
+
+    Unlike a copy it follows the majority, and goes on where a copied passage ends.
+    """
+
+    table = _Followers

@@ -1,0 +1,219 @@
+"""A draft model with a tokenizer of its own: the two speak to each other in text.
+
+The text so far is read in the draft model's tokens, its draft is written in the target's. Only
+the end of a text is translated at every step; where that window begins, two translations are
+laid over each other, so that its arbitrary first tokens never count.
+
+Source: universal assisted generation, transformers `generation/candidate_generator.py`,
+`AssistedCandidateGeneratorDifferentTokenizers`, whose look-behind windows are joined by the
+longest run of tokens that agree anywhere. Letters: B texts, V vocab.
+"""
+
+from typing import Any
+
+import torch
+
+from eval.decode.drafters.draft_model import read_rows
+from heads.cache import Slots, TreeCache, upload
+from heads.drafting import NOTHING, Draft, Seen
+from heads.target.model import Reads, Target
+from heads.tree import Tree
+
+CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
+MOST_BYTES = 4  # of a character
+
+
+class Translator:
+    """Text and ids of two tokenizers.
+
+    A special token is the same token in both if it is written the same way. The draft model
+    does not see those of the target that it has none for, and its draft ends at one of its own
+    that the target has none for.
+
+    Args:
+        target: the target's tokenizer.
+        draft: the draft model's.
+    """
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self.target, self.draft = target, draft
+        self.unread = _unknown_specials(target, draft)
+        self.ends = _unknown_specials(draft, target)
+        start = draft("").input_ids[:1]
+        self.start = start if start == [draft.bos_token_id] else []
+
+    def read(self, target_ids: list[int]) -> list[int]:
+        """Ids of the draft model for a piece of text; a cut character at its end is left out."""
+        whole, _ = self._split(target_ids)
+        text = _decode(self.target, [i for i in whole if i not in self.unread])
+        return _encode(self.draft, text)
+
+    def write(self, target_ids: list[int], read: list[int], drafted: list[int]) -> list[int]:
+        """Ids of the target for `drafted`, behind `target_ids`, which were read as `read`.
+
+        Empty where the text cannot go on so without changing the ids that are there.
+        """
+        for place, token in enumerate(drafted):
+            if token in self.ends:
+                drafted = drafted[:place]
+                break
+        before = _decode(self.draft, read)
+        after = _decode(self.draft, read + drafted).rstrip(CUT)
+        if not after.startswith(before):
+            return []
+        whole, cut = self._split(target_ids)
+        text = _decode(self.target, whole)
+        there = _encode(self.target, text) + cut
+        ids = _encode(self.target, text + after[len(before) :])
+        return ids[len(there) :] if ids[: len(there)] == there else []
+
+    def _split(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
+        """The ids of whole characters, and those of a last one that is not complete."""
+        for end in range(len(target_ids), max(len(target_ids) - MOST_BYTES, 0), -1):
+            if not _decode(self.target, target_ids[:end]).endswith(CUT):
+                return target_ids[:end], target_ids[end:]
+        return target_ids, []
+
+
+class Translation:
+    """One text, growing in the target's ids and followed in the draft model's.
+
+    Args:
+        translator: of the two tokenizers.
+        window: of target ids, at most twice as many are translated at a time.
+    """
+
+    def __init__(self, translator: Translator, window: int) -> None:
+        self.translator, self.window = translator, window
+        self.done: list[int] = []  # ids of the draft model that later text cannot change
+        self.tail: list[int] = []  # target ids of the window
+        self.overlap = 0  # ids of the window's translation that stand in `done`
+
+    def add(self, target_ids: list[int]) -> None:
+        """The text goes on."""
+        self.tail += target_ids
+        if len(self.tail) > 2 * self.window:
+            self._advance()
+
+    def ids(self, root: int) -> tuple[list[int], list[int]]:
+        """The text up to `root` in the draft model's ids: all of it, and that of the window."""
+        recent = self.translator.read([*self.tail, root])
+        ids = self.done + recent[self.overlap :]
+        start = self.translator.start
+        if ids[: len(start)] != start:
+            ids = start + ids
+        return ids or [0], recent
+
+    def _advance(self) -> None:
+        """Begins a later window, if most of its translation is how it was translated so far."""
+        long = self.translator.read(self.tail)
+        short = self.translator.read(self.tail[-self.window :])
+        same = _common(long[::-1], short[::-1])
+        if 2 * same < len(short):
+            return
+        self.done += long[self.overlap : len(long) - same]
+        self.overlap = len(short) - same
+        self.tail = self.tail[-self.window :]
+
+
+class OtherTokenizer:
+    """Drafts the likeliest tokens of a model with another tokenizer.
+
+    Every step waits once more for the device, as text is made on the host.
+
+    Args:
+        model: the draft model with its tokenizer, on the target's device.
+        target_tokenizer: the target's.
+        num_tokens: of the draft model, drafted per step.
+        window: target tokens at the end of the text that may still be tokenized anew.
+    """
+
+    reads = Reads()
+
+    def __init__(
+        self, model: Target, target_tokenizer: Any, num_tokens: int, window: int = 32
+    ) -> None:
+        self.model, self.num_tokens, self.window = model, num_tokens, window
+        self.translator = Translator(target_tokenizer, model.tokenizer)
+        self.cache: TreeCache | None = None
+
+    def observe(self, seen: Seen) -> None:
+        """Takes the texts."""
+        if self.cache is None:
+            num_texts = len(seen.token_ids)
+            self.cache = self.model.new_cache(num_texts)
+            self.texts = [Translation(self.translator, self.window) for _ in range(num_texts)]
+            self.read: list[list[int]] = [[] for _ in range(num_texts)]
+        for text, tokens in zip(self.texts, seen.token_ids, strict=True):
+            text.add(tokens)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Chains of what the draft model would say, of different lengths, perhaps none."""
+        texts = [text.ids(root) for text, root in zip(self.texts, roots, strict=True)]
+        drafted = self._draft([ids for ids, _ in texts])
+        rows = [
+            self.translator.write([*text.tail, root], recent, tokens)
+            for text, root, (_, recent), tokens in zip(
+                self.texts, roots, texts, drafted, strict=True
+            )
+        ]
+        longest = max(map(len, rows))
+        filled = [row + [NOTHING] * (longest - len(row)) for row in rows]
+        # Where there is nothing at all, numbers come as floats.
+        return Draft.of(Tree.chain(longest), upload(filled, self.model.device).long())
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if self.cache is not None:
+            self.cache.keep(rows)
+            self.texts = [self.texts[row] for row in rows]
+            self.read = [self.read[row] for row in rows]
+
+    def _draft(self, texts: list[list[int]]) -> list[list[int]]:
+        """The likeliest tokens behind the texts, after reading what is new in these."""
+        assert self.cache is not None
+        # The last token is read in any case, for the logits after it.
+        known = [
+            min(_common(old, new), len(new) - 1) for old, new in zip(self.read, texts, strict=True)
+        ]
+        _rewind(self.cache, known)
+        new = [text[num:] for text, num in zip(texts, known, strict=True)]
+        chosen = [read_rows(self.model, self.cache, new).argmax(-1)]
+        one = torch.ones(1, 1, 1, dtype=torch.bool, device=self.model.device)
+        for _ in range(self.num_tokens - 1):
+            output = self.model.extend(self.cache, chosen[-1], one, torch.zeros_like(chosen[0][:1]))
+            self.cache.commit([[0]] * len(texts))
+            chosen.append(self.model.logits(output.hidden_states).argmax(-1))
+        drafted = torch.cat(chosen, dim=1).tolist()
+        self.read = [text + tokens[:-1] for text, tokens in zip(texts, drafted, strict=True)]
+        return drafted
+
+
+def _rewind(cache: TreeCache, lengths: list[int]) -> None:
+    """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
+    slots = Slots(len(lengths), cache.slots.device)
+    slots.commit([list(range(length)) for length in lengths])
+    cache.slots = slots
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _unknown_specials(tokenizer: Any, other: Any) -> set[int]:
+    """Ids of special tokens that the other tokenizer does not write the same way."""
+    known = other.get_vocab()
+    added = tokenizer.added_tokens_decoder.items()
+    special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)
+    names = dict(zip(special, tokenizer.convert_ids_to_tokens(list(special)), strict=True))
+    return {index for index, name in names.items() if name not in known}

@@ -1,0 +1,153 @@
+"""The target drafts for itself with some of its decoder layers left out.
+
+A draft token is a pass of the layers that stay, which read the target's own keys and values of
+the text; what a draft token adds to these stands where the verify pass writes its own. There is
+no second model, no second cache and nothing to undo.
+
+Sources: LayerSkip, arXiv 2404.16710 (the last layers are left out); Draft & Verify, arXiv
+2309.08168, and SWIFT, arXiv 2410.06916 (any are). Differs: whole layers only.
+
+Letters: B texts, S tokens of a text, n roots, V vocab.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heads.cache import TreeCache, upload
+from heads.drafting import NOTHING, Draft, Seen
+from heads.sampling import GREEDY, Noise, Sampling
+from heads.target.model import Reads, Target
+from heads.tree import Tree
+
+
+def early_exit(target: Target, num_layers: int) -> tuple[int, ...]:
+    """The layers left out if only the first `num_layers` run."""
+    return tuple(range(num_layers, target.num_layers))
+
+
+class SelfDraft:
+    """Drafts chains.
+
+    Args:
+        target: the target itself; none of its layers may use keys and values of another.
+        skip: decoder layers, from 0, that are left out.
+        num_tokens: draft tokens, at least one.
+        confidence: a chain ends with the first token that was given less than this probability;
+            that token is still proposed. 0 ends none; anything else waits for the device at
+            every draft token.
+        sampling: the target's, applied to the drafts too.
+        seeds: of the draws, one per text; others than the target's.
+    """
+
+    reads = Reads()
+
+    def __init__(
+        self,
+        target: Target,
+        skip: Sequence[int],
+        num_tokens: int,
+        confidence: float = 0.0,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+    ) -> None:
+        assert num_tokens > 0
+        self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
+        self.confidence, self.sampling = confidence, sampling
+        self.noise = Noise.seeded(seeds, target.device)
+        self.cache: TreeCache | None = None
+
+    def observe(self, seen: Seen) -> None:
+        """Only where the target keeps the texts."""
+        self.cache = seen.cache
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Chains of at most `num_tokens` tokens, one pass each."""
+        last, going = upload(roots, self.target.device), list(range(len(roots)))
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        while going and len(tokens) < self.num_tokens:
+            logits = self._read(last.clamp_min(0), len(tokens))
+            last = self._choose(logits, going, probs)
+            tokens.append(last)
+            if self.confidence > 0:
+                q = probs[-1] if probs else logits.float().softmax(-1)
+                likely = q.gather(1, last.clamp_min(0).unsqueeze(1))[:, 0].tolist()
+                going = [row for row in going if likely[row] >= self.confidence]
+        drawn = torch.stack(probs, 1) if probs else None
+        return Draft.of(Tree.chain(len(tokens)), torch.stack(tokens, 1), drawn)
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only; the cache is the target's to cut."""
+        self.noise = self.noise.rows(rows)
+
+    def _read(self, tokens: Tensor, depth: int) -> Tensor:
+        """[B, V] logits after tokens [B] at a depth below the root."""
+        assert self.cache is not None
+        everything = torch.ones(1, 1, depth + 1, dtype=torch.bool, device=tokens.device)
+        depths = torch.arange(depth + 1, device=tokens.device).unsqueeze(0)
+        output = self.target.extend(
+            self.cache, tokens.unsqueeze(1), everything, depths, skip=self.skip
+        )
+        return self.target.logits(output.hidden_states[:, 0])
+
+    def _choose(self, logits: Tensor, going: list[int], probs: list[Tensor]) -> Tensor:
+        """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V].
+
+        A text whose chain has ended gets NOTHING and draws nothing, as if it were alone.
+        """
+        rows = upload(going, logits.device)
+        if self.sampling.greedy:
+            found = logits[rows].argmax(-1)
+        else:
+            probs.append(self.sampling.probabilities(logits))
+            found = self.noise.rows(going).race(probs[-1][rows])
+        return found.new_full((len(logits),), NOTHING).index_copy(0, rows, found)
+
+
+class OwnText:
+    """One of the target's texts, read once, so that many sets of layers can be tried on it.
+
+    Below every root a chain is drafted at the same time. As an accepted draft token is the
+    text's own, the chains are fed from the text: token r + e of it, e below root r, sees the
+    target's keys and values of what stands before r, and those of its own chain from r on.
+
+    Args:
+        target: the target.
+        token_ids: [S], prompt and response.
+        first: the first root; the later tokens are roots too, n = S - first.
+    """
+
+    def __init__(self, target: Target, token_ids: list[int], first: int) -> None:
+        self.target, self.first = target, first
+        self.ids = upload(token_ids, target.device)
+        self.places = torch.arange(len(token_ids), device=target.device)
+        self.cache = target.new_cache(1)
+        causal = self.places.unsqueeze(1) >= self.places
+        # The text stays pending: a committed token would be seen from everywhere.
+        target.extend(self.cache, self.ids[None], causal[None], self.places[None])
+
+    def drafts(self, skip: Sequence[int], depth: int, width: int = 1) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth.
+
+        Where a chain leaves the text they mean nothing.
+
+        Args:
+            skip: decoder layers that are left out.
+            depth: draft tokens.
+            width: candidates per depth.
+        """
+        roots = self.places[self.first :]
+        mask, positions, found = self.places < roots.unsqueeze(1), self.places, []
+        own = torch.eye(len(roots), dtype=torch.bool, device=mask.device)
+        for below in range(depth):
+            fed = (roots + below).clamp_max(len(self.ids) - 1)
+            mask = torch.cat([mask, own], dim=1)
+            positions = torch.cat([positions, roots + below])
+            output = self.target.extend(
+                self.cache, self.ids[fed][None], mask[None], positions[None], skip=skip
+            )
+            logits = self.target.logits(output.hidden_states[0])
+            found.append(logits.topk(width, dim=-1).indices)
+        return torch.stack(found)

@@ -1,0 +1,120 @@
+"""Batched answers of a target in this process: left padding, greedy or sampled.
+
+Letters: B conversations, T prompt tokens, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from conf.schema import InputError
+from data.chat import check_tokenizer, encode_prompt
+from data.endpoint import Answer, RowRefused
+from heads.target.model import Target
+
+
+class GumbelNoise(LogitsProcessor):
+    """Turns a greedy choice into a sample of softmax(logits / temperature), a seed per row.
+
+    The sample of a row depends on its own seed and logits alone, not on its batch, so that a
+    resumed run repeats it: argmax(logits / temperature + Gumbel noise) has that distribution.
+    """
+
+    def __init__(self, temperature: float, seeds: list[int], device: torch.device) -> None:
+        self.temperature = temperature
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002  their name
+        """[B, V] float32 scores plus fresh noise."""
+        uniform = torch.stack(
+            [
+                torch.rand(scores.shape[1], generator=generator, device=scores.device)
+                for generator in self.generators
+            ]
+        )
+        tiny = torch.finfo(uniform.dtype).tiny
+        exponential = -torch.log1p(-uniform)
+        return scores / self.temperature - torch.log(exponential.clamp_min(tiny))
+
+
+class LocalAnswers:
+    """A target that answers several conversations at once.
+
+    Effects:
+        Replaces the target's generation config: repetition penalties and other defaults that
+        models ship would make text that plain decoding, which heads are measured on, never says.
+    """
+
+    def __init__(self, target: Target, max_new_tokens: int, temperature: float) -> None:
+        check_tokenizer(target.tokenizer)
+        self.target = target
+        self.temperature = temperature
+        self.stop_ids = target.stop_ids
+        pad = target.tokenizer.pad_token_id
+        self.pad_id = pad if pad is not None else (self.stop_ids or [0])[0]
+        target.model.generation_config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=self.stop_ids or None,
+            pad_token_id=self.pad_id,
+        )
+        window = getattr(target.config, "max_position_embeddings", None)
+        self.max_prompt_tokens = None if window is None else window - max_new_tokens
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise InputError(
+                f"max_new_tokens={max_new_tokens}: leaves no room for a prompt in the window of "
+                f"{target.name}, {window} tokens"
+            )
+
+    def prompt_ids(self, messages: list[dict]) -> list[int]:
+        """Renders a conversation up to the target's turn.
+
+        Raises:
+            RowRefused: the template refuses it, or it leaves no room for the answer.
+        """
+        try:
+            ids = encode_prompt(messages, self.target.tokenizer)
+        except InputError as error:
+            raise RowRefused(str(error)) from error
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise RowRefused(
+                f"{len(ids)} prompt tokens leave no room for max_new_tokens in the target's "
+                f"window (at most {self.max_prompt_tokens})"
+            )
+        return ids
+
+    def answer(self, prompts: list[list[int]], seeds: list[int]) -> list[Answer]:
+        """Generates one answer per prompt.
+
+        Args:
+            prompts: token ids, B lists.
+            seeds: one per prompt; not used at temperature 0.
+
+        Raises:
+            InputError: the batch does not fit in memory.
+        """
+        length = max(len(prompt) for prompt in prompts)
+        padded = [[self.pad_id] * (length - len(prompt)) + prompt for prompt in prompts]
+        seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self.target.device
+        noise = LogitsProcessorList()
+        if self.temperature > 0:
+            noise.append(GumbelNoise(self.temperature, seeds, device))
+        try:
+            output = self.target.model.generate(
+                input_ids=torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(seen, device=device),
+                logits_processor=noise,
+            )
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"batch_size={len(prompts)}: out of device memory; lower it and start again "
+                "(finished rows are kept)"
+            ) from error
+        return [self._answer(row) for row in output[:, length:].tolist()]
+
+    def _answer(self, ids: list[int]) -> Answer:
+        stops = [index for index, token in enumerate(ids) if token in self.stop_ids]
+        spoken = ids[: stops[0]] if stops else ids
+        text = self.target.tokenizer.decode(spoken, skip_special_tokens=True)
+        return Answer(text, truncated=not stops)

@@ -1,0 +1,226 @@
+"""What all measurements start from: target, head, prompts and their results file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+from conf.schema import HeadRef, InputError
+from conf.schema_measure import MeasureRun
+from data.embedded import ensure_embedded
+from data.provenance import provenance
+from data.records import Record, Records, load_records
+from eval.decode.engine import NoDraft, decode
+from eval.measure import processes
+from eval.measure.heads import BenchHead, attach, device_name, open_head
+from eval.measure.prompts import Prompt, first_turns, next_turns, share
+from heads.sampling import Sampling
+from heads.target.load import load_target
+from heads.target.model import Target
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A target with the heads and the prompts to measure, in one of several processes.
+
+    Attributes:
+        heads: the head of `head.path` first, if there is one.
+        prompts: this process's share, dialogue by dialogue in each turn.
+        sampling: how tokens are chosen.
+        data: where the prompts came from, for the results file.
+        main: whether this process prints and writes.
+    """
+
+    target: Target
+    heads: list[BenchHead]
+    prompts: list[Prompt]
+    sampling: Sampling
+    data: dict[str, Any]
+    main: bool
+
+    @property
+    def head(self) -> BenchHead:
+        """The one head of a measurement that needs one."""
+        return self.heads[0]
+
+
+def open_bench(
+    run: MeasureRun, result_name: str, more_heads: Sequence[str] = (), need_head: bool = True
+) -> Bench:
+    """Checks what is cheap to check, then loads everything.
+
+    Args:
+        run: the settings.
+        result_name: the file that will be written.
+        more_heads: paths besides `head.path`.
+        need_head: refuse to go without one.
+
+    Raises:
+        InputError: see each part; nothing has been written when it is raised.
+    """
+    if run.head.path is None and need_head:
+        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+    check_out_dir(run, result_name)
+    state = processes.start()
+    with state.main_process_first():
+        _fill_defaults(run)
+    records = _records(run)
+    refs = [HeadRef(path) for path in more_heads]
+    refs = refs if run.head.path is None else [run.head, *refs]
+    heads = [open_head(run, ref) for ref in refs]
+    target = load_target(run.target, state.device)
+    for head in heads:
+        attach(head, target)
+    chosen = records.records[: run.data.num_prompts]
+    depth = max((head.depth for head in heads), default=0)
+    prompts = _prompts(run, chosen, target, depth)
+    mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
+    if not mine:
+        raise InputError(
+            f"data.num_prompts={len(chosen)}: fewer dialogues than the {state.num_processes} "
+            "processes of this launch"
+        )
+    prompts = _later_turns(run, chosen, mine, target, depth)
+    data = {
+        "path": run.data.path,
+        "form": records.form.value,
+        "sha256": records.sha256,
+        "num_prompts": len(processes.gathered(prompts)),
+        "num_bad": len(records.bad),
+    }
+    sampling = Sampling(run.temperature, run.top_p, run.top_k)
+    return Bench(target, heads, prompts, sampling, data, state.is_main_process)
+
+
+def check_out_dir(run: MeasureRun, result_name: str) -> None:
+    """Refuses to write over an earlier result.
+
+    Raises:
+        InputError: with what is there.
+    """
+    if (Path(run.out_dir) / result_name).exists():
+        raise InputError(f"out_dir={run.out_dir} already holds {result_name}: choose another")
+
+
+def _fill_defaults(run: MeasureRun) -> None:
+    if run.target.path is None or run.data.path is None:
+        embedded = ensure_embedded()
+        run.target.path = run.target.path or embedded.target_path
+        run.data.path = run.data.path or embedded.prompts_path
+
+
+def _records(run: MeasureRun) -> Records:
+    assert run.data.path is not None
+    records = load_records(
+        run.data.path,
+        split=run.data.split,
+        subset=run.data.subset,
+        form=run.data.form,
+        on_bad_row=run.data.on_bad_row,
+    )
+    for message in records.bad:
+        Console(stderr=True).print(f"skipped: {message}", highlight=False)
+    return records
+
+
+def _prompts(
+    run: MeasureRun, records: Sequence[Record], target: Target, depth: int
+) -> list[Prompt]:
+    prompts = first_turns(records, target.tokenizer)
+    check_window(run.max_new_tokens, prompts, target, depth)
+    return prompts
+
+
+def _later_turns(
+    run: MeasureRun, records: Sequence[Record], prompts: list[Prompt], target: Target, depth: int
+) -> list[Prompt]:
+    """The prompts of all turns; every method later gets the same answers in them."""
+    found, latest = list(prompts), prompts
+    for _ in range(1, run.num_turns):
+        users = [
+            sum(m["role"] == "user" for m in records[p.dialogue].messages or []) for p in latest
+        ]
+        latest = [p for p, num_turns in zip(latest, users, strict=True) if num_turns > p.turn]
+        if not latest:
+            break
+        answers = greedy_responses(target, latest, run.max_new_tokens)
+        latest = next_turns(records, latest, answers, target.tokenizer)
+        check_window(run.max_new_tokens, latest, target, depth)
+        found += latest
+    return found
+
+
+def check_window(
+    max_new_tokens: int, prompts: Sequence[Prompt], target: Target, depth: int
+) -> None:
+    """Refuses prompts that leave no room for the text.
+
+    Raises:
+        InputError: with the lengths.
+    """
+    window = getattr(target.config, "max_position_embeddings", None)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    needed = longest + max_new_tokens + depth
+    if window is not None and needed > window:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens "
+            f"and drafts of depth {depth} that is {needed}, above the target's window of "
+            f"{window}; lower max_new_tokens or num_turns, or drop long prompts"
+        )
+
+
+def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:
+    """Indices of prompts to decode together: of one turn and category, in order."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault((prompt.turn, prompt.category), []).append(index)
+    for members in groups.values():
+        for start in range(0, len(members), batch_size):
+            yield members[start : start + batch_size]
+
+
+def seed_of(prompt: Prompt, seed: int) -> int:
+    """The seed of a prompt's text, whatever process decodes it and whatever else it decodes."""
+    return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
+
+
+def greedy_responses(
+    target: Target, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[list[int]]:
+    """The target's own greedy tokens per prompt, from the engine without drafting."""
+    return [
+        decode(target, NoDraft(), prompt.token_ids, max_new_tokens).token_ids
+        for prompt in tqdm(prompts, desc="target's own text", unit="prompt")
+    ]
+
+
+def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Bench) -> Path:
+    """Writes `out_dir/name` whole or not at all, with what produced it."""
+    result = {
+        **result,
+        "head": run.head.path,
+        "target_dtype": str(bench.target.dtype).removeprefix("torch."),
+        "device": device_name(),
+        "torch_threads": torch.get_num_threads(),
+        "max_new_tokens": run.max_new_tokens,
+        "temperature": run.temperature,
+        "top_p": run.top_p,
+        "top_k": run.top_k,
+        "num_turns": run.num_turns,
+        "tree": bench.heads[0].described() if bench.heads else None,
+        **provenance(run, bench.target.name, bench.data),
+    }
+    path = Path(run.out_dir) / name
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(result, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
+    return path

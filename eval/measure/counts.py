@@ -1,0 +1,91 @@
+"""What an engine must count of the drafts of a head, and where its counts fall apart from that."""
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from data.engine_counts import Drafted
+from eval.decode.engine import decode
+from heads.drafting import Drafter
+from heads.target.model import Target
+
+
+def drafted(
+    target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, depth: int
+) -> Drafted:
+    """One greedy text by our own decoder, its drafts counted as engines count them.
+
+    Unlike the steps of a decode, the paths go on beyond the end of the text.
+
+    Args:
+        target: the frozen target.
+        drafter: of chains; fresh.
+        prompt_ids: the rendered prompt.
+        max_new_tokens: tokens of the text at most.
+        depth: draft tokens of a chain.
+    """
+    generation = decode(target, drafter, prompt_ids, max_new_tokens)
+    lengths = [len(path) for path in generation.paths]
+    return Drafted.of(generation.token_ids, lengths, depth)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Over all texts; `accepted` per depth."""
+
+    drafts: int
+    accepted: list[int]
+
+    @classmethod
+    def of(cls, texts: list[Drafted]) -> "Totals":
+        """The sums."""
+        columns = zip(*(text.accepted for text in texts), strict=True)
+        return cls(sum(text.drafts for text in texts), [sum(column) for column in columns])
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a text is another one; None where one of them has ended."""
+
+    prompt: int
+    token: int
+    ours: int | None
+    engine: int | None
+
+
+def divergences(ours: list[Drafted], engine: list[Drafted]) -> list[Divergence]:
+    """The first different token of each text that has one, prompts and tokens counted from 0."""
+    found = []
+    for prompt, (mine, theirs) in enumerate(zip(ours, engine, strict=True)):
+        pairs = enumerate(zip_longest(mine.text, theirs.text))
+        first = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
+        if first is not None:
+            found.append(Divergence(prompt, *first))
+    return found
+
+
+def problems(ours: list[Drafted], engine: list[Drafted], tolerance: float) -> list[str]:
+    """Says what falls apart: nothing, if an engine computes what we do.
+
+    Args:
+        ours: texts by `drafted`.
+        engine: those of the same prompts by a running engine.
+        tolerance: share of the texts that may differ, and share of the greater count by which
+            drafts, and accepted tokens of a depth, may.
+    """
+    found, different = [], divergences(ours, engine)
+    if len(different) > tolerance * len(ours):
+        at = different[0]
+        found.append(
+            f"{len(different)} of {len(ours)} texts, first prompt {at.prompt} at token "
+            f"{at.token}: {at.ours} by us, {at.engine} by the engine"
+        )
+    mine, theirs = Totals.of(ours), Totals.of(engine)
+    counts = {"drafts": (mine.drafts, theirs.drafts)}
+    for depth, pair in enumerate(zip(mine.accepted, theirs.accepted, strict=True), start=1):
+        counts[f"accepted at depth {depth}"] = pair
+    found += [
+        f"{name}: {a} by us, {b} by the engine"
+        for name, (a, b) in counts.items()
+        if abs(a - b) > tolerance * max(a, b)
+    ]
+    return found

@@ -1,0 +1,287 @@
+"""Every way to decode that `eval/speedup.py` compares: name, what it needs, how it is made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+
+from conf.schema import InputError, TargetConfig
+from conf.schema_measure import SpeedupRun
+from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
+from eval.decode.drafters.lookahead import Lookahead
+from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.decode.generate import hf_generate
+from eval.measure import processes
+from eval.measure.bench import Bench, greedy_responses
+from eval.measure.heads import BenchHead, drafter_seeds, usual_tree
+from eval.tune.skip_search import SearchLimits, search_layers
+from heads.drafting import Drafter
+from heads.sampling import Sampling, Typical
+from heads.target.load import load_target
+from heads.target.model import Target
+from heads.tree import Tree
+
+BASELINE = "vanilla"
+METHODS = {
+    BASELINE: "the engine without drafting",
+    "generate": "transformers' generate",
+    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1",
+    "generate_assisted": "generate with assistant_model=draft.path; batch_size=1",
+    "medusa_chain": "a Medusa head",
+    "medusa_tree": "a Medusa head",
+    "medusa_typical": "a Medusa head; temperature above 0; lossy",
+    "eagle_chain": "an EAGLE head",
+    "eagle_tree": "an EAGLE head",
+    "draft_chain": "draft.path",
+    "draft_tree": "draft.path with the target's tokenizer",
+    "prompt_lookup": "nothing",
+    "ngram": "nothing",
+    "lookahead": "nothing",
+    "early_exit": "nothing",
+    "skip_layers": "nothing",
+}
+"""What each method is or needs. With several heads of a kind, further ones are called
+`eagle_tree_2` and so on, in the order of `head.path` and `heads`."""
+
+NUM_SEARCH_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode.
+
+    Attributes:
+        run: texts of prompts, given one seed each.
+        tree: the static shape of its drafts, if they have one.
+        lossy: whether texts may differ in distribution from the target's own.
+    """
+
+    run: Callable[[Sequence[list[int]], Sequence[int]], list[Generation]]
+    tree: Tree | None = None
+    lossy: bool = False
+
+
+def check_methods(names: Sequence[str]) -> None:
+    """Refuses names of no method.
+
+    Raises:
+        InputError: with the names there are.
+    """
+    unknown = {name for name in names if _kind(name) not in ("all", *METHODS)}
+    if unknown:
+        raise InputError(f"methods={sorted(unknown)}: allowed: all, {', '.join(METHODS)}")
+
+
+def _kind(name: str) -> str:
+    stem, _, number = name.rpartition("_")
+    return stem if number.isdigit() else name
+
+
+def build_methods(bench: Bench, config: SpeedupRun) -> dict[str, Method]:
+    """The chosen methods by name, the baseline first.
+
+    Raises:
+        InputError: a method whose head, draft model or batch size is not there.
+    """
+    wanted = Builder(bench, config)
+    known = wanted.available()
+    if "all" in config.methods:
+        names = list(known)
+    else:
+        missing = sorted(set(config.methods) - set(known))
+        if missing:
+            needs = ", ".join(f"{name} ({METHODS[_kind(name)]})" for name in missing)
+            raise InputError(f"methods={missing}: needs {needs}; here there are {', '.join(known)}")
+        names = [name for name in known if name in (BASELINE, *config.methods)]
+    return {name: known[name]() for name in names}
+
+
+class Builder:
+    """Makes methods from what a run gives."""
+
+    def __init__(self, bench: Bench, config: SpeedupRun) -> None:
+        self.bench, self.config = bench, config
+        self.target, self.sampling = bench.target, bench.sampling
+
+    def available(self) -> dict[str, Callable[[], Method]]:
+        """How to make each method for which everything is given."""
+        found: dict[str, Callable[[], Method]] = {
+            BASELINE: lambda: self._engine(lambda _seeds: NoDraft(), Tree.chain(0)),
+            "generate": self._generate,
+        }
+        single = self.config.batch_size == 1
+        if single:
+            num_tokens, ngram = self.config.lookup.num_tokens, self.config.lookup.max_ngram
+            found["generate_lookup"] = partial(
+                self._generate, prompt_lookup_num_tokens=num_tokens, max_matching_ngram_size=ngram
+            )
+        for head, suffix in self._numbered():
+            family = head.family
+            for kind in ("chain", "tree"):
+                found[f"{family}_{kind}{suffix}"] = partial(self._head, head, kind)
+            if family == "medusa" and not self.sampling.greedy:
+                found[f"medusa_typical{suffix}"] = partial(self._typical, head)
+        if self.config.draft.path is not None:
+            found |= self._with_draft_model(self.config.draft.path, single)
+        return found | {
+            "prompt_lookup": self._prompt_lookup,
+            "ngram": self._ngram,
+            "lookahead": self._lookahead,
+            "early_exit": self._early_exit,
+            "skip_layers": self._skip_layers,
+        }
+
+    def _numbered(self) -> list[tuple[BenchHead, str]]:
+        counts: dict[str, int] = {}
+        numbered = []
+        for head in self.bench.heads:
+            counts[head.family] = counts.get(head.family, 0) + 1
+            number = counts[head.family]
+            numbered.append((head, f"_{number}" if number > 1 else ""))
+        return numbered
+
+    def _engine(
+        self,
+        make: Callable[[list[int]], Drafter],
+        tree: Tree | None = None,
+        sampling: Sampling | None = None,
+    ) -> Method:
+        how = sampling or self.sampling
+
+        def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
+            length = self.config.max_new_tokens
+            return decode_batch(self.target, make(list(seeds)), prompts, length, how, seeds)
+
+        return Method(run, tree, how.lossy)
+
+    def _generate(self, **assistance: object) -> Method:
+        def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
+            return hf_generate(
+                self.target, prompts, self.config.max_new_tokens, self.sampling, seeds[0],
+                **assistance,
+            )  # fmt: skip
+
+        return Method(run)
+
+    def _head(self, head: BenchHead, kind: str) -> Method:
+        tree = head.tree if kind == "tree" else head.chain
+        return self._engine(
+            lambda seeds: head.drafter(kind, self.sampling, seeds),
+            tree if isinstance(tree, Tree) else None,
+        )
+
+    def _typical(self, head: BenchHead) -> Method:
+        rule, how = self.config.typical, self.sampling
+        lossy = Sampling(how.temperature, how.top_p, how.top_k, Typical(rule.threshold, rule.alpha))
+        assert isinstance(head.tree, Tree)
+        return self._engine(lambda seeds: head.drafter("tree", lossy, seeds), head.tree, lossy)
+
+    def _with_draft_model(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
+        settings = self.config.draft
+        reference = TargetConfig(path, settings.revision, self.config.target.dtype)
+        model = load_target(reference, self.target.device)
+        if not same_tokenizer(self.target, model):
+            return {"draft_chain": partial(self._other_tokenizer, model)}
+        found: dict[str, Callable[[], Method]] = {
+            "draft_chain": partial(self._draft_chain, model),
+            "draft_tree": partial(self._draft_tree, model),
+        }
+        if single:
+            how = model.model.generation_config
+            how.num_assistant_tokens = settings.num_tokens
+            how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"
+            how.assistant_confidence_threshold = settings.confidence
+            found["generate_assisted"] = partial(self._generate, assistant_model=model.model)
+        return found
+
+    def _draft_chain(self, model: Target) -> Method:
+        settings = self.config.draft
+        length = DraftLength(
+            settings.num_tokens if settings.heuristic else None, settings.confidence
+        )
+        tree = Tree.chain(settings.max_tokens if settings.heuristic else settings.num_tokens)
+        return self._draft_model(model, tree, length)
+
+    def _draft_tree(self, model: Target) -> Method:
+        paths = self.config.draft.tree
+        tree = usual_tree(self.config.draft.num_tokens) if paths is None else Tree.from_paths(paths)
+        return self._draft_model(model, tree)
+
+    def _draft_model(self, model: Target, tree: Tree, length: DraftLength | None = None) -> Method:
+        def make(seeds: list[int]) -> Drafter:
+            own = drafter_seeds(seeds)
+            return DraftModel(model, tree, self.sampling, own, length, self.target.vocab_size)
+
+        return self._engine(make, tree)
+
+    def _other_tokenizer(self, model: Target) -> Method:
+        num_tokens = self.config.draft.num_tokens
+        return self._engine(lambda _: OtherTokenizer(model, self.target.tokenizer, num_tokens))
+
+    def _prompt_lookup(self) -> Method:
+        settings = self.config.lookup
+        return self._engine(
+            lambda _: PromptLookup(settings.num_tokens, settings.max_ngram, settings.min_ngram)
+        )
+
+    def _ngram(self) -> Method:
+        settings = self.config.lookup
+        return self._engine(
+            lambda _: Ngram(settings.num_tokens, settings.max_ngram, settings.min_ngram)
+        )
+
+    def _lookahead(self) -> Method:
+        settings = self.config.lookahead
+        return self._engine(
+            lambda _: Lookahead(settings.window, settings.level, settings.num_guesses)
+        )
+
+    def _early_exit(self) -> Method:
+        num_layers = self.config.self_draft.num_layers or max(1, self.target.num_layers // 2)
+        if num_layers > self.target.num_layers:
+            raise InputError(
+                f"self_draft.num_layers={num_layers}: the target has {self.target.num_layers}"
+            )
+        num_tokens = self.config.self_draft.num_tokens or 4
+        return self._self_draft(early_exit(self.target, num_layers), num_tokens)
+
+    def _skip_layers(self) -> Method:
+        settings = self.config.self_draft
+        skip, num_tokens = settings.skip, settings.num_tokens
+        if skip is None:
+            skip, found = self._search()
+            num_tokens = num_tokens or found
+        outside = [layer for layer in skip if not 0 <= layer < self.target.num_layers]
+        if outside:
+            raise InputError(
+                f"self_draft.skip: {outside}; the target has layers 0..{self.target.num_layers - 1}"
+            )
+        return self._self_draft(tuple(skip), num_tokens or 4)
+
+    def _self_draft(self, skip: tuple[int, ...], num_tokens: int) -> Method:
+        return self._engine(
+            lambda seeds: SelfDraft(
+                self.target, skip, num_tokens,
+                sampling=self.sampling, seeds=drafter_seeds(seeds),
+            ),
+            Tree.chain(num_tokens),
+        )  # fmt: skip
+
+    def _search(self) -> tuple[list[int], int]:
+        """Layers to skip and draft tokens that are predicted to be fastest on some prompts."""
+        chosen = self.bench.prompts[:NUM_SEARCH_PROMPTS]
+        prompts = [prompt.token_ids for prompt in chosen]
+        answers = greedy_responses(self.target, chosen, self.config.max_new_tokens)
+        texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
+        lengths = [len(ids) for ids in prompts]
+        best = search_layers(self.target, texts, lengths, SearchLimits()).choices[0]
+        if self.bench.main:
+            Console(stderr=True).print(
+                f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens"
+            )
+        # Every process searched on its own prompts; all decode with what the first one found.
+        return processes.gathered([(list(best.skip), best.num_tokens)])[0]

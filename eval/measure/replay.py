@@ -1,0 +1,113 @@
+"""Acceptance without decoding: what greedy tree decoding would have accepted.
+
+Given the target's own greedy text, whether a draft token is accepted depends only on what the
+head has read of that text, so all positions are scored in one pass per depth and the accepted
+lengths are then walked. Equal to `eval.decode.engine.decode` step for step. n: response tokens.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eval.decode.engine import Step
+from heads.target.model import Reads, Target, TargetOutput
+from heads.tree import Tree
+
+
+class Replayable(Protocol):
+    """A head whose drafts depend on the text alone."""
+
+    reads: Reads
+
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth along a text itself."""
+        ...
+
+
+@torch.no_grad()
+def replay(
+    target: Target, head: Replayable, tree: Tree, prompt_ids: list[int], response_ids: list[int]
+) -> list[Step]:
+    """The verify passes that decoding this response would have taken.
+
+    Args:
+        target: the frozen target.
+        head: attached to the target.
+        tree: static tree or chain.
+        prompt_ids: the rendered prompt.
+        response_ids: [n] the target's greedy continuation, stop token included.
+    """
+    output = target.read_text(prompt_ids + response_ids[:-1], head.reads)
+    ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
+    return walk(accepted_lengths(tree, ranked, response_ids), len(response_ids))
+
+
+def ranked_drafts(
+    head: Replayable,
+    tree: Tree,
+    output: TargetOutput,
+    prompt_ids: list[int],
+    response_ids: list[int],
+) -> list[list[list[int]]]:
+    """[n][depth][width] best tokens of each depth if a pass had response token i as its root.
+
+    Args:
+        head: the head.
+        tree: static tree.
+        output: the target's states of prompt and response, the last token left out.
+        prompt_ids: the rendered prompt.
+        response_ids: [n].
+    """
+    first = len(prompt_ids) - 1
+    candidates = head.candidates(output, prompt_ids + response_ids, first, tree.depth, tree.width)
+    return candidates.transpose(0, 1).tolist()
+
+
+def accepted_lengths(
+    tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]
+) -> list[int]:
+    """[n] draft tokens accepted if a pass had token i as its root, text end unheeded."""
+    return [_follow(tree, each, response_ids[row + 1 :]) for row, each in enumerate(ranked)]
+
+
+def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[list[bool]]:
+    """Per depth, whether the head's first choice was the target's, wherever the text goes on.
+
+    Unlike acceptance this asks at every token, whether or not the drafts before it were right,
+    so that depths are compared on the same tokens: what is left of them is how well the head
+    continues its own features.
+    """
+    return [
+        [each[d][0] == after for each, after in zip(ranked, response_ids[d + 1 :], strict=False)]
+        for d in range(len(ranked[0]))
+    ]
+
+
+def _follow(tree: Tree, ranked: list[list[int]], future: list[int]) -> int:
+    """Depth of the path whose tokens are the first of `future`; `ranked` is [depth][width]."""
+    node, depth = 0, 0
+    while depth < min(len(future), len(ranked)):
+        wanted = future[depth]
+        children = tree.children[node]
+        node = next((c for c in children if ranked[depth][tree.ranks[c]] == wanted), -1)
+        if node < 0:
+            break
+        depth += 1
+    return depth
+
+
+def walk(accepted: list[int], num_tokens: int) -> list[Step]:
+    """Steps from accepted lengths per root; the first token comes from the prefill.
+
+    Example: `walk([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2 and emits 3 as the bonus.
+    """
+    steps, root = [], 0
+    while root < num_tokens - 1:
+        room = num_tokens - 1 - root
+        emitted = min(accepted[root] + 1, room)
+        steps.append(Step(min(accepted[root], room), emitted, room))
+        root += emitted
+    return steps

@@ -1,0 +1,85 @@
+"""tau, alpha and their intervals, from verify steps.
+
+tau: mean tokens emitted per verify pass, bonus token included, over all passes of all prompts
+(micro mean); the token that the prefill gives is not counted. alpha_d: share of passes that
+kept depth d among those that kept depth d - 1 and whose text was long enough to test depth d.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.decode.engine import Step
+
+NUM_BOOTSTRAPS = 1000
+
+
+@dataclass(frozen=True)
+class PromptSteps:
+    """The verify passes of one prompt."""
+
+    category: str
+    steps: Sequence[Step]
+
+
+def tau(prompts: Sequence[PromptSteps]) -> float:
+    """Tokens per verify pass; 1.0 where nothing was to be verified."""
+    steps = [step for prompt in prompts for step in prompt.steps]
+    return sum(step.emitted for step in steps) / len(steps) if steps else 1.0
+
+
+def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
+    """Conditional acceptance per depth, 0.0 for a depth never reached."""
+    steps = [step for prompt in prompts for step in prompt.steps]
+    rates = []
+    for d in range(1, depth + 1):
+        reached = [step for step in steps if step.accepted >= d - 1 and step.room >= d]
+        kept = sum(step.accepted >= d for step in reached)
+        rates.append(kept / len(reached) if reached else 0.0)
+    return rates
+
+
+def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
+    """Share of all verify passes that kept depth d (vLLM's per-position acceptance)."""
+    steps = [step for prompt in prompts for step in prompt.steps]
+    return [
+        sum(step.accepted >= d for step in steps) / len(steps) if steps else 0.0
+        for d in range(1, depth + 1)
+    ]
+
+
+def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> tuple[float, float]:
+    """95% bootstrap interval of tau over prompts."""
+    rng = random.Random(seed)
+    draws = sorted(tau(rng.choices(prompts, k=len(prompts))) for _ in range(NUM_BOOTSTRAPS))
+    return draws[int(0.025 * NUM_BOOTSTRAPS)], draws[int(0.975 * NUM_BOOTSTRAPS)]
+
+
+def tree_figures(result: dict[str, Any]) -> dict[str, Any]:
+    """The tree's part of an `acceptance.json`."""
+    return result["static_tree"] if "static_tree" in result else result["dynamic_tree"]
+
+
+def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, object]:
+    """The figures of `acceptance.json` that come from the steps alone."""
+    categories = sorted({prompt.category for prompt in prompts})
+    by_category = {name: [p for p in prompts if p.category == name] for name in categories}
+    return {
+        "tau": tau(prompts),
+        "tau_ci95": tau_interval(prompts, seed),
+        "alpha": alpha(prompts, depth),
+        "per_position": per_position(prompts, depth),
+        "by_category": {
+            name: {
+                "tau": tau(members),
+                "ci95": tau_interval(members, seed),
+                "alpha": alpha(members, depth),
+                "num_prompts": len(members),
+            }
+            for name, members in by_category.items()
+        },
+        "num_prompts": len(prompts),
+        "num_tokens": sum(step.emitted for prompt in prompts for step in prompt.steps),
+        "num_steps": sum(len(prompt.steps) for prompt in prompts),
+    }

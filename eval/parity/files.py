@@ -1,0 +1,230 @@
+"""What lies in an export folder: the engine's files, and the golden logits beside them.
+
+Letters: S rows, D depths, L layers of the target, Ht its hidden size, H of the head, V
+vocabulary, R compared ids.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from conf.schema import InputError
+
+GOLDEN = Path("parity") / "parity.safetensors"
+KINDS = ("medusa", "eagle1", "eagle3")
+PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Export:
+    """The files that an engine reads.
+
+    Attributes:
+        folder: where they lie.
+        format: the engine's name.
+        kind: of the head.
+        layers: target features that the head was trained on, as indices of
+            `output_hidden_states`; None in a folder without `headsmith.json`.
+        config: `config.json`.
+        weights: the file of `tensors`.
+        tensors: by the names in the file.
+        dtype: of its floating-point tensors.
+    """
+
+    folder: Path
+    format: str
+    kind: str
+    layers: list[int] | None
+    config: dict[str, Any]
+    weights: Path
+    tensors: dict[str, Tensor]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Features and logits of the trained head.
+
+    Attributes:
+        file: where they come from.
+        kind: of the head.
+        num_layers: L.
+        max_position_embeddings: of the trained head.
+        vocab_size: V.
+        tensors: see `heads/export/golden.py`.
+    """
+
+    file: Path
+    kind: str
+    num_layers: int
+    max_position_embeddings: int
+    vocab_size: int
+    tensors: dict[str, Tensor]
+
+    def need(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
+        """A tensor that must be there; floats as float32.
+
+        Args:
+            name: in the file.
+            shape: sizes; None allows any.
+
+        Raises:
+            InputError: missing or misshapen.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise InputError(
+                f"{self.file}: no tensor {name}; found {sorted(self.tensors)}: export again"
+            )
+        sizes = zip(tensor.shape, shape, strict=False)
+        if tensor.ndim != len(shape) or any(w not in (None, n) for n, w in sizes):
+            wanted = ["any" if size is None else size for size in shape]
+            raise InputError(
+                f"{self.file}: {name} is {list(tensor.shape)}: must be {wanted}; export again"
+            )
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
+    """Reads the engine's files of an export.
+
+    Args:
+        folder: of the export.
+        engine: the format, for a folder whose `headsmith.json` does not name it.
+        golden: says what kind of head this is.
+
+    Raises:
+        InputError: a file is missing, corrupt, pickled or one too many.
+    """
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
+    if pickled:
+        raise InputError(f"{folder}: pickled files {pickled}: only safetensors and JSON are read")
+    config = read_json(folder / "config.json")
+    note = _note(folder, engine, golden.kind)
+    weights = _weights(folder)
+    tensors, _ = read_tensors(weights)
+    return Export(
+        folder,
+        note["format"],
+        golden.kind,
+        note.get("layers"),
+        config,
+        weights,
+        tensors,
+        _dtype(
+            weights, tensors, [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
+        ),
+    )
+
+
+def read_golden(folder: Path) -> Golden:
+    """Reads the golden file of an export.
+
+    Raises:
+        InputError: missing, corrupt, or without its metadata.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; name the folder of an export")
+    file = folder / GOLDEN
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; the export cannot be checked: export again")
+    tensors, metadata = read_tensors(file)
+    numbers = ("num_layers", "max_position_embeddings", "vocab_size")
+    bad = [name for name in numbers if not metadata.get(name, "").isdecimal()]
+    if metadata.get("headsmith_parity") != "1" or bad or metadata.get("kind") not in KINDS:
+        raise InputError(
+            f"{file}: metadata {metadata}: must hold headsmith_parity=1, a kind of "
+            f"{list(KINDS)} and the numbers {list(numbers)}; export again"
+        )
+    layers, positions, vocab = (int(metadata[name]) for name in numbers)
+    return Golden(file, metadata["kind"], layers, positions, vocab, tensors)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        InputError: missing or no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: is no JSON object")
+    return content
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors of a safetensors file, on the CPU, and its metadata.
+
+    Raises:
+        InputError: corrupt, truncated, or values that are NaN or infinite (logits may be
+            -inf).
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: corrupt or truncated safetensors file: {error}") from error
+    for name, tensor in tensors.items():
+        allowed = torch.isfinite(tensor)
+        if file.name == GOLDEN.name and name == "logits":
+            allowed |= tensor == -torch.inf
+        if not allowed.all():
+            raise InputError(f"{file}: {name}: {int((~allowed).sum())} values are NaN or infinite")
+    return tensors, metadata
+
+
+def _note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
+    """The `export` part of `headsmith.json`, with the format of the command line."""
+    file = folder / "headsmith.json"
+    note = read_json(file).get("export", {}) if file.is_file() else {}
+    named = note.get("format", engine)
+    if named is None:
+        raise InputError(f"{file}: does not name the engine: give --format")
+    if engine not in (None, named):
+        raise InputError(f"{file}: export.format={named}, but --format {engine}: leave one out")
+    if note.get("kind", kind) != kind:
+        raise InputError(
+            f"{file}: export.kind={note['kind']}, but {GOLDEN} holds the logits of a head of "
+            f"kind {kind}"
+        )
+    return {**note, "format": named}
+
+
+def _weights(folder: Path) -> Path:
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise InputError(
+            f"{folder}: safetensors files {[p.name for p in found]}: must be exactly one, as "
+            "engines load every one as weights"
+        )
+    return found[0]
+
+
+def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
+    """That of every float tensor, and of the notes about it."""
+    found = {n: FLOATS.get(t.dtype) for n, t in tensors.items() if t.is_floating_point()}
+    dtypes = set(found.values()) | {each for each in noted if each is not None}
+    dtype = next(iter(dtypes), None)
+    if dtype is None or len(dtypes) != 1 or dtype not in FLOATS.values():
+        raise InputError(
+            f"{file}: dtypes of its floats {_counted(found.values())}, and noted in "
+            f"headsmith.json (export.dtype) and config.json (dtype, torch_dtype) {noted}: must "
+            f"be one of {list(FLOATS.values())} throughout"
+        )
+    return dtype
+
+
+def _counted(values: Iterable[object]) -> dict[str, int]:
+    return {str(value): count for value, count in Counter(values).items()}

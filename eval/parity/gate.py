@@ -1,0 +1,116 @@
+"""The parity gate: an export, read as its engine reads it, gives the trained head's logits.
+
+Nothing here knows how heads are trained or exported: names, keys and defaults are the engines'
+own, so that a mistake of the exporter cannot be made again by its check. Letters: S rows, D
+depths, R compared ids.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.schema import InputError
+from eval.parity.eagle import ServedEagle
+from eval.parity.engines import ENGINES
+from eval.parity.files import Golden, read_export, read_golden
+from eval.parity.medusa import TITLES, ServedMedusa
+
+FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original")
+TOLERANCE = 1e-4
+"""Of the largest logit. On trained heads the two sides, which sum in different order, differ by
+1e-6 of it, by 4e-5 at most where random weights amplify that; rounding a single tensor to bfloat16
+changes it by 1e-4 to 1e-3."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An export that holds what was trained.
+
+    Attributes:
+        lines: what was checked, one each.
+        max_difference: of logits.
+        scale: the largest |logit|.
+    """
+
+    lines: list[str]
+    max_difference: float
+    scale: float
+
+
+@torch.no_grad()
+def verify(folder: Path, engine: str | None = None) -> Verdict:
+    """Reads an export as its engine does and compares its logits with the trained head's.
+
+    Args:
+        folder: of the export.
+        engine: one of `FORMATS`, for a folder whose `headsmith.json` does not name it.
+
+    Raises:
+        InputError: whatever the engine would refuse, ignore, guess or compute otherwise, with
+            the file and the tensor or key.
+    """
+    golden = read_golden(folder)
+    export = read_export(folder, engine, golden)
+    served: ServedEagle | ServedMedusa
+    if export.kind == "medusa" and export.format in TITLES:
+        served = ServedMedusa(export, golden)
+    elif (export.format, export.kind) in ENGINES:
+        served = ServedEagle(export, golden, ENGINES[export.format, export.kind])
+    else:
+        cells = [*ENGINES, *((each, "medusa") for each in TITLES)]
+        allowed = sorted({each for each, kind in cells if kind == export.kind})
+        raise InputError(
+            f"{folder}: format {export.format} has no heads of kind {export.kind}; allowed: "
+            f"{allowed}"
+        )
+    difference, scale = _compare(golden, list(served.logits()))
+    read = f"{folder}: format {export.format}, head {export.kind}"
+    return Verdict([read, *served.lines], difference, scale)
+
+
+def _compare(golden: Golden, found: list[tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
+    """The largest difference of logits, and the largest |logit|."""
+    num_ids = len(golden.need("ids", (None,)))
+    trained = golden.need("logits", (len(found), None, num_ids))
+    logits = torch.stack([each for each, _ in found])
+    _same_ids(golden, trained, logits)
+    finite = trained.isfinite()
+    if not finite.any(dim=-1).all():
+        raise InputError(f"{golden.file}: logits: a row is -inf throughout; export again")
+    scale = trained[finite].abs().max().item()
+    difference = torch.where(finite, logits - trained, 0.0).abs()
+    _within(golden, "logits", difference, scale)
+    sums = [each for _, each in found if each is not None]
+    # Absent where the trained head used the target's output head, of which rows are missing.
+    if sums and "output_head" not in golden.tensors:
+        sum_of_all = golden.need("logsumexp", tuple(trained.shape[:2]))
+        _within(golden, "logsumexp", (torch.stack(sums) - sum_of_all).abs()[..., None], scale)
+    return difference.max().item(), scale
+
+
+def _same_ids(golden: Golden, trained: Tensor, logits: Tensor) -> None:
+    other = (trained.isfinite() != logits.isfinite()).flatten(0, 1).any(dim=0)
+    if other.any():
+        ids = golden.need("ids", (None,))[other]
+        raise InputError(
+            f"{golden.file}: logits: the trained head and the served one can draft different "
+            f"ids, {len(ids)} of those compared, the first {ids[:5].tolist()}: look at d2t"
+        )
+
+
+def _within(golden: Golden, name: str, difference: Tensor, scale: float) -> None:
+    """Raises with the worst depth and row of [D, S, R] where a difference is too large."""
+    worst = difference.max().item()
+    if worst <= TOLERANCE * scale:
+        return
+    _, num_rows, num_ids = difference.shape
+    depth, place = divmod(int(difference.argmax()), num_rows * num_ids)
+    depths = [f"{each:.1e}" for each in difference.amax(dim=(1, 2)).tolist()]
+    raise InputError(
+        f"{golden.file}: {name} of the served head differ from the trained one's by up to "
+        f"{worst:.2e} at depth {depth}, row {place // num_ids}; allowed {TOLERANCE * scale:.1e} "
+        f"of logits up to {scale:.3g}; by depth {', '.join(depths)}: weights, RoPE, layers or "
+        "norms are not the trained head's"
+    )

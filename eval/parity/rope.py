@@ -1,0 +1,151 @@
+"""Rotary position embeddings as engines read them from `config.json`.
+
+Sources: vLLM 0.32 `model_executor/layers/rotary_embedding`, transformers 5
+`modeling_rope_utils.py`. Letters: N rows, Q heads, d head size.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema import InputError
+from eval.parity.config import Settings
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class RopeKeys(Enum):
+    """Which spelling of RoPE an engine reads."""
+
+    both = "both"
+    """`rope_parameters`, or `rope_theta` and `rope_scaling`: loaders on transformers 5."""
+    old = "old"
+    """`rope_theta` and `rope_scaling`."""
+    two_keys = "two_keys"
+    """`rope_theta`, or a `rope_scaling` of `type` and `factor` with a theta of 10000."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Turns the first `2 * len(frequencies)` components of a head, halves against halves.
+
+    Attributes:
+        frequencies: float32, radians per position.
+        scale: of the turned components.
+    """
+
+    frequencies: Tensor
+    scale: float
+
+    def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
+        """[N, Q, d] states at positions [N]."""
+        # In float32, as engines do: in float64 angles at far positions are others.
+        angles = position_ids.float()[:, None, None] * self.frequencies
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        half = len(self.frequencies)
+        first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
+    """The RoPE that an engine makes of a config.
+
+    Args:
+        config: with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
+        head_dim: d.
+        keys: which of them the engine reads.
+
+    Raises:
+        InputError: absent, of a kind that the engine has not, or the spellings disagree.
+    """
+    settings = _agreed(config, keys)
+    kind, theta = settings["rope_type"], float(settings["rope_theta"])
+    if keys is RopeKeys.two_keys and kind != "default" and (kind != "linear" or theta != 10000):
+        raise config.wrong("rope_scaling", "none, or a linear one with a rope_theta of 10000")
+    if kind not in KINDS:
+        raise config.wrong("rope_scaling", f"a rope_type of {list(KINDS)}")
+    width = int(head_dim * settings.get("partial_rotary_factor", 1.0))
+    powers = theta ** (torch.arange(0, width, 2).float() / width)
+    try:
+        if kind == "llama3":
+            return Rope(_llama3(1.0 / powers, settings), 1.0)
+        if kind == "yarn":
+            return _yarn(powers, settings)
+        return Rope(1.0 / powers / (settings["factor"] if kind == "linear" else 1.0), 1.0)
+    except KeyError as error:
+        raise config.wrong("rope_scaling", f"the key {error} for {kind}") from error
+
+
+def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
+    """The settings of RoPE in the words of `rope_parameters`, from both spellings."""
+    new = config.part("rope_parameters")
+    if keys is not RopeKeys.both or not new.has("rope_theta"):
+        config.need("rope_theta", float, "turns with a theta of 10000")
+    theta, part = config.get("rope_theta"), config.get("partial_rotary_factor")
+    outer = {"rope_theta": theta, "partial_rotary_factor": part}
+    old = _normalised(config.part("rope_scaling"), outer)
+    if keys is RopeKeys.old:
+        for key in ("attention_factor", "truncate", "partial_rotary_factor"):
+            config.part("rope_scaling").only(key, None, outer.get(key))
+    spelled = [_normalised(new, outer)] if new.keys() else []
+    if config.has("rope_theta") or config.get("rope_scaling"):
+        spelled.append(old)
+    if spelled[0] != spelled[-1]:
+        raise InputError(
+            f"{config.file}: the two spellings of RoPE disagree: rope_parameters says "
+            f"{spelled[0]}, rope_theta and rope_scaling say {old}; loaders of different age "
+            "would turn by different angles"
+        )
+    return spelled[-1]
+
+
+def _normalised(spelling: Settings, outer: dict[str, Any]) -> dict[str, Any]:
+    """With the values that stand outside, and one key for the kind."""
+    found = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
+    found.setdefault("rope_type", spelling.get("type") or "default")
+    spelling.only("type", None, found["rope_type"])
+    for key, value in outer.items():
+        if value is not None:
+            found.setdefault(key, value)
+    return found
+
+
+def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
+    """Frequencies of long waves are divided by `factor`, those of short ones stay."""
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    turns = settings["original_max_position_embeddings"] / (2 * math.pi / plain)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * plain / settings["factor"] + smooth * plain
+
+
+def _yarn(powers: Tensor, settings: dict[str, Any]) -> Rope:
+    """Interpolates dimensions of few turns, leaves those of many, and scales the result."""
+    factor, original = settings["factor"], settings["original_max_position_embeddings"]
+    width, theta = 2 * len(powers), settings["rope_theta"]
+
+    def dimension(turns: float) -> float:
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(settings.get("beta_fast") or 32)
+    high = dimension(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = (torch.arange(len(powers)).float() - low) / ((high - low) or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    frequencies = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
+    return Rope(frequencies, _yarn_scale(factor, settings))
+
+
+def _yarn_scale(factor: float, settings: dict[str, Any]) -> float:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    one, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    return scale(one) / scale(all_dim) if one and all_dim else scale(1.0)

@@ -1,0 +1,254 @@
+"""One self-contained HTML page of a speed-up measurement: no script, no network.
+
+Everything in the result may be a model's output, so nothing of it reaches the page unescaped, and
+the page's own policy forbids scripts and requests.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from eval.report.figures import STEP_PARTS, step_ms
+
+DEEPEST_COLOR = 8
+NOT_SETTINGS = ("methods", "baseline", "lossless", "texts")
+# heading, key, format; the key with `_ci95` behind it holds the interval
+COLUMNS = (
+    ("tokens/s", "tokens_per_s", "{:,.1f}"),
+    ("tau", "tau", "{:.2f}"),
+    ("efficiency", "efficiency", "{:.2f}"),
+    ("tokens/s, decoding", "decode_tokens_per_s", "{:,.1f}"),
+    ("speed-up, decoding", "decode_speedup", "{:.2f}\u00d7"),
+    ("equal texts", "num_equal", "{:,}"),
+    ("tokens", "num_tokens", "{:,}"),
+    ("passes", "num_steps", "{:,}"),
+    ("waits per pass", "num_waits_per_step", "{:.2f}"),
+)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear scale: calling it turns a figure into a place."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def around(cls, figures: Sequence[float], start: float, end: float) -> "Axis":
+        """An axis that holds all figures with a margin."""
+        low, high = min(figures), max(figures)
+        margin = 0.06 * (high - low) or 0.1
+        return cls(low - margin, high + margin, start, end)
+
+    def __call__(self, figure: float) -> float:
+        """The place of a figure."""
+        share = (figure - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def ticks(self) -> list[float]:
+        """At most four round figures."""
+        least = (self.high - self.low) / 3.5
+        unit = 10.0 ** math.floor(math.log10(least))
+        step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= least)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [round(number * step, 6) for number in range(first, last + 1)]
+
+
+def write_report(result: dict[str, Any], path: Path) -> None:
+    """Writes the page whole or not at all.
+
+    Args:
+        result: the contents of `speedup.json`.
+        path: the HTML file to write.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"verbatim": _verbatim, "breakable": _breakable}
+    page = environment.get_template("report.html.j2").render(_view(result))
+    temporary = path.with_suffix(".tmp.html")
+    temporary.write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    temporary.replace(path)
+
+
+def _verbatim(text: str) -> Markup:
+    """Text that a browser gives back as it was: a bare carriage return would become a newline."""
+    return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\ufffd"))
+
+
+def _breakable(name: str) -> Markup:
+    """A name that a narrow column may break at its underscores."""
+    return Markup("_<wbr>").join(name.split("_"))
+
+
+def _view(result: dict[str, Any]) -> dict[str, Any]:
+    methods: dict[str, dict[str, Any]] = _with_equal_texts(result)
+    passes = {name: times for name, row in methods.items() if (times := step_ms(row))}
+    return {
+        "result": result,
+        "methods": methods,
+        "labels": {n: f"{n} (lossy)" if row.get("lossy") else n for n, row in methods.items()},
+        "lossy": any(row.get("lossy") for row in methods.values()),
+        "target": _name(result["target"]),
+        "best": _best(methods, result["baseline"]),
+        "equality": _equality(result),
+        "columns": [
+            c for c in COLUMNS if any(row.get(c[1]) is not None for row in methods.values())
+        ],
+        "speedup_axis": _interval_axis(list(methods.values()), "speedup", 6, 134),
+        "categories": _categories(methods, result["baseline"]),
+        "alpha": _alpha(methods),
+        "passes": passes,
+        "ms_axis": Axis(0, max((sum(t.values()) for t in passes.values()), default=1), 0, 400),
+        "parts": STEP_PARTS,
+        "undivided": {name: row for name, row in methods.items() if name not in passes},
+        "trees": {n: _tree(row["tree"]) for n, row in methods.items() if row.get("tree")},
+        "texts": result.get("texts", []),
+        "text_methods": [
+            name for name in methods if any(name in t["methods"] for t in result.get("texts", []))
+        ],
+        "deepest": DEEPEST_COLOR,
+        "settings": _flat({k: v for k, v in result.items() if k not in NOT_SETTINGS}),
+    }
+
+
+def _name(target: str | dict[str, Any]) -> str:
+    return target if isinstance(target, str) else str(target.get("path") or target.get("name"))
+
+
+def _best(methods: dict[str, dict[str, Any]], baseline: str) -> str | None:
+    """The fastest method that keeps the target's text."""
+    lossless = [n for n, row in methods.items() if n != baseline and not row.get("lossy")]
+    return max(lossless, key=lambda name: methods[name]["speedup"], default=None)
+
+
+def _with_equal_texts(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    lossless = result["lossless"]
+    if lossless is None:
+        return dict(result["methods"])
+    differing = [found["method"] for found in lossless["first_divergences"]]
+    return {
+        name: {**row, "num_equal": lossless["num_prompts"] - differing.count(name)}
+        for name, row in result["methods"].items()
+    }
+
+
+def _equality(result: dict[str, Any]) -> dict[str, int] | None:
+    """Texts equal under every method that promises so."""
+    lossless = result["lossless"]
+    if lossless is None:
+        return None
+    differing = {
+        found["prompt"]
+        for found in lossless["first_divergences"]
+        if not result["methods"][found["method"]].get("lossy")
+    }
+    num_prompts = lossless["num_prompts"]
+    return {"num_prompts": num_prompts, "num_equal": num_prompts - len(differing)}
+
+
+def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
+    ends = [bound for row in rows for bound in row.get(f"{key}_ci95", ())]
+    return Axis.around([1.0, *ends, *(row[key] for row in rows)], start, end)
+
+
+def _categories(methods: dict[str, dict[str, Any]], baseline: str) -> dict[str, Any] | None:
+    """Rows per drafting method on shared axes, so that panels can be compared by eye."""
+    panels = {
+        name: row["by_category"]
+        for name, row in methods.items()
+        if name != baseline and row.get("by_category")
+    }
+    rows = [row for panel in panels.values() for row in panel.values()]
+    if not rows:
+        return None
+    return {
+        "panels": panels,
+        "names": list(dict.fromkeys(name for panel in panels.values() for name in panel)),
+        "axes": {
+            "speedup": _interval_axis(rows, "speedup", 104, 226),
+            "tau": _interval_axis(rows, "tau", 242, 364),
+        },
+    }
+
+
+def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Lines with the places of their labels, spread so that none covers another."""
+    rates = {name: row["alpha"] for name, row in methods.items() if row.get("alpha")}
+    if not rates:
+        return None
+    height, gap = max(230, 16 * len(rates)), 15
+    depth = max(map(len, rates.values()))
+    x, y = Axis(1, max(depth, 2), 36, 236), Axis(0, 1, height + 10, 10)
+    places = _spread([y(line[-1]) for line in rates.values()], gap, height + 10)
+    lines = {
+        name: {"points": [(x(d), y(a), a) for d, a in enumerate(line, start=1)], "label_y": place}
+        for (name, line), place in zip(rates.items(), places, strict=True)
+    }
+    width = 266 + 6.5 * max(len(name) + 8 * bool(methods[name].get("lossy")) for name in rates)
+    return {"lines": lines, "depth": depth, "height": height, "width": width, "x": x, "y": y}
+
+
+def _spread(wanted: list[float], gap: float, limit: float) -> list[float]:
+    """Places near the wanted ones, at least `gap` apart, none beyond `limit`."""
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    placed, last = list(wanted), -math.inf
+    for index in order:
+        placed[index] = last = max(wanted[index], last + gap)
+    last = limit + gap
+    for index in reversed(order):
+        placed[index] = last = min(placed[index], last - gap)
+    return placed
+
+
+def _tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """Nodes with their places: depth to the right, a best child level with its parent."""
+    parents, ranks, rates = tree["parents"], tree["ranks"], tree["acceptance"]
+    depths, children = [0] * len(parents), [[] for _ in parents]  # type: ignore[var-annotated]
+    for node, parent in enumerate(parents[1:], start=1):
+        depths[node] = depths[parent] + 1
+        children[parent].append(node)
+    levels, level, waiting = [0] * len(parents), -1, [0]
+    while waiting:
+        node = waiting.pop()
+        if not node or node != min(children[parents[node]], key=ranks.__getitem__):
+            level += 1
+        levels[node] = level
+        waiting += sorted(children[node], key=ranks.__getitem__, reverse=True)
+    nodes = [
+        {
+            "x": 12 + 84 * depths[n],
+            "y": 14 + 18 * levels[n],
+            "radius": round(1.5 + 6 * math.sqrt(rates[n]), 1),
+            "depth": depths[n],
+            "parent": parents[n],
+            "rank": ranks[n],
+            "rate": rates[n],
+            "given_parent": rates[n] / rates[parents[n]] if n and rates[parents[n]] else None,
+        }
+        for n in range(len(parents))
+    ]
+    return {"nodes": nodes, "width": 56 + 84 * max(depths), "height": 28 + 18 * level}
+
+
+def _flat(value: Any, key: str = "") -> list[tuple[str, Any]]:
+    """Nested settings as dotted keys."""
+    if not isinstance(value, dict):
+        return [(key, value)]
+    inner = ((f"{key}.{name}" if key else name, item) for name, item in value.items())
+    return [pair for name, item in inner for pair in _flat(item, name)]

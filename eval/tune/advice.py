@@ -1,0 +1,212 @@
+"""How many tokens to draft at each batch size, and from which on drafting stops paying."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from conf.schema_measure import TreeSearchRun
+from eval.decode.engine import NoDraft, stream
+from eval.measure.bench import Bench
+from eval.measure.heads import BenchHead
+from eval.measure.prompts import Prompt
+from eval.measure.stats import PromptSteps, tau
+from eval.tune.cost import CostCurve, time_steps
+from eval.tune.trees import StaticTexts
+from heads.drafting import Drafter
+from heads.sampling import GREEDY
+from heads.target.model import Target
+from heads.tree import Tree
+
+SIZES = (2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One batch size.
+
+    Attributes:
+        batch_size: texts decoded together.
+        predicted: speed-up of a chain per length, from 1.
+        measured: speed-up really measured per length that was tried.
+    """
+
+    batch_size: int
+    predicted: list[float]
+    measured: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def fastest(self) -> int:
+        """Length of the best chain, whether or not it pays."""
+        return self.predicted.index(max(self.predicted)) + 1
+
+    @property
+    def best_length(self) -> int:
+        """Tokens to draft, 0 if no chain pays."""
+        return self.fastest if max(self.predicted) > 1 else 0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Points by rising batch size."""
+
+    points: list[Point]
+
+    @property
+    def stops_paying(self) -> int | None:
+        """The first batch size looked at from which on no chain is predicted to pay."""
+        largest = max((p.batch_size for p in self.points if p.best_length), default=0)
+        return next((p.batch_size for p in self.points if p.batch_size > largest), None)
+
+    def described(self) -> dict[str, Any]:
+        """For a results file."""
+        return {
+            "points": [
+                {
+                    "batch_size": point.batch_size,
+                    "best_length": point.best_length,
+                    "predicted": point.predicted,
+                    "measured": point.measured,
+                }
+                for point in self.points
+            ],
+            "stops_paying_at_batch_size": self.stops_paying,
+        }
+
+    def show(self, console: Console) -> None:
+        """Prints a row per batch size."""
+        table = Table(title="Chains by batch size: speed-up while the whole batch goes on")
+        for column in ("batch", "best length", "predicted", "measured"):
+            table.add_column(column, justify="right")
+        for point in self.points:
+            lengths = point.measured or [point.fastest]
+            table.add_row(
+                str(point.batch_size),
+                str(point.best_length),
+                ", ".join(f"{n}: {point.predicted[n - 1]:.2f}" for n in lengths),
+                ", ".join(f"{n}: {speedup:.2f}" for n, speedup in point.measured.items()) or "-",
+            )
+        console.print(table)
+        stop = self.stops_paying
+        console.print(
+            "drafting pays at every batch size looked at"
+            if stop is None
+            else f"drafting stops paying at batch size {stop}"
+        )
+
+
+def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
+    """Predictions from the acceptance of chains and the measured cost of passes.
+
+    Args:
+        bench: with one head.
+        config: the settings.
+        context: tokens of each text while times are measured.
+    """
+    head, target = bench.head, bench.target
+    taus = chain_taus(target, head, bench.prompts, config.max_new_tokens)
+    points = []
+    for size in config.batch_sizes:
+        ends = {length: chain(head, length, size) for length in (1, head.longest)}
+        curve, drafts = time_steps(target, ends, context, size, SIZES)
+        points.append(Point(size, speedups(taus, curve, drafts)))
+    return Advice(points)
+
+
+def chain_taus(
+    target: Target, head: BenchHead, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[float]:
+    """Tokens per verify pass of chains, by length from 1, from one replay of the longest."""
+    texts = StaticTexts.read(target, head.head, prompts, max_new_tokens, Tree.chain(head.longest))
+    return [
+        tau([PromptSteps("", steps) for steps in texts.steps(Tree.chain(length))])
+        for length in range(1, head.longest + 1)
+    ]
+
+
+def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> list[float]:
+    """Of chains by length, from 1.
+
+    Args:
+        taus: by length.
+        curve: of passes.
+        drafts: seconds of the shortest and the longest draft by length; between them every
+            token costs the same.
+    """
+    (first, start), (last, end) = min(drafts.items()), max(drafts.items())
+    slope = (end - start) / max(1, last - first)
+    return [
+        each * curve.at(1) / (curve.at(length + 1) + start + slope * (length - first))
+        for length, each in enumerate(taus, start=1)
+    ]
+
+
+def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
+    """A drafter of greedy chains."""
+    return replace(head, chain=Tree.chain(length)).drafter("chain", GREEDY, [0] * num_texts)
+
+
+def check(advice: Advice, bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Advice:
+    """Measures the best chain at the smallest, the middle and the largest batch size."""
+    places = {0, len(advice.points) // 2, len(advice.points) - 1}
+    points = []
+    for place, point in enumerate(advice.points):
+        measured: dict[int, float] = {}
+        if place in places and len(prompts) >= point.batch_size:
+            length = point.fastest
+            speedup = _speedup(bench, config, prompts, point.batch_size, length)
+            measured = {} if speedup is None else {length: speedup}
+        points.append(replace(point, measured=measured))
+    return Advice(points)
+
+
+def _speedup(
+    bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt], size: int, length: int
+) -> float | None:
+    """Of decoding all full batches of some prompts: the median of interleaved repeats.
+
+    Returns:
+        None if no batch got beyond its prompts.
+    """
+    ends = range(size, len(prompts) + 1, size)
+    groups = [[prompt.token_ids for prompt in prompts[end - size : end]] for end in ends]
+    ratios = []
+    for _ in range(config.num_repeats + 1):
+        plain, drafted = (
+            _tokens_per_s(
+                [full_batch(bench.target, make(), group, config.max_new_tokens) for group in groups]
+            )
+            for make in (NoDraft, partial(chain, bench.head, length, size))
+        )
+        if not plain:
+            return None
+        ratios.append(drafted / plain)
+    return statistics.median(ratios[1:])  # the first warms up
+
+
+def _tokens_per_s(batches: list[tuple[int, float]]) -> float:
+    num_tokens, seconds = map(sum, zip(*batches, strict=True))
+    return num_tokens / seconds if seconds else 0.0
+
+
+def full_batch(
+    target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[int, float]:
+    """Tokens and seconds after the prompts, as long as no text has ended.
+
+    A server then puts another text in its place; here the others go on in a smaller batch.
+    """
+    passes = stream(target, drafter, prompts, max_new_tokens)
+    next(passes)  # reads the prompts
+    num_tokens, seconds, started = 0, 0.0, time.perf_counter()
+    for new in passes:
+        if len(new) < len(prompts):
+            break
+        num_tokens += sum(map(len, new.values()))
+        seconds = time.perf_counter() - started
+    return num_tokens, seconds

@@ -1,0 +1,173 @@
+"""What a verify pass over n tokens and a draft cost on this machine."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from conf.schema import InputError
+from eval.decode.accept import judge
+from eval.measure.heads import device_name
+from heads.cache import TreeCache
+from heads.drafting import Draft, Drafter, Seen
+from heads.sampling import GREEDY, Noise
+from heads.target.model import Reads, Target, TargetOutput
+from heads.tree import Tree
+
+SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+"""Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
+NUM_ROUNDS = 6
+NUM_PLAIN = 8
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a verify pass by the tokens of one text that it checks.
+
+    Attributes:
+        device: what it was measured on.
+        sizes: tokens per text, rising.
+        seconds: per size.
+        batch_size: texts of the pass.
+        context: tokens in the cache of each.
+        draft_seconds: of one pass of the draft head on that machine, if that was recorded.
+        source: where a recorded curve comes from.
+    """
+
+    device: str
+    sizes: list[int]
+    seconds: list[float]
+    batch_size: int = 1
+    context: int = 0
+    draft_seconds: float | None = None
+    source: str = "measured"
+
+    def at(self, num_tokens: int) -> float:
+        """Seconds for any number of tokens, in a straight line beyond the last size too."""
+        if num_tokens <= self.sizes[-1] or len(self.sizes) == 1:
+            return float(np.interp(num_tokens, self.sizes, self.seconds))
+        (a, b), (s, t) = self.sizes[-2:], self.seconds[-2:]
+        return t + (num_tokens - b) * max(t - s, 0.0) / (b - a)
+
+    def described(self) -> dict[str, object]:
+        """For a results file, and what `load_curve` reads."""
+        return asdict(self)
+
+
+def load_curve(path: str) -> CostCurve:
+    """A curve recorded elsewhere: JSON with the attributes of `CostCurve`.
+
+    Raises:
+        InputError: not such a file.
+    """
+    try:
+        curve = CostCurve(**json.loads(Path(path).read_text()))
+        numbers = [*curve.sizes, *curve.seconds, curve.draft_seconds or 0.0]
+        bad = not all(isinstance(number, int | float) for number in numbers)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"curve={path}: not a cost curve ({type(error).__name__}: {error}); allowed: JSON "
+            "with device, sizes, seconds, and if known draft_seconds, context and source"
+        ) from None
+    sizes, seconds = curve.sizes, curve.seconds
+    if bad or not sizes or sizes != sorted(set(sizes)) or len(sizes) != len(seconds):
+        raise InputError(
+            f"curve={path}: sizes {sizes} must be rising numbers with one of seconds {seconds} each"
+        )
+    if min(*sizes, 1) < 1 or min(seconds) <= 0 or (curve.draft_seconds or 0) < 0:
+        raise InputError(
+            f"curve={path}: sizes must be at least 1, seconds above 0 and draft_seconds not "
+            f"below 0; found {sizes}, {seconds}, {curve.draft_seconds}"
+        )
+    return curve
+
+
+@torch.no_grad()
+def time_steps(
+    target: Target,
+    drafters: Mapping[Key, Drafter],
+    context: list[int],
+    batch_size: int = 1,
+    sizes: Sequence[int] = SIZES,
+    num_rounds: int = NUM_ROUNDS,
+) -> tuple[CostCurve, dict[Key, float]]:
+    """Times passes over drafts of every size, and drafts of every drafter.
+
+    A pass is all that the engine does between a draft and the tokens kept: layout, target,
+    output head, the greedy rule and the one wait. As in decoding, drafts and passes alternate:
+    one right after another would find its weights in the processor's cache, and take a tenth
+    less. Passes over one token are those of decoding without drafts: one right after another.
+
+    Args:
+        target: the target.
+        drafters: fresh ones, for `batch_size` texts, that read the same layers.
+        context: tokens of every text.
+        batch_size: texts of a pass.
+        sizes: tokens per text that are checked, the root included; rising from 2.
+        num_rounds: timed passes per size and drafter.
+
+    Returns:
+        The passes, and seconds of a draft between two passes.
+    """
+    cache, root = target.new_cache(batch_size), context[-1]
+    reads, roots = next(iter(drafters.values())).reads, [root] * batch_size
+    for tokens in ([context] * batch_size, [[root]] * batch_size):
+        output = _read(target, cache, tokens, reads)
+        seen = Seen(tokens, output, cache, target.logits(output.hidden_states[:, -1:]))
+        for drafter in drafters.values():
+            _draft(drafter, seen, roots)
+    plain: list[float] = []
+    drafts: dict[Key, list[float]] = {key: [] for key in drafters}
+    passes: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
+    verify = partial(_verify, target, cache, roots)
+    for _ in tqdm(range(num_rounds), desc=f"step times, batch {batch_size}", leave=False):
+        for key, drafter in drafters.items():
+            plain += [_timed(partial(verify, Reads(), 1)) for _ in range(NUM_PLAIN)]
+            for size in sizes:
+                drafts[key].append(_timed(partial(_draft, drafter, seen, roots)))
+                passes[key][size].append(_timed(partial(verify, reads, size)))
+    # What else the machine does only ever adds to a time; what a draft does to a pass, however,
+    # is different for each drafter and belongs to it.
+    seconds = [statistics.mean(min(each[size]) for each in passes.values()) for size in sizes]
+    device, context_length = device_name(), len(context)
+    curve = CostCurve(device, [1, *sizes], [min(plain), *seconds], batch_size, context_length)
+    return curve, {key: min(each) for key, each in drafts.items()}
+
+
+def _read(target: Target, cache: TreeCache, tokens: list[list[int]], reads: Reads) -> TargetOutput:
+    length, device = len(tokens[0]), target.device
+    causal = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+    depths = torch.arange(length, device=device).unsqueeze(0)
+    output = target.extend(cache, torch.tensor(tokens, device=device), causal, depths, reads)
+    cache.commit([list(range(length))] * len(tokens))
+    return output
+
+
+def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, size: int) -> None:
+    tokens = torch.tensor(roots, device=target.device).unsqueeze(1).repeat(1, size)
+    tree = Tree.from_paths([[rank] for rank in range(size - 1)])
+    draft = Draft.of(tree, tokens[:, 1:])
+    layout = draft.layout()
+    output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
+    verdict = judge(draft, tokens, target.logits(output.hidden_states), GREEDY, Noise([]))
+    verdict.bonus.tolist()
+
+
+def _draft(drafter: Drafter, seen: Seen, roots: list[int]) -> None:
+    drafter.observe(seen)
+    drafter.propose(roots).tokens.tolist()
+
+
+def _timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -1,0 +1,263 @@
+"""Which decoder layers the target can leave out when it drafts for itself, and how long to draft.
+
+Layers are given up one by one, each time the one that costs the least, and early exits are tried
+beside that. A set is judged by the speed that it promises: the tokens per step that it would
+have had on the target's own texts, over the measured cost of its passes. The best are replayed at
+full depth, where the tokens per step are exactly those of decoding.
+
+Source: SWIFT, arXiv 2410.06916, section 4, matches on the model's own text as the measure.
+Differs: a greedy search and speed in place of Bayesian optimisation of the matches alone.
+
+Letters: K draft tokens, n response tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from conf.schema import InputError
+from eval.decode.drafters.self_speculation import OwnText, early_exit
+from eval.decode.engine import Step
+from eval.measure.replay import accepted_lengths, walk
+from eval.measure.stats import PromptSteps, tau
+from heads.cache import TreeCache
+from heads.target.model import Target
+from heads.tree import Tree
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of the target's passes over one text.
+
+    Attributes:
+        bare: one token without any decoder layer: embedding, norm and output head.
+        verify: with all layers, by draft tokens: K + 1 tokens at index K. The first is plain
+            decoding.
+    """
+
+    bare: float
+    verify: tuple[float, ...]
+
+    def draft(self, share: float) -> float:
+        """One token through a share of the layers."""
+        return self.bare + share * (self.verify[0] - self.bare)
+
+    def speedup(self, tokens_per_step: float, num_tokens: int, share: float) -> float:
+        """Against plain decoding, if chains of K tokens are drafted by a share of the layers."""
+        step = num_tokens * self.draft(share) + self.verify[num_tokens]
+        return tokens_per_step * self.verify[0] / step
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """How far to look.
+
+    Attributes:
+        num_tokens: longest chain.
+        max_skipped: layers left out at most; None keeps at least one.
+        patience: rounds without a faster set after which no more layers are given up.
+        beam: sets that every round starts from.
+        num_replayed: best sets that are replayed at full depth.
+    """
+
+    num_tokens: int = 8
+    max_skipped: int | None = None
+    patience: int = 3
+    beam: int = 1
+    num_replayed: int = 8
+
+
+@dataclass(frozen=True)
+class SkipChoice:
+    """A set of layers with its best chain.
+
+    Attributes:
+        skip: the layers left out, ascending.
+        num_tokens: K of the best chain.
+        agreement: share of response tokens whose first draft token is the target's own.
+        tau: tokens per step.
+        speedup: predicted, against plain decoding.
+    """
+
+    skip: tuple[int, ...]
+    num_tokens: int
+    agreement: float
+    tau: float
+    speedup: float
+
+    @property
+    def order(self) -> tuple[float, float, tuple[int, ...]]:
+        """The better choice sorts first, and ties are no accident."""
+        return (-self.speedup, -self.agreement, self.skip)
+
+
+@dataclass(frozen=True)
+class SkipSearch:
+    """What a search found.
+
+    Attributes:
+        choices: the best first, replayed at full depth.
+        costs: what they were judged by.
+        num_tried: sets of layers that were looked at.
+    """
+
+    choices: list[SkipChoice]
+    costs: PassCosts
+    num_tried: int
+
+
+def search_layers(
+    target: Target,
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+    limits: SearchLimits,
+    costs: PassCosts | None = None,
+    progress: bool = True,
+) -> SkipSearch:
+    """The layers to leave out; the same for the same texts and costs.
+
+    At worst as many passes over every text as half the squared number of layers.
+
+    Args:
+        target: the target.
+        texts: prompts with the target's own greedy responses.
+        prompt_lengths: tokens of each text that are its prompt.
+        limits: how far to look.
+        costs: measured on the longest text unless given.
+        progress: show a bar.
+
+    Raises:
+        InputError: there is only one layer.
+    """
+    if target.num_layers == 1:
+        raise InputError(f"target.path={target.name}: its only layer cannot be left out")
+    costs = costs or measure_costs(target, max(texts, key=len), limits.num_tokens)
+    with tqdm(desc="layers left out", unit="set", disable=not progress) as bar:
+        trial = _Trial(target, texts, prompt_lengths, costs, bar)
+        tried = {choice.skip: choice for choice in _tried(trial, limits)}
+        best = sorted(tried.values(), key=lambda choice: choice.order)[: limits.num_replayed]
+        choices = [trial.replayed(choice.skip, limits.num_tokens) for choice in best]
+    return SkipSearch(sorted(choices, key=lambda choice: choice.order), costs, len(tried))
+
+
+def _tried(trial: "_Trial", limits: SearchLimits) -> list[SkipChoice]:
+    """Every set that is looked at, by what its first draft tokens promise."""
+    num_layers = trial.target.num_layers
+    most = min(limits.max_skipped or num_layers, num_layers - 1)
+    exits = [early_exit(trial.target, n) for n in range(num_layers - most, num_layers)]
+    found = [trial.promised(skip, limits.num_tokens) for skip in exits]
+    frontier: list[tuple[int, ...]] = [()]
+    fastest, idle = 0.0, 0
+    for _ in range(most):
+        sets = {
+            tuple(sorted((*skip, layer)))
+            for skip in frontier
+            for layer in set(range(num_layers)) - set(skip)
+        }
+        choices = [trial.promised(skip, limits.num_tokens) for skip in sorted(sets)]
+        choices.sort(key=lambda choice: choice.order)
+        found += choices
+        frontier = [choice.skip for choice in choices[: limits.beam]]
+        idle = 0 if choices[0].speedup > fastest else idle + 1
+        fastest = max(fastest, choices[0].speedup)
+        if idle == limits.patience:
+            break
+    return found
+
+
+class _Trial:
+    """Judges sets of layers on some texts, which were read once."""
+
+    def __init__(
+        self,
+        target: Target,
+        texts: list[list[int]],
+        prompt_lengths: list[int],
+        costs: PassCosts,
+        bar: "tqdm[None]",
+    ) -> None:
+        self.target, self.costs, self.bar = target, costs, bar
+        pairs = list(zip(texts, prompt_lengths, strict=True))
+        self.own = [OwnText(target, text, first) for text, first in pairs]
+        self.responses = [text[first:] for text, first in pairs]
+
+    def promised(self, skip: tuple[int, ...], num_tokens: int) -> SkipChoice:
+        """Takes it that a chain goes on for as long as first draft tokens in a row are right."""
+        right = self._accepted(skip, 1)
+        return self._best(skip, [_runs(row) for row in right], num_tokens)
+
+    def replayed(self, skip: tuple[int, ...], num_tokens: int) -> SkipChoice:
+        """As it would be decoded."""
+        return self._best(skip, self._accepted(skip, num_tokens), num_tokens)
+
+    def _accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
+        """[text][n] draft tokens that a pass would have kept at each root."""
+        self.bar.update()
+        tree = Tree.chain(depth)
+        drafts = [own.drafts(skip, depth).transpose(0, 1).tolist() for own in self.own]
+        return [accepted_lengths(tree, *pair) for pair in zip(drafts, self.responses, strict=True)]
+
+    def _best(
+        self, skip: tuple[int, ...], accepted: list[list[int]], num_tokens: int
+    ) -> SkipChoice:
+        # The last token of a response has nothing after it to agree with.
+        first = [length > 0 for row in accepted for length in row[:-1]]
+        agreement = sum(first) / max(len(first), 1)
+        share = 1 - len(skip) / self.target.num_layers
+        choices = []
+        for length in range(1, num_tokens + 1):
+            per_step = tau([PromptSteps("", _steps(row, length)) for row in accepted])
+            speedup = self.costs.speedup(per_step, length, share)
+            choices.append(SkipChoice(skip, length, agreement, per_step, speedup))
+        return max(choices, key=lambda choice: choice.speedup)
+
+
+def _steps(accepted: list[int], num_tokens: int) -> list[Step]:
+    return walk([min(length, num_tokens) for length in accepted], len(accepted))
+
+
+def _runs(right: list[int]) -> list[int]:
+    """How many in a row are right from each place on. Example: [1, 1, 0, 1] gives [2, 1, 0, 1]."""
+    lengths = [0]
+    for found in reversed(right):
+        lengths.append(lengths[-1] + 1 if found else 0)
+    return lengths[:0:-1]
+
+
+def measure_costs(
+    target: Target, token_ids: list[int], num_tokens: int, num_repeats: int = 10
+) -> PassCosts:
+    """The fastest of interleaved passes behind a text; other work only adds to them.
+
+    Args:
+        target: the target.
+        token_ids: the text.
+        num_tokens: draft tokens of the largest verify pass.
+        num_repeats: of every pass.
+    """
+    cache = target.new_cache(1)
+    _seconds(target, cache, token_ids)
+    cache.commit([list(range(len(token_ids)))])
+    bare: list[float] = []
+    verify: list[list[float]] = [[] for _ in range(num_tokens + 1)]
+    for _ in range(num_repeats):
+        bare.append(_seconds(target, cache, token_ids[:1], early_exit(target, 0)))
+        for length, seconds in enumerate(verify):
+            seconds.append(_seconds(target, cache, token_ids[:1] * (length + 1)))
+    return PassCosts(min(bare), tuple(map(min, verify)))
+
+
+def _seconds(
+    target: Target, cache: TreeCache, token_ids: list[int], skip: Sequence[int] = ()
+) -> float:
+    """Of a pass over a chain behind the text, the choice of the next tokens included."""
+    ids = torch.tensor([token_ids], device=target.device)
+    places = torch.arange(len(token_ids), device=target.device)
+    causal = places.unsqueeze(1) >= places
+    started = time.perf_counter()
+    output = target.extend(cache, ids, causal[None], places[None], skip=skip)
+    target.logits(output.hidden_states).argmax(-1).tolist()  # waits for the device
+    return time.perf_counter() - started

@@ -1,0 +1,137 @@
+"""What a drafter sees, and what it proposes: a tree of tokens per text.
+
+Letters: B texts, N tree nodes (root included), P nodes that have children, D hidden, V vocab.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from heads.cache import TreeCache, upload
+from heads.target.model import Reads, TargetOutput
+from heads.tree import Tree
+
+NOTHING = -1
+"""A node that is not there: trees of a batch are filled up with it to the same size."""
+
+
+class Siblings(Enum):
+    """How the children of a node were found, which decides how they may be accepted."""
+
+    ranked = "ranked"
+    """Not drawn: the drafter's best, or copied from somewhere."""
+    distinct = "distinct"
+    """Drawn without replacement."""
+    independent = "independent"
+    """Drawn with replacement."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed trees.
+
+    Attributes:
+        tree: the shape of all of them; or the parents [B, N - 1] int64 of their nodes without
+            the root, parents before children, for shapes that differ.
+        tokens: [B, N - 1] int64 on the target's device, the nodes without the root, or NOTHING.
+        depth: of the deepest node, or more.
+        siblings: how the tokens were found.
+        probs: [B, P, V] float32, row n is the very distribution that the children of node n
+            were drawn from, by randomness other than `decode`'s seed gives, and no node beyond
+            P has children; None if they are ranked. A token of probability 0 there was not
+            drawn: NOTHING must stand in its place.
+    """
+
+    tree: Tree | Tensor
+    tokens: Tensor
+    depth: int
+    siblings: Siblings = Siblings.ranked
+    probs: Tensor | None = None
+
+    @classmethod
+    def of(cls, tree: Tree, tokens: Tensor, probs: Tensor | None = None) -> "Draft":
+        """A tree that all texts share; drawn tokens without replacement."""
+        siblings = Siblings.ranked if probs is None else Siblings.distinct
+        return cls(tree, tokens, tree.depth, siblings, probs)
+
+    def layout(self) -> "Layout":
+        """Its shape as tensors."""
+        if isinstance(self.tree, Tree):
+            return tree_layout(self.tree, self.tokens.device)
+        return Layout.of(self.tree, self.depth)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes of trees as tensors; their batch is B, or 1 if all are the same.
+
+    Attributes:
+        parents: [B, N] int64; the root is its own.
+        mask: [B, N, N] bool, a node sees itself and its ancestors.
+        depths: [B, N] int64.
+    """
+
+    parents: Tensor
+    mask: Tensor
+    depths: Tensor
+
+    @classmethod
+    def of(cls, parents: Tensor, depth: int) -> "Layout":
+        """From the parents [B, N - 1] of trees no deeper than `depth`."""
+        parents = torch.nn.functional.pad(parents, (1, 0))
+        num_nodes = parents.shape[1]
+        own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
+        mask, upwards = own.expand(len(parents), -1, -1), parents.unsqueeze(2)
+        for _ in range(depth):
+            mask = own | mask.gather(1, upwards.expand(-1, -1, num_nodes))
+        return cls(parents, mask, mask.sum(-1) - 1)
+
+
+@lru_cache(maxsize=64)
+def tree_layout(tree: Tree, device: torch.device) -> Layout:
+    """The layout [1, N] of a tree, kept for the next step."""
+    shape = ([0, *tree.parents[1:]], tree.sees(), tree.depths)
+    return Layout(*(upload([each], device) for each in shape))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pass of the target added to the texts.
+
+    Attributes:
+        token_ids: per text the tokens committed: its prompt, or a root and the draft tokens
+            that were kept.
+        output: the target's states at them, [B, n, D]; a shorter row is filled up.
+        cache: the target's own, these tokens included.
+        logits: [B, N, V], after every node that was drafted; None after the prompts.
+    """
+
+    token_ids: list[list[int]]
+    output: TargetOutput
+    cache: TreeCache
+    logits: Tensor | None = None
+
+    @property
+    def last(self) -> TargetOutput:
+        """The states [B, 1, D] at the last token committed."""
+        ends = [[len(tokens) - 1] for tokens in self.token_ids]
+        return self.output.at(upload(ends, self.output.hidden_states.device))
+
+
+class Drafter(Protocol):
+    """Proposes trees for a batch. A new way to draft is a new class with these members."""
+
+    reads: Reads
+
+    def observe(self, seen: Seen) -> None:
+        """Takes what was committed, first the prompts."""
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Trees below `roots`, the tokens that the target has chosen but not read yet."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only, the others have ended; perhaps before any was seen."""

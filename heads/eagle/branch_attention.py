@@ -1,0 +1,97 @@
+"""The attention of rows that draft side by side.
+
+Every use of an EAGLE layer is the same picture. A text was read with true features, which
+gives keys and values for all of its S tokens. From some of its tokens, N rows draft on: a row
+sees the text up to its own token, and what it drafted itself. That is the training-time test
+of EAGLE-3 (causal block plus diagonals), the alignment of HASS, a chain while decoding (N = 1)
+and a level of a dynamic tree (a row is a path). No row ever sees another, so J steps cost J
+times N scores more, not a mask of [N, J * N].
+
+Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier
+drafts of a row, Q heads, K key-value heads, d head size.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heads.documents import fits_flash
+from heads.eagle.branch_kernels import Chunked, Flash
+from heads.eagle.branches import ROWS_PER_CHUNK, Branches, Stretch
+
+
+def branch_attention(query: Tensor, branches: Branches) -> Tensor:
+    """Softmax attention of each row over its text and its own drafts, in one distribution.
+
+    With gradients and over one text it is fused, where a kernel takes the dtype and head size;
+    decoding, with few rows and no gradients, goes by `plain_attention`.
+
+    Args:
+        query: [N, Q, d], rotated.
+        branches: keys rotated; everything in the dtype of `query`.
+
+    Returns:
+        [N, Q, d].
+    """
+    if torch.is_grad_enabled() and len(branches.keys) == 1:
+        # Not `[0]`, whose gradient is written into zeros.
+        text = (branches.keys.squeeze(0), branches.values.squeeze(0))
+        own = (*branches.own_keys, *branches.own_values)
+        if fits_flash(query) and branches.seen.documents is not None:
+            return Flash.apply(query, *text, branches.seen, *own)
+        if query.device.type == "cpu" and query.dtype is not torch.float64:
+            return Chunked.apply(query, *text, branches.spans, *own)
+    return plain_attention(query, branches)
+
+
+def plain_attention(query: Tensor, branches: Branches) -> Tensor:
+    """`branch_attention` by its definition, for any dtype, device and number of texts.
+
+    Scores of one text live for 256 rows at a time, in the backward pass too, so memory beyond
+    the inputs does not grow with N * S.
+    """
+    chunks = []
+    num_texts, num_tokens = branches.keys.shape[:2]
+    rows_per_chunk = ROWS_PER_CHUNK if num_texts == 1 else len(query)
+    for start in range(0, len(query), rows_per_chunk):
+        here = slice(start, start + rows_per_chunk)
+        seen = Stretch(branches.seen.first[here], branches.seen.end[here])
+        inputs = (query[here], branches.keys, branches.values, seen.allowed(num_tokens))
+        own = [own[here] for own in (*branches.own_keys, *branches.own_values)]
+        if torch.is_grad_enabled():
+            chunks.append(
+                checkpoint(_attend, *inputs, *own, use_reentrant=False, preserve_rng_state=False)
+            )
+        else:
+            chunks.append(_attend(*inputs, *own))
+    return torch.cat(chunks)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, *own: Tensor) -> Tensor:
+    """`own` holds J keys, then J values, each [N, K, d]."""
+    num_rows, num_heads, size = query.shape
+    num_texts, num_tokens, num_kv_heads, _ = keys.shape
+    grouped = query.view(num_rows, num_kv_heads, -1, size) * size**-0.5
+    # [T, K, N / T * Q / K, S]: one matrix product per text and key-value head
+    flat = grouped.view(num_texts, -1, *grouped.shape[1:]).transpose(1, 2).flatten(2, 3)
+    scores = _by_row(flat @ keys.permute(0, 2, 3, 1), num_rows)
+    scores = scores.masked_fill(~allowed[:, None, None], float("-inf"))
+    num_own = len(own) // 2
+    if num_own:
+        own_keys, own_values = torch.stack(own[:num_own], 2), torch.stack(own[num_own:], 2)
+        scores = torch.cat([scores, grouped @ own_keys.transpose(2, 3)], dim=-1)
+    at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.to(at_least_float32).softmax(-1).to(values.dtype)
+    text, drafts = weights.split([num_tokens, num_own], dim=-1)
+    text = text.reshape(num_texts, -1, *text.shape[1:]).transpose(1, 2).flatten(2, 3)
+    found = _by_row(text @ values.transpose(1, 2), num_rows)
+    if num_own:
+        found = found + drafts @ own_values
+    return found.reshape(num_rows, num_heads, size)
+
+
+def _by_row(products: Tensor, num_rows: int) -> Tensor:
+    """[N, K, Q / K, .] of [T, K, N / T * Q / K, .]."""
+    num_texts, num_kv_heads, _, width = products.shape
+    split = products.view(num_texts, num_kv_heads, num_rows // num_texts, -1, width)
+    return split.transpose(1, 2).flatten(0, 1)

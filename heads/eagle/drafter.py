@@ -1,0 +1,198 @@
+"""EAGLE as a drafter: chains, and EAGLE-2's dynamic trees.
+
+Both read what the target committed with its true features, keep keys and values of that alone,
+and draft on from there with features of their own. Nothing here waits for the device.
+
+Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.cache import SlotBuffer, Slots, upload
+from heads.drafting import Draft, Seen
+from heads.eagle.branches import Branches, Stretch
+from heads.eagle.head import EagleHead
+from heads.sampling import GREEDY, Noise, Sampling
+from heads.tree import Tree
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """How far EAGLE-2 looks and how much of it is checked.
+
+    Attributes:
+        depth: draft tokens of the longest path.
+        top_k: nodes expanded per level, and children drawn from each.
+        num_tokens: draft tokens kept, the likeliest of all that were drawn.
+    """
+
+    depth: int
+    top_k: int
+    num_tokens: int
+
+
+class _Reader:
+    """The head's own memory of the committed texts.
+
+    Args:
+        head: attached to the target.
+    """
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head
+        self.reads = head.reads
+        self.buffer = SlotBuffer()
+        self.slots: Slots | None = None
+        self.seen: Seen | None = None
+
+    def observe(self, seen: Seen) -> None:
+        """Keeps what was committed until the token after it is known."""
+        self.seen = seen
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if self.slots is not None:
+            self.slots.keep(rows, self.buffer)
+
+    def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
+        """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
+        assert self.seen is not None
+        features = self.head.features(self.seen.output)
+        num_texts, length, _ = features.shape
+        device = features.device
+        if self.slots is None:
+            self.slots = Slots(num_texts, device)
+        tokens = [[*ids[1:], root] for ids, root in zip(self.seen.token_ids, roots, strict=True)]
+        ids = upload([row + [0] * (length - len(row)) for row in tokens], device)
+        places = self.slots.place(length, length)
+        fused = self.head.fuse(features).flatten(0, 1)
+        text = self.head.read(fused, ids.flatten(), places.flatten())
+        shape = (num_texts, length, *text.keys.shape[1:])
+        new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
+        width = self.slots.width(length)
+        keys, values = self.buffer.write(new_keys, new_values, places, width)
+        self.slots.commit([list(range(len(row))) for row in tokens], self.buffer)
+        seen = Stretch.up_to(self.slots.committed[:, 0])
+        branches = Branches(keys.transpose(1, 2), values.transpose(1, 2), seen)
+        last = upload([len(row) - 1 for row in tokens], device)
+        rows = last + torch.arange(num_texts, device=device) * length
+        return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches
+
+
+class EagleChain(_Reader):
+    """Drafts a chain, the best token or, when sampling, one drawn from its distribution.
+
+    Args:
+        head: attached to the target.
+        depth: draft tokens.
+        sampling: the target's, applied to the drafts too.
+        seeds: of the draws, one per text; others than the target's.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        depth: int,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+    ) -> None:
+        super().__init__(head)
+        self.tree = Tree.chain(depth)
+        self.sampling = sampling
+        self.noise = Noise.seeded(seeds, head.fc.weight.device)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Chains of `depth` tokens."""
+        outputs, positions, branches = self._begin(roots)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(self.tree.depth):
+            if step:
+                outputs = self.head.advance(outputs, tokens[-1], positions + step, branches)
+            tokens.append(self._choose(self.head.logits(outputs), probs))
+        return Draft.of(self.tree, torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+
+    def _choose(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
+        """[B] target ids by [B, W] logits; when sampling, `probs` gets their [B, V] q."""
+        vocab = self.head.vocab
+        if self.sampling.greedy:
+            return vocab.to_target(logits.argmax(-1))
+        q = self.sampling.probabilities(logits)
+        probs.append(q.new_zeros(len(q), vocab.size).index_copy(1, vocab.ids, q))
+        return vocab.to_target(self.noise.race(q))
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        super().keep(rows)
+        self.noise = self.noise.rows(rows)
+
+
+class EagleTree(_Reader):
+    """Drafts EAGLE-2's tree: expand the likeliest nodes, then keep the likeliest of all.
+
+    A node's score is the log-probability of its path, so a child never scores above its
+    parent and what is kept is a tree.
+
+    Args:
+        head: attached to the target.
+        shape: its limits.
+
+    Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE `model/cnets.py`,
+    `topK_genrate`.
+    """
+
+    def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
+        super().__init__(head)
+        self.shape = shape
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Trees of at most `num_tokens` nodes below the roots."""
+        tokens, scores, parents = self.expand(roots)
+        kept = min(self.shape.num_tokens, tokens.shape[1])
+        # A stable sort puts a parent before an equal child, the sort by number before any.
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+        number = torch.zeros(
+            len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device
+        )
+        new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
+        number.scatter_(1, order + 1, new)
+        shape = number.gather(1, parents.gather(1, order))
+        return Draft(shape, tokens.gather(1, order), self.shape.depth)
+
+    def expand(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
+
+        Parents are numbered from 1 in this order; 0 is the root.
+        """
+        outputs, positions, branches = self._begin(roots)
+        device, width = outputs.device, min(self.shape.top_k, len(self.head.vocab.ids))
+        num_texts = len(roots)
+        texts = torch.arange(num_texts, device=device).unsqueeze(1)
+        scores = torch.zeros(num_texts, 1, device=device)  # of the nodes expanded now
+        nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
+        drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+        num_nodes = 1
+        for level in range(self.shape.depth):
+            log_q = self.head.logits(outputs).float().log_softmax(-1)
+            best = log_q.topk(width)
+            tokens = self.head.vocab.to_target(best.indices).view(num_texts, -1)
+            all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
+            drawn.append((tokens, all_scores, nodes.repeat_interleave(width, 1)))
+            if level + 1 == self.shape.depth:
+                break
+            num_rows = nodes.shape[1]
+            scores, chosen = all_scores.topk(min(self.shape.top_k, all_scores.shape[1]))
+            rows = (texts * num_rows + chosen // width).flatten()
+            branches = branches.select(rows)
+            fed = tokens.gather(1, chosen).flatten()
+            position = (positions + level + 1).repeat_interleave(chosen.shape[1])
+            outputs = self.head.advance(outputs[rows], fed, position, branches)
+            nodes = num_nodes + chosen
+            num_nodes += all_scores.shape[1]
+        columns = zip(*drawn, strict=True)
+        tokens, scores, parents = (torch.cat(column, 1) for column in columns)
+        return tokens, scores, parents

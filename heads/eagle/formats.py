@@ -1,0 +1,345 @@
+"""Reading EAGLE heads, whoever wrote them.
+
+One checkpoint comes in many layouts: the layer is `layers.0.` (EAGLE-1, speculators) or
+`midlayer.` (EAGLE-3, SpecForge, ours), settings lie in the root of `config.json`, in
+`transformer_layer_config` (speculators), in `eagle_config` (ModelOpt, TensorRT-LLM) or in `model`
+(vLLM's first converter). What the tensors show is taken from them, the rest from `config.json`,
+and what neither `EagleHead` nor the file has a place for is refused.
+
+Sources: the writers SafeAILab/EAGLE, SpecForge, vllm-project/speculators and NeMo Automodel; the
+readers of vLLM 0.30 and SGLang. Letters: H hidden, V vocabulary, W draft vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaConfig
+
+from conf.schema import InputError
+from conf.schema_eagle import EagleForm
+from heads.eagle.config import UNKNOWN, EagleHeadConfig
+from heads.eagle.head import LAYER_NAMES, EagleHead
+from heads.storage import PROVENANCE, load_tensors, locate
+from heads.vocab import DraftVocab
+
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+SCALED_ROPE = ("linear", "yarn", "llama3")
+# Names in SGLang.
+ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+# A head with another value computes something else.
+ONLY = {
+    "speculators_model_type": "eagle3",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "use_aux_hidden_state": True,
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0,
+}
+# The tensor that goes with a flag. Not for `attention_bias`, which SpecForge copies from the
+# target without having one, nor for `bias`, by which vLLM means that of the attention.
+FLAGS = {
+    "fc_norm": "fc_norm.0.weight",
+    "use_aux_norm": "fc_norm.0.weight",
+    "norm_before_fc": "input_norm.weight",
+}
+DRAFT_SIZES = ("draft_vocab_size", "hot_vocab_size", "truncated_vocab_size")
+
+
+def load_eagle(
+    path: str, revision: str | None = None, layers: Sequence[int] | None = None
+) -> EagleHead:
+    """Loads an EAGLE-1/2 or EAGLE-3 head, published or ours; float32, not attached.
+
+    Without layer ids in `config.json` the head takes the default ones when it is attached.
+
+    Args:
+        path: folder or Hub id.
+        revision: of a Hub id: branch, tag, commit or `refs/pr/1`.
+        layers: the target features that EAGLE-3 fuses, as indices of `output_hidden_states`,
+            in place of those in `config.json`. Those are taken to count as vLLM, speculators
+            and we do; heads of SGLang, SpecForge and ModelOpt may count the layer whose output
+            is read, which is one less: they need `layers` with 1 added to each.
+
+    Raises:
+        InputError: missing, corrupt, pickled or foreign files; a tensor too many, too few or
+            misshapen; settings that contradict the tensors; an architecture that is not served.
+    """
+    return read_eagle(locate(path, revision), path, layers)
+
+
+def read_eagle(folder: Path, path: str, layers: Sequence[int] | None = None) -> EagleHead:
+    """`load_eagle` of a folder that `locate` has found for `path`."""
+    found = _Checkpoint.open(folder, path)
+    config = _architecture(found, layers)
+    head = EagleHead(config, _vocabulary(found, config.form))
+    _fill(head, found)
+    return head
+
+
+@dataclass
+class _Checkpoint:
+    """What a folder holds.
+
+    Attributes:
+        path: as the user gave it.
+        settings: `config.json`, its parts merged; no None.
+        tensors: by their names in `EagleHead.state_dict`, and `d2t` and `t2d`.
+        names: the name in the file of each tensor.
+        export: what `heads.export.writer` noted about the folder; empty for others.
+    """
+
+    path: str
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    names: dict[str, str]
+    export: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path, path: str) -> "_Checkpoint":
+        found = cls(path, {}, {}, {}, {})
+        found._read_settings(folder / "config.json")
+        found._read_export(folder / PROVENANCE)
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise found.error(
+                f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
+                "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened: "
+                "on the Hub, take the repository's safetensors conversion, usually "
+                "head.revision=refs/pr/1, or convert a file that you trust with "
+                "safetensors.torch.save_file(torch.load(..., weights_only=True), "
+                "'model.safetensors')"
+            )
+        for file in files:
+            for name, tensor in load_tensors(file).items():
+                # Copied from the target, or zeros, for an engine that asks for them.
+                if name not in found.export.get("added", ()):
+                    found._add(name, tensor)
+        return found
+
+    def _read_settings(self, file: Path) -> None:
+        root = self._json(file)
+        for part in ("model", "transformer_layer_config", "eagle_config"):
+            if isinstance(root.get(part), dict):
+                self._merge(root[part])
+        self._merge(root)
+
+    def _read_export(self, file: Path) -> None:
+        if file.is_file():
+            self.export = self._json(file).get("export", {})
+
+    def _json(self, file: Path) -> dict[str, Any]:
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise self.error(f"{file.name} is not JSON: {error}") from error
+
+    def _merge(self, part: dict[str, Any]) -> None:
+        self.settings |= {key: value for key, value in part.items() if value is not None}
+
+    def _add(self, stored: str, tensor: Tensor) -> None:
+        name = _own_name(stored)
+        if name in self.tensors:
+            raise self.error(f"the same tensor twice, as {self.names[name]} and {stored}")
+        self.tensors[name], self.names[name] = tensor, stored
+
+    def stored(self, name: str) -> str:
+        """How the file calls, or would call, a tensor."""
+        if name in self.names or not name.startswith("layer."):
+            return self.names.get(name, name)
+        return self.layer_prefix + name.removeprefix("layer.")
+
+    @property
+    def layer_prefix(self) -> str:
+        """What the names of the layer's tensors start with in the file."""
+        for name, stored in self.names.items():
+            if name.startswith("layer."):
+                return stored.removesuffix(name.removeprefix("layer."))
+        return LAYER_NAMES[EagleForm.eagle3]
+
+    def error(self, problem: str) -> InputError:
+        """To be raised."""
+        return InputError(f"head.path={self.path}: {problem}")
+
+
+def _own_name(stored: str) -> str:
+    name = stored.removeprefix("model.")
+    for prefix in LAYER_NAMES.values():
+        if name.startswith(prefix):
+            return "layer." + name.removeprefix(prefix)
+    start, dot, rest = name.partition(".")
+    return ALIASES.get(start, start) + dot + rest
+
+
+def _architecture(found: _Checkpoint, layers: Sequence[int] | None) -> EagleHeadConfig:
+    _check_settings(found)
+    tensors, settings, llama = found.tensors, found.settings, _llama(found)
+    form = _form(found)
+    shared: dict[str, Any] = {
+        "form": form,
+        "llama": llama,
+        "target": _target(settings),
+        "target_hidden_size": llama.hidden_size,
+        "own_embedding": "embed_tokens.weight" in tensors,
+        "qk_norm": "layer.self_attn.q_norm.weight" in tensors,
+        "fc_bias": "fc.bias" in tensors,
+    }
+    if form is EagleForm.eagle1:
+        if layers is not None:
+            raise found.error(
+                "an EAGLE-1 head reads the last hidden state: leave head.layers unset"
+            )
+        return EagleHeadConfig(**shared)
+    width = _target_width(found)
+    # TensorRT-LLM's name of `norm_output`.
+    post_norm = settings.get("return_hidden_post_norm", False)
+    more = {
+        "target_hidden_size": width,
+        "layers": _layers(found, layers, width),
+        "own_output_head": "lm_head.weight" in tensors,
+        "norm_before_fc": FLAGS["norm_before_fc"] in tensors,
+        "fc_norm": FLAGS["fc_norm"] in tensors,
+        "norm_output": settings.get("norm_output", post_norm),
+        # speculators and vLLM disagree on its default; this is the one of the paper's code.
+        "norm_before_residual": settings.get("norm_before_residual", False),
+    }
+    return EagleHeadConfig(**(shared | more))
+
+
+def _form(found: _Checkpoint) -> EagleForm:
+    signs = (
+        "layer.hidden_norm.weight" in found.tensors,
+        "speculators_model_type" in found.settings,
+        LAYER_NAMES[EagleForm.eagle3] in found.layer_prefix,
+    )
+    return EagleForm.eagle3 if any(signs) else EagleForm.eagle1
+
+
+def _check_settings(found: _Checkpoint) -> None:
+    settings = found.settings
+    for key, only in ONLY.items():
+        if settings.get(key, only) != only:
+            raise found.error(f"config.json says {key}={settings[key]}: must be {only}")
+    if "sliding_attention" in settings.get("layer_types", ()):
+        raise found.error("config.json says layer_types=['sliding_attention']: not served")
+    if "mask_hidden" in found.tensors:
+        raise found.error("mask_hidden: a parallel (P-EAGLE) head, which is not served")
+    for key, name in FLAGS.items():
+        if settings.get(key, name in found.tensors) != (name in found.tensors):
+            has = "has no" if settings[key] else "has"
+            raise found.error(f"config.json says {key}={settings[key]}, but the file {has} {name}")
+
+
+def _target(settings: dict[str, Any]) -> str:
+    verifier = settings.get("speculators_config", {}).get("verifier", {})
+    return settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
+
+
+def _llama(found: _Checkpoint) -> LlamaConfig:
+    settings = found.settings
+    missing = [key for key in SIZES if key not in settings]
+    if missing:
+        raise found.error(f"config.json lacks {missing}")
+    sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
+    try:
+        return LlamaConfig(
+            **sizes,
+            rope_parameters=_rope(found),
+            attention_bias="layer.self_attn.q_proj.bias" in found.tensors,
+            num_hidden_layers=1,
+        )
+    except (StrictDataclassError, KeyError) as error:
+        raise found.error(f"config.json: {error}") from error
+
+
+def _rope(found: _Checkpoint) -> dict[str, Any]:
+    """Both spellings of RoPE settings, before and since transformers 5, as the latter."""
+    settings = found.settings
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    rope = dict(rope.get("full_attention", rope))
+    old_kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_kind)
+    theta = rope.pop("rope_theta", settings.get("rope_theta", 10000.0))
+    part = rope.pop("partial_rotary_factor", 1.0)
+    # Multimodal RoPE has three positions, which are equal on text.
+    if part == 1.0 and kind in ("default", "mrope"):
+        return {"rope_type": "default", "rope_theta": theta}
+    if part == 1.0 and kind in SCALED_ROPE:
+        return rope | {"rope_type": kind, "rope_theta": theta}
+    raise found.error(
+        f"config.json says RoPE is {kind} over {part} of each head: must be default, mrope, "
+        f"{', '.join(SCALED_ROPE)} over 1.0"
+    )
+
+
+def _target_width(found: _Checkpoint) -> int:
+    hidden = found.settings["hidden_size"]
+    width = found.settings.get("target_hidden_size", hidden)
+    missing = {"embed_tokens.weight", "lm_head.weight"} - set(found.tensors)
+    if width != hidden and missing:
+        raise found.error(
+            f"{sorted(missing)} missing, and the target's do not fit: target_hidden_size={width}, "
+            f"hidden_size={hidden}"
+        )
+    return width
+
+
+def _layers(found: _Checkpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+    # Engines count them in several ways, and some not at all.
+    own = found.export.get("layers")
+    stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
+    chosen = tuple(stated if layers is None else layers)
+    fc = found.tensors.get("fc.weight")
+    if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
+        raise found.error(
+            f"{found.stored('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} features "
+            f"of {width}, but head.layers or config.json names {list(chosen) or 'none, which is 3'}"
+        )
+    return chosen
+
+
+def _vocabulary(found: _Checkpoint, form: EagleForm) -> DraftVocab:
+    """Takes `d2t` and `t2d`, and EAGLE-1's copy of the target's output head, off the tensors."""
+    size, tensors = found.settings["vocab_size"], found.tensors
+    vocab = DraftVocab.everything(size)
+    if "d2t" in tensors:
+        vocab = DraftVocab.from_offsets(tensors.pop("d2t"), size, tensors.pop("t2d", None))
+    stated = [found.settings[key] for key in DRAFT_SIZES if key in found.settings]
+    projection = tensors.get("lm_head.weight")
+    rows = [] if projection is None else [len(projection)]
+    told = f"{len(vocab.ids)} of {size} ids by d2t, {stated} by config.json, {rows} by lm_head"
+    if form is EagleForm.eagle1:
+        # vLLM's first converter added one: https://github.com/vllm-project/vllm/pull/11866
+        tensors.pop("lm_head.weight", None)
+        if not vocab.full or {*stated, *rows} - {size}:
+            raise found.error(f"an EAGLE-1 head with a draft vocabulary is not served: {told}")
+        return vocab
+    if {*stated, *rows} - {len(vocab.ids)}:
+        raise found.error(f"draft vocabulary of {told} (without d2t, all): must agree")
+    if not rows and not vocab.full:
+        raise found.error(f"lm_head.weight missing: the target's does not fit {told}")
+    return vocab
+
+
+def _fill(head: EagleHead, found: _Checkpoint) -> None:
+    expected, tensors = head.state_dict(), found.tensors
+    shapes = {
+        name: f"{found.stored(name)} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
+        for name in set(expected) & set(tensors)
+        if expected[name].shape != tensors[name].shape
+    }
+    wrong = {
+        "missing": [found.stored(name) for name in set(expected) - set(tensors)],
+        "foreign": [found.stored(name) for name in set(tensors) - set(expected)],
+        "misshapen": list(shapes.values()),
+    }
+    problems = [f"{kind}: {sorted(names)}" for kind, names in wrong.items() if names]
+    if problems:
+        raise found.error("tensors " + "; ".join(problems))
+    head.load_state_dict(tensors)

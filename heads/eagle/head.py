@@ -1,0 +1,352 @@
+"""EAGLE heads: one decoder layer that continues the target's own features.
+
+At token t the head reads the feature f_t and the token x_{t+1}, and predicts x_{t+2}; fed with
+its own output in place of f_{t+1} it goes on to x_{t+3}, and so on.
+
+Sources: EAGLE (arXiv 2401.15077), HASS (2408.15766) and EAGLE-3 (2503.01840); file layout of
+SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of a text, N rows,
+H hidden, F width of a feature, V vocabulary, W draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conf.schema import InputError
+from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from heads.documents import Documents
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
+from heads.eagle.layer import EagleLayer, RmsNorm, normed
+from heads.projection import Projection
+from heads.storage import PROVENANCE, save_head
+from heads.target.ends import TargetEnds
+from heads.target.model import Reads, TargetOutput
+from heads.vocab import DraftVocab
+
+WEIGHTS = "model.safetensors"
+ROWS_PER_CHUNK = 256
+LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that the head has read with true features.
+
+    Attributes:
+        inputs: [S, I] of the layer's attention.
+        residual: [S, H].
+        position_ids: [S] int64.
+        rotation: [S, 2, d] of the positions.
+        keys, values: [S, K, d].
+    """
+
+    inputs: Tensor
+    residual: Tensor
+    position_ids: Tensor
+    rotation: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class EagleHead(nn.Module):
+    """An EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
+
+    Args:
+        config: the architecture.
+        vocab: the ids it can draft.
+    """
+
+    def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__()
+        assert config.form is EagleForm.eagle3 or vocab.full
+        self.config, self.vocab = config, vocab
+        llama, eagle3 = config.llama, config.form is EagleForm.eagle3
+        hidden, eps, width = llama.hidden_size, llama.rms_norm_eps, config.target_hidden_size
+        num_features = (len(config.layers) or 3) if eagle3 else 2
+        self.fc = nn.Linear(num_features * width, hidden, bias=config.fc_bias)
+        self.layer = EagleLayer(llama, eagle3, config.qk_norm)
+        self.norm = RmsNorm(hidden, eps) if eagle3 else None
+        norms = [RmsNorm(width, eps) for _ in range(num_features)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        whole = num_features * width
+        self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
+        own_head = eagle3 and config.own_output_head
+        self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
+        self.embed_tokens: nn.Embedding | None = None
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
+        self.reads = Reads(config.layers)
+        # In a tuple, so that the target does not become a part of the head.
+        self._target: tuple[TargetEnds, ...] = ()
+
+    @classmethod
+    def from_target(
+        cls, target: TargetEnds, settings: EagleConfig, vocab: DraftVocab, seed: int
+    ) -> "EagleHead":
+        """An untrained float32 head, sized like a layer of the target and attached to it.
+
+        Raises:
+            InputError: `settings.layers` does not fit the target.
+        """
+        eagle3 = settings.form is EagleForm.eagle3
+        chosen = tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else ()
+        config = EagleHeadConfig(
+            form=settings.form,
+            llama=llama_like(target.config, target.vocab_size),
+            target=target.name,
+            target_hidden_size=target.hidden_size,
+            layers=chosen,
+            fc_bias=settings.fc_bias,
+            fc_norm=settings.fc_norm,
+            norm_output=settings.norm_output,
+            norm_before_residual=settings.norm_before_residual,
+        )
+        head = cls(config, vocab)
+        head._initialise(seed)
+        head.attach(target)
+        if head.lm_head is not None and settings.output_head is not OutputHead.scratch:
+            if not target.has_plain_head:
+                raise InputError(
+                    f"head.output_head={settings.output_head.value}: the output head of "
+                    f"target.path={target.name} is quantised or has a bias; allowed: scratch"
+                )
+            rows = target.output_head.weight.detach()[head.vocab.ids.to(target.device)]
+            head.lm_head.weight.data.copy_(rows)
+            head.lm_head.requires_grad_(settings.output_head is OutputHead.copy)
+        return head
+
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "EagleHead":
+        """Checks that the head fits a target, borrows its embedding and moves to its device.
+
+        Args:
+            target: the frozen target.
+            dtype: of the head's parameters; unset leaves them.
+
+        Raises:
+            InputError: with both sizes.
+        """
+        config = self.config
+        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        needed = {"hidden_size": config.target_hidden_size, "vocab_size": self.vocab.size}
+        for name, theirs in found.items():
+            if needed[name] != theirs:
+                raise InputError(
+                    f"head.path: this head has {name}={needed[name]} (trained for "
+                    f"{config.target}) but target.path={target.name} has {theirs}; use the "
+                    "head's own target"
+                )
+        if config.form is EagleForm.eagle3 and not config.layers:
+            self.config = replace(self.config, layers=default_layers(target.num_layers))
+        if config.target == UNKNOWN:
+            self.config = replace(self.config, target=target.name)
+        outside = [i for i in self.config.layers if not 0 <= i <= target.num_layers]
+        if outside:
+            raise InputError(
+                f"head.layers: {outside}, but target.path={target.name} has hidden states "
+                f"0..{target.num_layers}"
+            )
+        self.reads = Reads(self.config.layers)
+        self._target = (target,)
+        self.vocab = self.vocab.to(target.device)
+        return self.to(target.device, dtype)
+
+    @property
+    def target(self) -> TargetEnds:
+        """What the head is attached to."""
+        return self._target[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.fc.weight.dtype
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """[..., F] what the head reads of a target pass, in the head's dtype."""
+        if self.config.form is EagleForm.eagle1:
+            return output.hidden_states.to(self.fc.weight)
+        layers = [output.layers[index] for index in self.config.layers]
+        return torch.cat(layers, dim=-1).to(self.fc.weight)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H] one feature of [..., F]; EAGLE-1 reads a single one, which stays."""
+        if self.config.form is EagleForm.eagle1:
+            return features
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            features = normed(features, self.fc_norm)
+        return self.fc(features)
+
+    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
+        """Reads features and, beside each, the token after it.
+
+        Args:
+            fused: [S, H], of `fuse` or an earlier output of the head.
+            token_ids: [S] int64, the token that follows the feature's.
+            position_ids: [S] int64, of the feature.
+        """
+        embeds = self._embed(token_ids)
+        layer = self.layer
+        if layer.input_layernorm is None or layer.hidden_norm is None:
+            inputs = residual = self.fc(torch.cat([embeds, fused], dim=-1))
+        else:
+            states = layer.hidden_norm(fused)
+            inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
+            residual = states if self.config.norm_before_residual else fused
+        rotation = layer.self_attn.rotation(inputs, position_ids)
+        keys, values = layer.self_attn.keys_values(inputs, rotation)
+        return Text(inputs, residual, position_ids, rotation, keys, values)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.embed_tokens is not None:
+            return self.embed_tokens(token_ids)
+        weight = self._target[0].embedding.weight
+        return functional.embedding(token_ids, weight).to(self.dtype)
+
+    def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
+        """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
+        return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
+
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+    ) -> Tensor:
+        """[N, H] the next output of rows that read their own last one.
+
+        Args:
+            outputs: [N, H], what the row gave last.
+            token_ids: [N] int64, the token drafted from it.
+            position_ids: [N] int64, one more than the row's last.
+            branches: gets the rows' new keys and values.
+        """
+        fed = self.normed(outputs) if self.config.norm_output else outputs
+        text = self.read(fed, token_ids, position_ids)
+        branches.own_keys.append(text.keys)
+        branches.own_values.append(text.values)
+        return self.layer(text.inputs, text.residual, text.rotation, branches)
+
+    def unroll(
+        self, text: Text, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False
+    ) -> Iterator[Tensor]:
+        """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
+
+        Row t gives first what follows x_{t+1}, then, from its own output and x_{t+2}, what
+        follows that. This is the training-time test, and, as a draft is only followed while
+        it is accepted, also what greedy decoding would compute.
+
+        Args:
+            text: the whole text.
+            token_ids: [S + 1] int64, the text and the token after it.
+            rows: [N] int64.
+            branches: of the rows, without own keys.
+            detach: no gradient into the outputs that are fed back.
+        """
+        outputs = self.draft(text, rows, branches)
+        step = 0
+        while True:
+            yield outputs
+            step += 1
+            fed = outputs.detach() if detach else outputs
+            # Rows whose text has ended go on with its last token; nobody looks at them.
+            tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
+            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
+
+    def compile_layers(self) -> None:
+        """Compiles what is not attention, on first use."""
+        self.layer.mlp.compile(dynamic=True)
+
+    def normed(self, outputs: Tensor) -> Tensor:
+        """[..., H] outputs after the last norm, which EAGLE-1 has not."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def projection(self) -> Projection:
+        """From normed outputs to draft logits: the head's own, or the target's."""
+        if self.lm_head is not None:
+            return Projection(self.lm_head.weight)
+        return self._target[0].projection
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[..., W] draft logits of outputs [..., H]."""
+        states = self.normed(outputs)
+        if self.lm_head is not None:
+            return self.lm_head(states)
+        target = self._target[0]
+        return target.logits(states.to(target.output_head.weight.dtype)).to(states.dtype)
+
+    @torch.no_grad()
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth along a text itself.
+
+        Args:
+            output: the target's states of the first S tokens, [1, S, .] each.
+            token_ids: [S + 1], the text and its last token, which the target has not read.
+            first: the first row to draft from; n = S - first.
+            depth: tokens of a draft.
+            width: candidates per depth.
+        """
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
+        rows = places[first:]
+        seen = causal_rows(Documents.single(len(places), device), rows)
+        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
+        return torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
+
+    def _best(self, outputs: Tensor, width: int) -> Tensor:
+        """[N, width] the best target ids after outputs [N, H]."""
+        parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
+        return self.vocab.to_target(torch.cat(parts))
+
+    def pruned(self, vocab: DraftVocab) -> "EagleHead":
+        """A copy, float32 and not attached, that drafts fewer ids: its logits are ours at them.
+
+        Args:
+            vocab: some of the ids that this head, which has its own output head, drafts.
+        """
+        assert self.lm_head is not None
+        small = EagleHead(self.config, vocab)
+        rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
+        tensors = self.state_dict()
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][rows]
+        small.load_state_dict(tensors)
+        return small
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The names of the original layout, with `d2t` and `t2d` for a reduced vocabulary."""
+        prefix = LAYER_NAMES[self.config.form]
+        # Not `state_dict`, which FSDP takes as a wish for shards.
+        named = {
+            prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: p.detach()
+            for name, p in self.named_parameters()
+        }
+        if not self.vocab.full:
+            named |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}
+        return named
+
+    def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
+        """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.
+
+        Raises:
+            InputError: the disk is full or not writable; an older head there is untouched.
+        """
+        documents: dict[str, object] = {
+            "config.json": config_json(self.config, len(self.vocab.ids))
+        }
+        if provenance is not None:
+            documents[PROVENANCE] = provenance
+        save_head(folder, WEIGHTS, self.tensors(), documents)

@@ -1,0 +1,41 @@
+"""Medusa as a drafter: one forward of all heads, a static tree of their best candidates."""
+
+import torch
+from torch import Tensor
+
+from heads.drafting import Draft, Seen
+from heads.medusa.head import MedusaHead
+from heads.tree import Tree
+
+
+class MedusaDrafter:
+    """Drafts from the hidden state of the last committed token.
+
+    Args:
+        head: the trained heads, on the target's device.
+        tree: static tree, no deeper than there are heads.
+    """
+
+    def __init__(self, head: MedusaHead, tree: Tree) -> None:
+        self.head = head
+        self.tree = tree
+        self.reads = head.reads
+        levels = [depth - 1 for depth in tree.depths[1:]]
+        self.slots = torch.tensor(
+            [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
+        )
+        self.hidden: Tensor | None = None
+
+    def observe(self, seen: Seen) -> None:
+        """Keeps the states [B, D] of the last committed tokens."""
+        self.hidden = seen.last.hidden_states[:, 0]
+
+    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
+        """The tree's candidates: head k fills the nodes of depth k."""
+        assert self.hidden is not None
+        self.slots = self.slots.to(self.hidden.device)
+        candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
+        return Draft.of(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
+
+    def keep(self, rows: list[int]) -> None:
+        """The next states come before the next draft."""

@@ -1,0 +1,128 @@
+"""How a next token is chosen: greedily, or drawn, each text with randomness of its own.
+
+Letters: B texts, N tree nodes, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Medusa's typical acceptance, which changes the distribution of the text.
+
+    A draft token passes if p of it is above min(threshold, alpha * exp(-entropy of p)).
+
+    Source: Medusa, arXiv 2401.10774, section 2.3.1; FasterDecoding/Medusa
+    `medusa/model/utils.py`, `evaluate_posterior`, with the defaults of `medusa_generate`.
+    """
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's next token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: least probability that the likeliest tokens kept must cover; 1 keeps all.
+        top_k: likeliest tokens kept, ties with the last of them included; None keeps all.
+        typical: accept drafts by Medusa's lossy rule; None keeps the target's distribution.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    typical: Typical | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def lossy(self) -> bool:
+        """The text may not be distributed as the target's own."""
+        return self.typical is not None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., V] float32, what [..., V] logits are sampled by; not for temperature 0.
+
+        Source: transformers `generation/logits_process.py`, its temperature, top-k and top-p
+        warpers in the order in which `generate` applies them.
+        """
+        assert not self.greedy
+        scores = logits.float() / self.temperature
+        if self.top_k is not None:
+            least = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self.top_p < 1:
+            ascending, order = scores.sort()
+            tail = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            tail[..., -1] = False
+            scores = scores.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+        return scores.softmax(-1)
+
+
+GREEDY = Sampling()
+
+
+@dataclass
+class Noise:
+    """The randomness of texts, a generator for each, so that no text depends on another.
+
+    Attributes:
+        generators: one per text.
+        num_steps: calls of `uniform` so far.
+    """
+
+    generators: list[torch.Generator]
+    num_steps: int = 0
+
+    @classmethod
+    def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Noise":
+        """One seed per text, at least 0."""
+        # The CPU's generator reads 32 bits of a seed, so the ones above are mixed into them.
+        mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
+        return cls([torch.Generator(device).manual_seed(seed) for seed in mixed])
+
+    def rows(self, rows: list[int]) -> "Noise":
+        """That of some texts."""
+        return Noise([self.generators[row] for row in rows], self.num_steps)
+
+    def uniform(self, num_nodes: int) -> Tensor:
+        """[B, N] float32 in [0, 1), once per step.
+
+        Each step has generators of its own: how many nodes there are depends on the other texts
+        of a batch, and what is drawn later must not.
+        """
+        self.num_steps += 1
+        rows = []
+        for generator in self.generators:
+            seed = (generator.initial_seed() * 1_000_003 + self.num_steps) % (1 << 63)
+            own = torch.Generator(generator.device).manual_seed(seed)
+            rows.append(torch.rand(num_nodes, generator=own, device=generator.device))
+        return torch.stack(rows)
+
+    def race(self, probs: Tensor) -> Tensor:
+        """[B] int64 drawn from [B, V], which need not add up to 1.
+
+        The first of V exponential clocks to ring; unlike `torch.multinomial` it never waits for
+        the device.
+        """
+        clocks = torch.empty_like(probs)
+        for row, generator in zip(clocks, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        return (probs / clocks).argmax(-1)
+
+
+def choose(logits: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
+    """[B] int64, one token each by [B, V] logits."""
+    if sampling.greedy:
+        return logits.argmax(-1)
+    return noise.race(sampling.probabilities(logits))

@@ -1,0 +1,124 @@
+"""What of a target lies outside its layers, for when another process runs those."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from conf.schema import InputError, Quantization, TargetConfig
+from heads.target.ends import TargetEnds
+from heads.target.load import load_tokenizer, resolve_dtype
+
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+
+
+class LayerlessTarget(TargetEnds):
+    """The ends of a target and its final norm, for states that another process gives.
+
+    Attributes:
+        final_norm: what makes final hidden states of the last layer's output.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        super().__init__(model.config, *ends, model.generation_config, tokenizer, name)
+        self.final_norm = final_norm(model)
+
+    @classmethod
+    def of(cls, config: TargetConfig, device: torch.device) -> "LayerlessTarget":
+        """The same from where the target is; see `load_layerless`."""
+        model = load_layerless(config, device)
+        return cls(model, load_tokenizer(config)[1], str(config.path))
+
+
+def load_layerless(config: TargetConfig, device: torch.device) -> Any:
+    """Loads a frozen target's embedding, final norm and output head alone.
+
+    Args:
+        config: where it is; `path` is set. Nothing that changes layers may be.
+        device: where it goes.
+
+    Returns:
+        The transformers model with an empty list of layers and the config of the whole one.
+
+    Raises:
+        InputError: nothing there, a part is missing, or a setting that would have no effect.
+    """
+    assert config.path is not None
+    _check_settings(config)
+    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        whole, bare = (AutoConfig.from_pretrained(config.path, **common) for _ in range(2))
+        _empty(bare)
+        with _without_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                config=bare,
+                dtype=resolve_dtype(config.dtype, device),
+                use_safetensors=True,
+                output_loading_info=True,
+                **common,
+            )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
+    model, info = loaded
+    if info["missing_keys"]:
+        raise InputError(f"target.path={config.path}: lacks {sorted(info['missing_keys'])}")
+    model.config = whole
+    return model.to(device).eval().requires_grad_(False)
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm behind the last layer of a transformers model.
+
+    Raises:
+        InputError: it has none under a known name.
+    """
+    decoder = model.get_decoder()
+    for name in FINAL_NORMS:
+        if hasattr(decoder, name):
+            return getattr(decoder, name)
+    raise InputError(
+        f"target.path: {type(model).__name__} has no final norm; looked for {FINAL_NORMS}"
+    )
+
+
+def _check_settings(config: TargetConfig) -> None:
+    quantized = config.quantization is not Quantization.none
+    settings = {
+        "adapter": config.adapter,
+        "device_map": config.device_map,
+        "quantization": config.quantization.value if quantized else None,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise InputError(
+                f"target.{name}={value}: says how layers are run, and the engine runs those; "
+                "unset it, and give the engine what it needs"
+            )
+
+
+def _empty(config: Any) -> None:
+    """Takes the layers out, and with them how their weights are quantised."""
+    text = config.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keeps transformers from listing each weight of a layer as one it has no use for."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

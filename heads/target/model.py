@@ -1,0 +1,316 @@
+"""The frozen target: hidden-state taps and masks.
+
+Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from conf.schema import InputError
+from heads.cache import TreeCache
+from heads.documents import Documents
+from heads.target.attention import current, dense, reading
+from heads.target.ends import TargetEnds, beside
+
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a draft head reads of the target.
+
+    Layer indices follow `output_hidden_states`: 0 is the embedding, i the output of decoder
+    layer i - 1, before the final norm. Exporters translate to each engine's convention.
+    """
+
+    layers: tuple[int, ...] = ()
+    """Besides the last layer's output after the final norm, which is always there."""
+
+
+@dataclass
+class TargetOutput:
+    """Hidden states of one pass."""
+
+    hidden_states: Tensor
+    """[B, Q, D], last layer, after the final norm."""
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    """[B, Q, D] per index of `Reads.layers`."""
+
+    def at(self, tokens: Tensor) -> "TargetOutput":
+        """The states [B, n, D] of some tokens, [B, n] int64."""
+        places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        return self._each(lambda states: states[places, tokens])
+
+    def rows(self, texts: Tensor) -> "TargetOutput":
+        """The states [b, Q, D] of some texts, [b] int64."""
+        return self._each(lambda states: states[texts])
+
+    def to(self, device: torch.device) -> "TargetOutput":
+        """The same on a device; a target over several leaves states where its layers are."""
+        return self._each(lambda states: states.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
+        layers = {index: change(states) for index, states in self.layers.items()}
+        return TargetOutput(change(self.hidden_states), layers)
+
+
+class Target(TargetEnds):
+    """A frozen causal language model with explicit masks and positions.
+
+    Where its layers lie on several devices, all that it gives lies on `device` with both ends.
+
+    Attributes:
+        model: the transformers model, in eval mode, its own parameters without gradients.
+        decoder: the model without its output head.
+        windows: tokens that a query sees in each decoder layer; None for all before it.
+        attended: window and kernel of each attention layer, as the last `read` met them.
+        needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = model.get_decoder()
+        super().__init__(
+            model.config,
+            self.decoder.get_input_embeddings(),
+            beside(self.decoder.get_input_embeddings(), model.get_output_embeddings()),
+            model.generation_config,
+            tokenizer,
+            name,
+        )
+        self.capacity: int | None = None
+        self._compiled: Any = None
+        self._tapped: dict[int, Tensor] = {}
+        self._taps: set[int] = set()
+        self._skipping: set[int] = set()
+        self._windows = _windows(self.config, name)
+        kinds = getattr(self.config, "layer_types", None) or [*self._windows] * self.num_layers
+        self.windows = [self._windows[kind] for kind in kinds]
+        self.attended: list[tuple[int | None, str]] = []
+        self.needs_masks = ""
+
+    def compile(self, capacity: int) -> None:
+        """From now on caches have `capacity` slots and passes behind a text run compiled.
+
+        Fixed slots keep shapes fixed, so a pass is compiled once per batch size and number of
+        new tokens; prompts, and drafts that skip layers, run as before.
+        """
+        # Each number of draft tokens is a shape of its own.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        self.capacity = capacity
+        self._compiled = torch.compile(self.decoder, dynamic=False)
+
+    def recompute_layers(self) -> None:
+        """From now on a pass with gradients keeps the input of each decoder layer alone.
+
+        The way back runs the layer again. The model stays in eval mode, in which transformers'
+        own checkpointing does nothing.
+        """
+        for layer in self.decoder.layers:
+            layer.forward = partial(self._recomputed, layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        now = current()
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if now is None:
+                return nullcontext(), nullcontext()
+            return nullcontext(), reading(self.decoder.config, now.documents)
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def new_cache(self, num_texts: int) -> TreeCache:
+        """An empty cache, growing unless `compile` fixed its size."""
+        return TreeCache(num_texts, self.device, self.num_layers, self.capacity)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        cache: TreeCache,
+        input_ids: Tensor,
+        mask: Tensor,
+        depths: Tensor,
+        reads: Reads | None = None,
+        skip: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Runs new tokens behind the committed ones; they are pending until `cache.commit`.
+
+        Args:
+            cache: of B texts.
+            input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
+            mask: [B or 1, n, P] bool, the pending tokens that each new one sees, itself
+                included; every committed token of its text is seen anyway.
+            depths: [B or 1, P] int64, positions behind the last committed token, from 0.
+            reads: the layers to tap.
+            skip: decoder layers, from 0, that are left out.
+        """
+        num_new, num_pending = mask.shape[1:]
+        cache.begin(num_new, num_pending)
+        pending, keys = cache.slots.positions(depths, cache.width)
+        allowed = cache.slots.visible(mask, cache.width)
+        with ExitStack() as undo:
+            for layer in skip:
+                undo.enter_context(self._skipped(layer))
+            return self.forward(input_ids, pending[:, -num_new:], allowed, keys, cache, reads)
+
+    @contextmanager
+    def _skipped(self, layer: int) -> Iterator[None]:
+        """Makes a decoder layer hand on what it is given."""
+        module = self.decoder.layers[layer]
+        hooked = module.__dict__.get("forward")  # accelerate's, on a target over several devices
+        module.forward = lambda hidden_states, *_args, **_kwargs: hidden_states
+        self._skipping.add(layer)
+        try:
+            yield
+        finally:
+            self._skipping.discard(layer)
+            del module.forward
+            if hooked is not None:
+                module.forward = hooked
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        allowed: Tensor,
+        key_positions: Tensor,
+        cache: TreeCache | None = None,
+        reads: Reads | None = None,
+    ) -> TargetOutput:
+        """Runs the decoder with an explicit attention mask.
+
+        Gradients reach an adapter that is trained, where the caller wants any.
+
+        Args:
+            input_ids: [B, Q] int64.
+            position_ids: [B, Q] int64.
+            allowed: [B, Q, S] bool, True where a query may look; sliding windows are applied
+                on top, by position.
+            key_positions: [B, S] int64, positions of the cached and the new tokens.
+            cache: told by `begin` where the new tokens go.
+            reads: the layers to tap; the last hidden states are always there.
+        """
+        masks = self._masks(allowed, position_ids, key_positions)
+        return self._run(input_ids, position_ids, masks, cache, reads)
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        masks: Tensor | dict[str, Tensor] | None,
+        cache: TreeCache | None,
+        reads: Reads | None,
+    ) -> TargetOutput:
+        indices = (reads or Reads()).layers
+        for index in indices:
+            self._tap(index)
+        output = self._decoder_for(cache)(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=masks,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        layers = {index: self._tapped[index] for index in indices}
+        self._tapped.clear()
+        return TargetOutput(output.last_hidden_state, layers).to(self.device)
+
+    def _decoder_for(self, cache: TreeCache | None) -> Any:
+        if self._compiled is None or cache is None or self._skipping:
+            return self.decoder
+        return self._compiled if any(cache.slots.lengths) else self.decoder
+
+    def read(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        documents: Documents,
+        reads: Reads | None = None,
+    ) -> TargetOutput:
+        """States [B, T, D] of packed sequences; no document sees another.
+
+        Gradients as in `forward`.
+
+        Args:
+            input_ids: [B, T] int64.
+            position_ids: [B, T] int64, restarting in each document.
+            documents: of the B * T tokens, with `bounds` on the target's device.
+            reads: the layers to tap; the last hidden states are always there.
+        """
+        assert sum(documents.lengths) == input_ids.numel()
+        if self.needs_masks:
+            allowed = dense(documents, len(input_ids))
+            return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
+        with reading(self.decoder.config, documents) as found:
+            output = self._run(input_ids, position_ids, None, None, reads)
+        self.attended = found.calls
+        return output
+
+    @property
+    def attention(self) -> str:
+        """How `read` attends, or did last."""
+        if self.needs_masks:
+            return f"masks of tokens by tokens, as {self.needs_masks}"
+        return ", ".join(sorted({kernel for _, kernel in self.attended}))
+
+    def read_text(self, token_ids: list[int], reads: Reads | None = None) -> TargetOutput:
+        """States [1, S, D] of one text of S tokens."""
+        ids = torch.tensor([token_ids], device=self.device)
+        positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
+        return self.read(ids, positions, Documents.single(ids.shape[1], self.device), reads)
+
+    def _masks(
+        self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        def within(window: int | None) -> Tensor:
+            if window is None:
+                return allowed
+            distance = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
+            return allowed & (distance < window)
+
+        masks = {kind: self._additive(within(each)) for kind, each in self._windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        # Boolean masks are silently wrong in eager attention; additive ones are right everywhere.
+        floor = torch.finfo(self.dtype).min
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, floor).unsqueeze(1)
+
+    def _tap(self, index: int) -> None:
+        """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
+        if not 0 <= index <= self.num_layers:
+            raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
+        if index in self._taps:
+            return
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._tapped[index] = output[0] if isinstance(output, tuple) else output
+
+        module = self.embedding if index == 0 else self.decoder.layers[index - 1]
+        module.register_forward_hook(keep)
+        self._taps.add(index)
+
+
+def _windows(config: Any, name: str) -> dict[str, int | None]:
+    """Attention window in tokens per layer type; None looks at everything."""
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if kinds - SERVED_LAYER_TYPES:
+        raise InputError(
+            f"target.path={name}: {config.model_type} has {sorted(kinds - SERVED_LAYER_TYPES)} "
+            "layers, whose state cannot be rolled back to an accepted token; "
+            f"allowed: {sorted(SERVED_LAYER_TYPES)}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        return {"full_attention": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

@@ -1,0 +1,370 @@
+"""One training step of a draft head on stored hidden states, the way of one toolkit.
+
+    python -m scripts.peers.steps job.json result.json
+
+runs in the environment of the path that the job names, so besides torch it imports only that
+path's library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from scripts.bench.footprint import best_device, footprint
+
+EPS = 1e-5
+"""Of every norm."""
+NUM_LAYERS = 3
+"""Of the target, whose states EAGLE-3 fuses."""
+IGNORED = -100
+LEARNING_RATE = 1e-4
+LARGEST_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        path: a key of `PATHS`.
+        tokens, hidden, vocab, draft_vocab: T, H, V and W.
+        num_heads, num_kv_heads, head_dim, intermediate: of EAGLE's layer.
+        depth: K, steps of EAGLE's training-time test or Medusa heads.
+        threads: of torch, on a CPU.
+        repeats: timed steps.
+    """
+
+    path: str
+    tokens: int
+    hidden: int
+    vocab: int
+    draft_vocab: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    depth: int
+    threads: int
+    repeats: int
+
+    def llama(self) -> Any:
+        """Of the target, and of EAGLE's layer."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=NUM_LAYERS, num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads, head_dim=self.head_dim, rms_norm_eps=EPS,
+            max_position_embeddings=self.tokens,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a feature store and the target's two ends hold, in float32.
+
+    Attributes:
+        text: `input_ids`, `position_ids`, `document_ids` [1, T] int64, `loss_mask` [1, T] bool;
+            the first third of each document is a prompt.
+        layers: [L, T, H] states that EAGLE-3 fuses.
+        last: [T, H] states before the final norm, whose weight is one.
+        embedding, output_head: [V, H].
+        draft_ids: [W] int64, sorted.
+        weights: the trained matrices of an EAGLE-3 head by name.
+    """
+
+    text: dict[str, Tensor]
+    layers: Tensor
+    last: Tensor
+    embedding: Tensor
+    output_head: Tensor
+    draft_ids: Tensor
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, job: Job, device: torch.device) -> "Inputs":
+        """The same numbers in every process."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * scale).to(device)
+
+        order = torch.randperm(job.vocab, generator=generator)
+        output_head = draw(job.vocab, job.hidden, scale=job.hidden**-0.5)
+        # As of frequent ids, the likeliest is always in the draft vocabulary: where it is not,
+        # ours learns nothing, like EAGLE-3, and speculators does.
+        output_head[order[job.draft_vocab :].to(device)] *= 0.1
+        return cls(
+            text={name: row.to(device) for name, row in _text(job, generator).items()},
+            layers=draw(NUM_LAYERS, job.tokens, job.hidden),
+            last=draw(job.tokens, job.hidden),
+            embedding=draw(job.vocab, job.hidden),
+            output_head=output_head,
+            draft_ids=order[: job.draft_vocab].sort().values.to(device),
+            weights={name: draw(*shape, scale=0.02) for name, shape in _shapes(job).items()},
+        )
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """[T, H] after the final norm."""
+        return F.rms_norm(self.last, self.last.shape[-1:], eps=EPS)
+
+
+def _text(job: Job, generator: torch.Generator) -> dict[str, Tensor]:
+    """One packed sequence of documents of T / 8 to T / 2 tokens."""
+    lengths: list[int] = []
+    while (left := job.tokens - sum(lengths)) > 0:
+        drawn = int(torch.randint(job.tokens // 8, job.tokens // 2, (), generator=generator))
+        # A rest too short for a document of its own lengthens the last one.
+        lengths.append(left if left - drawn < job.tokens // 8 else drawn)
+    places = [torch.arange(length) for length in lengths]
+    answers = [place >= len(place) // 3 for place in places]
+    return {
+        "input_ids": torch.randint(job.vocab, (1, job.tokens), generator=generator),
+        "position_ids": torch.cat(places)[None],
+        "document_ids": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
+        "loss_mask": torch.cat(answers)[None],
+    }
+
+
+def _shapes(job: Job) -> dict[str, tuple[int, int]]:
+    hidden, wide = job.hidden, job.intermediate
+    queries, keys = job.num_heads * job.head_dim, job.num_kv_heads * job.head_dim
+    return {
+        "fc.weight": (hidden, NUM_LAYERS * hidden),
+        "layer.self_attn.q_proj.weight": (queries, 2 * hidden),
+        "layer.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "layer.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "layer.self_attn.o_proj.weight": (hidden, queries),
+        "layer.mlp.gate_proj.weight": (wide, hidden),
+        "layer.mlp.up_proj.weight": (wide, hidden),
+        "layer.mlp.down_proj.weight": (hidden, wide),
+    }
+
+
+class Training(NamedTuple):
+    """A head, and its loss on the text."""
+
+    head: nn.Module
+    loss: Callable[[], Tensor]
+
+
+def eagle3(job: Job, inputs: Inputs, compiled: bool = False) -> Training:
+    """`train/eagle.py`, with the output head frozen and steps weighed as speculators does."""
+    from conf.schema_eagle import EagleConfig, OutputHead, TokenNormalizer
+    from heads.eagle.head import EagleHead
+    from heads.vocab import DraftVocab
+    from train.eagle import EagleObjective
+
+    config = EagleConfig(
+        layers=[*range(1, NUM_LAYERS + 1)], num_steps=job.depth, step_decay=1.0,
+        token_normalizer=TokenNormalizer.supervised, output_head=OutputHead.frozen,
+    )  # fmt: skip
+    target = _target(job, inputs)
+    vocab = DraftVocab(inputs.draft_ids, job.vocab)
+    head = EagleHead.from_target(target, config, vocab, seed=0)
+    _fill(head, "layer.", inputs.weights)
+    return _ours(EagleObjective(head, target, config), inputs, compiled)
+
+
+def eagle3_compiled(job: Job, inputs: Inputs) -> Training:
+    """The same with `train.compile=true`."""
+    return eagle3(job, inputs, compiled=True)
+
+
+def medusa(job: Job, inputs: Inputs) -> Training:
+    """`train/medusa.py`, with heads weighed as the original does."""
+    from conf.schema import MedusaConfig
+    from heads.medusa.head import MedusaHead
+    from train.medusa import MedusaObjective
+
+    config = MedusaConfig(num_heads=job.depth, loss_decay=1.0)
+    target = _target(job, inputs)
+    head = MedusaHead.from_target(target, job.depth, config.num_layers)
+    return _ours(MedusaObjective(head, target, config), inputs, False)
+
+
+def _target(job: Job, inputs: Inputs) -> Any:
+    from heads.target.ends import TargetEnds
+
+    embedding = nn.Embedding.from_pretrained(inputs.embedding)
+    output_head = nn.Linear(job.hidden, job.vocab, bias=False).requires_grad_(False)
+    output_head.weight.data = inputs.output_head
+    return TargetEnds(job.llama(), embedding, output_head, None, None, "random")
+
+
+def _ours(objective: Any, inputs: Inputs, compiled: bool) -> Training:
+    from train.loop.feed import on_device
+
+    if compiled:
+        objective.compile_parts()
+    layers = {f"layers.{i}": states[None] for i, states in enumerate(inputs.layers, start=1)}
+    device = inputs.last.device
+    text = objective.indexed({name: rows.cpu() for name, rows in inputs.text.items()})
+    weights, counts = (each.to(device) for each in (objective.weights, objective.counts(text)))
+    batch = {**on_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
+
+    def loss() -> Tensor:
+        scale = weights / counts.clamp_min(1)
+        return objective(batch, scale).total
+
+    return Training(objective.head.train(), loss)
+
+
+def original_medusa(job: Job, inputs: Inputs) -> Training:
+    """The step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
+
+    Every head gives logits at every token, [K, T, V] in all; the mask is left to the
+    cross-entropy, and heads are summed without weights.
+    """
+    from heads.medusa.head import MedusaHead
+
+    head = MedusaHead.from_target(_target(job, inputs), job.depth, num_layers=1)
+    hidden = inputs.hidden_states
+    text = inputs.text
+    labels = text["input_ids"].masked_fill(~text["loss_mask"], IGNORED)[0]
+
+    def loss() -> Tensor:
+        logits = head(hidden)
+        losses = []
+        for ahead, all_said in enumerate(logits, start=2):
+            said, wanted = all_said[:-ahead], labels[ahead:]
+            losses.append(F.cross_entropy(said, wanted, ignore_index=IGNORED))
+            learnt = wanted != IGNORED
+            # The accuracy that its trainer logs, brought to the host at each step.
+            (said.topk(1).indices[learnt, 0] == wanted[learnt]).float().mean().item()
+        return torch.stack(losses).sum()
+
+    return Training(head.train(), loss)
+
+
+def speculators(job: Job, inputs: Inputs) -> Training:
+    """speculators' EAGLE-3 and the way `speculators/train/trainer.py` calls it.
+
+    On CUDA as it comes; elsewhere its SDPA instead of flex attention, which has no backward
+    pass there, and its eager loss instead of its Triton kernel.
+    """
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    on_cuda = inputs.last.is_cuda
+    llama = job.llama()
+    llama.num_hidden_layers = 1
+    llama._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
+    model = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(transformer_layer_config=llama, draft_vocab_size=job.draft_vocab)
+    )
+    rows = inputs.output_head[inputs.draft_ids]
+    ends = {"lm_head.weight": rows, "verifier_lm_head.weight": rows}
+    ends["embed_tokens.weight"] = inputs.embedding
+    _fill(model, "layers.0.", inputs.weights | ends)
+    model.to(inputs.last.device).train()
+    implementation = "fused" if on_cuda else "eager"
+    settings, _validation = model.get_trainer_kwargs(
+        loss_fn="kl_div", loss_implementation=implementation,
+        ttt_steps=job.depth, ttt_step_loss_decay=1.0,
+    )  # fmt: skip
+    batch = _speculators_batch(inputs)
+
+    def loss() -> Tensor:
+        _draft_tokens, total, _metrics = model(**batch, **settings)
+        return total
+
+    return Training(model, loss)
+
+
+def _speculators_batch(inputs: Inputs) -> dict[str, Tensor]:
+    """The text as its collator packs it: each document shifted, the end padded to T."""
+    from speculators.models.eagle3.data import shift_batch
+
+    text = {name: row[0] for name, row in inputs.text.items()}
+    fused = torch.cat(list(inputs.layers), dim=-1)
+    packed = []
+    for number in text["document_ids"].unique().tolist():
+        own = text["document_ids"] == number
+        document = {
+            "input_ids": text["input_ids"][own],
+            "position_ids": text["position_ids"][own],
+            # Its mask lies on the token before the learnt one. Moved, the same tokens are learnt.
+            "loss_mask": F.pad(text["loss_mask"][own][1:], (0, 1)),
+            "hidden_states": fused[own],
+            "verifier_last_hidden_states": inputs.last[own],
+            "lengths": own.sum()[None],
+        }
+        shifted = shift_batch(document)
+        shifted["document_ids"] = torch.full_like(shifted["input_ids"], number)
+        packed.append({name: rows for name, rows in shifted.items() if name != "lengths"})
+    return {
+        name: _padded(torch.cat([each[name] for each in packed]), len(fused), name)[None]
+        for name in packed[0]
+    }
+
+
+def _padded(rows: Tensor, length: int, name: str) -> Tensor:
+    padding = rows.new_full((length - len(rows), *rows.shape[1:]), -(name == "document_ids"))
+    return torch.cat([rows, padding])
+
+
+def _fill(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
+    """Copies weights by name; those of the decoder layer lie under `layer` in the module."""
+    found = dict(module.named_parameters())
+    for name, weight in weights.items():
+        found[name.replace("layer.", layer)].data.copy_(weight)
+
+
+PATHS = {
+    "eagle3": eagle3,
+    "eagle3_compiled": eagle3_compiled,
+    "speculators": speculators,
+    "medusa": medusa,
+    "original_medusa": original_medusa,
+}
+
+
+def stepper(training: Training) -> Callable[[], Tensor]:
+    """One optimizer step, which returns the loss before it."""
+    parameters = [each for each in training.head.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+    def step() -> Tensor:
+        total = training.loss()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)
+        optimizer.step()
+        # Here, so that a step's peak holds its own gradients and none from before.
+        optimizer.zero_grad()
+        return total.detach()
+
+    return step
+
+
+def measured(job: Job, device: torch.device) -> dict[str, Any]:
+    """The loss of the first step, the cost of later ones, and the versions that ran."""
+    step = stepper(PATHS[job.path](job, Inputs.of(job, device)))
+    loss = float(step())
+    names = ["torch", *(["speculators"] if job.path == "speculators" else [])]
+    return {
+        "loss": loss,
+        **footprint(step, device, job.repeats)._asdict(),
+        "versions": [f"{name} {version(name)}" for name in names],
+    }
+
+
+def main() -> None:
+    """Job in, result out."""
+    question, answer = map(Path, sys.argv[1:])
+    job = Job(**json.loads(question.read_text()))
+    torch.set_num_threads(job.threads)
+    answer.write_text(json.dumps(measured(job, best_device())))
+
+
+if __name__ == "__main__":
+    main()

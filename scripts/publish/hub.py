@@ -1,0 +1,166 @@
+"""What the Hub knows of a target, and how a folder gets there."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+
+from conf.schema import InputError
+from data.provenance import plain
+from heads.storage import PROVENANCE
+
+# What a head's repository holds of an earlier head; exports are told by their own `headsmith.json`.
+OF_A_HEAD = ["*.safetensors", "*.safetensors.index.json", "*.png", "draft_tree.json"]
+# Storage is reached by signed links: whoever has one may write there for a while.
+SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
+RESUME = (
+    "nothing of it is visible yet. Start the same command again: files that arrived are not "
+    "sent twice"
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the Hub says of a repository.
+
+    Attributes:
+        name: its id.
+        private: only some may see it.
+        gated: whoever downloads it agrees to terms first.
+        license: SPDX id, or the name of another licence; None if it names none.
+    """
+
+    name: str
+    private: bool
+    gated: bool
+    license: str | None
+
+
+def ask_terms(name: str) -> Terms | str:
+    """Asks the Hub about a repository, as the user whose token is set.
+
+    Args:
+        name: Hub id.
+
+    Returns:
+        The terms, or why they are unknown.
+    """
+    api = HfApi()
+    try:
+        info = api.model_info(name, expand=["private", "gated", "cardData"])
+    except RepositoryNotFoundError:
+        return f"{api.endpoint} does not show it to you: it is private to others, or gone"
+    except HfHubHTTPError as error:
+        return f"{api.endpoint} answered HTTP {error.response.status_code}"
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set, so nobody asked"
+    except HTTPError as error:
+        return f"cannot reach {api.endpoint}: {told(error)}"
+    card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
+    license_id = card.get("license")
+    if license_id == "other":
+        license_id = card.get("license_name") or "other"
+    return Terms(name, bool(info.private), bool(info.gated), license_id)
+
+
+def upload(folders: dict[str, Path], private: bool) -> list[str]:
+    """Uploads each folder to its repository, in one commit each.
+
+    `HfApi.upload_folder` and its large brother commit in batches where Xet is installed, and
+    whoever downloads in between gets half a head. What was uploaded before an interruption is
+    kept by the Hub, and the client asks before it sends a file (or, with Xet, a chunk) again.
+
+    Args:
+        folders: by Hub id, `user/name`.
+        private: what the repositories are if they are new; True refuses one that is public.
+
+    Returns:
+        URLs of the repositories.
+
+    Raises:
+        InputError: no right to write there, the Hub is out of reach, or the upload stopped.
+    """
+    api = HfApi()
+    urls = []
+    for repo_id in folders:  # before the first upload: no right to one of them may stop it all
+        with _explained(repo_id, api.endpoint):
+            urls.append(str(api.create_repo(repo_id, private=private, exist_ok=True)))
+            if private and not api.repo_info(repo_id).private:
+                raise InputError(
+                    f"repo_id={repo_id}: exists and is public; set private=false to publish there"
+                )
+    for repo_id, folder in folders.items():
+        with _explained(repo_id, api.endpoint):
+            _commit(api, repo_id, folder)
+    return urls
+
+
+def _commit(api: HfApi, repo_id: str, folder: Path) -> None:
+    files = {str(path.relative_to(folder).as_posix()): path for path in files_of(folder)}
+    api.create_commit(
+        repo_id,
+        [
+            *(CommitOperationDelete(name) for name in _stale(api.list_repo_files(repo_id), files)),
+            *(CommitOperationAdd(name, path) for name, path in files.items()),
+        ],
+        commit_message="Upload draft head",
+    )
+
+
+def _stale(there: list[str], files: dict[str, Path]) -> list[str]:
+    """Files of an earlier head: they must not mix with this one's."""
+    exports = {name.parent for name in map(PurePosixPath, there) if name.name == PROVENANCE}
+    exports.discard(PurePosixPath())
+    old = set(filter_repo_objects(there, allow_patterns=OF_A_HEAD))
+    old |= {name for name in there if exports & set(PurePosixPath(name).parents)}
+    return sorted(old - files.keys())
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Every file in a folder and the folders in it, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def told(error: BaseException) -> str:
+    """What an error and its cause say, on one line and without keys."""
+    cause = f" {error.__cause__}" if error.__cause__ else ""
+    return " ".join(str(plain(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
+
+
+@contextmanager
+def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
+    """Says what the client's errors mean for who runs the command."""
+    try:
+        yield
+    except InputError:
+        raise
+    except HfHubHTTPError as error:
+        raise InputError(_refusal(error, repo_id, endpoint)) from error
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise InputError(f"cannot reach {endpoint}: {told(error)}; {RESUME}") from error
+    except ValueError as error:
+        raise InputError(f"repo_id={repo_id}: {told(error)}") from error
+    except (RuntimeError, OSError) as error:  # what the client raises about a file's transfer
+        raise InputError(f"repo_id={repo_id}: {told(error)}; {RESUME}") from error
+
+
+def _refusal(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:
+    status = error.response.status_code
+    if status == 401:
+        return (
+            f"repo_id={repo_id}: not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
+        )
+    if status == 403:
+        return f"repo_id={repo_id}: this token may not write there (HTTP 403): {told(error)}"
+    return f"repo_id={repo_id}: {endpoint} answered HTTP {status}: {told(error)}; {RESUME}"

@@ -1,0 +1,283 @@
+"""The model card of a published head: what it is, what it was made from, what it gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from scripts.publish.card_facts import CardFacts, head_settings, is_hub_id
+
+TRAIN_KEYS = (
+    "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",
+    "adam_beta2", "max_grad_norm", "max_grad_value", "dtype",
+)  # fmt: skip
+
+
+def model_card(facts: CardFacts) -> ModelCard:
+    """Writes the card, its metadata included."""
+    sections = [
+        _introduction(facts),
+        *facts.notices,
+        _measured(facts),
+        _use(facts),
+        _training(facts),
+    ]
+    body = "\n\n".join(section for section in sections if section)
+    return ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{body}\n")
+
+
+def _metadata(facts: CardFacts) -> ModelCardData:
+    data_path = str(facts.provenance.get("data", {}).get("path") or "")
+    on_hub = facts.target is not None and is_hub_id(facts.target)
+    return ModelCardData(
+        # The Hub refuses a base_model that is not an id, and calls every unnamed relation a
+        # finetune. It knows adapter, finetune, merge and quantized; an adapter is what adds to a
+        # base model without changing it. No pipeline_tag: a head alone generates nothing.
+        base_model=facts.target if on_hub else None,
+        base_model_relation="adapter" if on_hub else None,
+        datasets=[data_path] if is_hub_id(data_path) else None,
+        library_name="headsmith",
+        license=facts.license,
+        model_name=facts.repo_id.rsplit("/")[-1] if facts.acceptance else None,
+        eval_results=_results(facts.acceptance) if facts.acceptance else None,
+        tags=[
+            "speculative-decoding", facts.head.tag, "draft-head",
+            *sorted(export.format for export in facts.exports),
+        ],
+    )  # fmt: skip
+
+
+def _results(acceptance: dict[str, Any]) -> list[EvalResult]:
+    """tau as the Hub's `model-index` holds it, of the chain and of the tree."""
+    data = str((acceptance.get("data") or {}).get("path") or "headsmith-default")
+    taus = {"chain": acceptance} | {
+        key.replace("_", " "): acceptance[key]
+        for key in ("static_tree", "dynamic_tree")
+        if key in acceptance
+    }
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=data if is_hub_id(data) else Path(data).stem,
+            dataset_name=Path(data).stem,
+            metric_type="tau",
+            metric_name=f"tau, {name} (mean tokens per target pass)",
+            metric_value=round(figures["tau"], 4),
+        )
+        for name, figures in taus.items()
+    ]
+
+
+def _introduction(facts: CardFacts) -> str:
+    head = facts.head
+    target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
+    if facts.target and is_hub_id(facts.target):
+        target = f"[{facts.target}](https://huggingface.co/{facts.target})"
+    trained = "on a frozen target. The head works with this target only."
+    if "adapter" in facts.provenance:
+        trained = (
+            "together with an adapter of the target. The head works with the target so adapted, "
+            "or merged with the adapter, only."
+        )
+    return (
+        f"# {facts.repo_id.rsplit('/')[-1]}\n\n"
+        f"{head.name} for speculative decoding of {target}: {head.description}; the target checks "
+        "all drafts in one pass, so that its own greedy text comes out, in fewer passes.\n\n"
+        f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), "
+        f"{trained}{_elsewhere(facts)}"
+    )
+
+
+def _elsewhere(facts: CardFacts) -> str:
+    if facts.head_repo is None:
+        return ""
+    return (
+        f"\n\nThis repository holds the head as {facts.exports[0].format} loads it; the head "
+        f"itself, for Headsmith, is in [{facts.head_repo}](https://huggingface.co/{facts.head_repo})."
+    )
+
+
+def _measured(facts: CardFacts) -> str:
+    parts = ["## Measured"]
+    if facts.acceptance is None and facts.speedup is None:
+        parts.append("Nothing was measured before this head was published.")
+    if facts.acceptance is not None:
+        parts += [_acceptance_text(facts.acceptance), _acceptance_table(facts.acceptance)]
+        parts.append(_depth_table(facts.acceptance))
+    if facts.speedup is not None:
+        parts += [_speedup_table(facts.speedup), _lossless_text(facts.speedup["lossless"])]
+    parts += [f"![{Path(name).stem}]({name})" for name in facts.figures]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _acceptance_text(acceptance: dict[str, Any]) -> str:
+    where = _setting(acceptance)
+    temperature = acceptance.get("temperature")
+    choice = f"temperature {temperature}" if temperature else "greedy"
+    return (
+        f"tau, the mean number of tokens per target pass (its own token included), is "
+        f"**{acceptance['tau']:.3f}** for the top-1 chain over {acceptance['num_prompts']} "
+        f"prompts and {acceptance['num_tokens']} tokens{where} "
+        f"({acceptance['mode']}, {choice}); without drafting it is 1."
+    )
+
+
+def _setting(result: dict[str, Any]) -> str:
+    """Names dtype and device, where the measurement says them."""
+    told = [str(result[key]) for key in ("target_dtype", "device") if result.get(key)]
+    return f", {' on '.join(told)}" if told else ""
+
+
+def _acceptance_table(acceptance: dict[str, Any]) -> str:
+    found = acceptance.get("static_tree") or acceptance.get("dynamic_tree") or {}
+    tree = found.get("by_category", {})
+    header = ["category", "prompts", "tau", "95% interval", *(["tau, tree"] if tree else [])]
+    rows = []
+    for name, row in acceptance["by_category"].items():
+        low, high = row["ci95"]
+        cells = [name, row["num_prompts"], f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}"]
+        if tree:
+            cells.append(f"{tree[name]['tau']:.3f}" if name in tree else "")
+        rows.append(cells)
+    return _table(header, rows)
+
+
+def _depth_table(acceptance: dict[str, Any]) -> str:
+    rows = [
+        [depth, f"{alpha:.3f}", f"{cumulative:.3f}"]
+        for depth, (alpha, cumulative) in enumerate(
+            zip(acceptance["alpha"], acceptance["per_position"], strict=True), 1
+        )
+    ]
+    return _table(["depth", "accepted when reached (alpha)", "accepted of all passes"], rows)
+
+
+def _speedup_table(speedup: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{row['tau']:.3f}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['efficiency']:.2f}",
+        ]
+        for name, row in speedup["methods"].items()
+    ]
+    intro = (
+        f"Decoding at batch {speedup.get('batch_size', 1)}{_setting(speedup)}; speed-up over "
+        f"`{speedup['baseline']}`, the same engine without drafting; efficiency is speed-up / tau."
+    )
+    header = ["method", "tau", "tokens/s", "speed-up", "efficiency"]
+    return f"{intro}\n\n{_table(header, rows)}"
+
+
+def _lossless_text(lossless: dict[str, Any] | None) -> str:
+    if lossless is None:  # sampled texts are not compared
+        return ""
+    return (
+        f"{lossless['num_equal']} of {lossless['num_prompts']} texts equal the target's own "
+        "greedy text token for token."
+    )
+
+
+def _use(facts: CardFacts) -> str:
+    of_target = f" target.path={facts.target}" if facts.target else ""
+    head_repo = facts.head_repo or facts.repo_id
+    return (
+        "## Use\n\n"
+        "Evaluate on your own prompts, with Headsmith:\n\n"
+        f"```\npython eval/acceptance.py head.path={head_repo}{of_target} "
+        f"data.path=my_prompts.jsonl\n```\n\n"
+        f"{_exports(facts) if facts.exports else _serve(facts)}"
+    )
+
+
+def _exports(facts: CardFacts) -> str:
+    """What each export is for, how near it is to the trained head, and how it is served."""
+    header = ["format", "where", "loaders read", "parity"]
+    rows = [
+        [
+            each.format,
+            f"`{each.repo_id}/{each.folder}`".replace("/`", "`"),
+            each.loaders,
+            each.parity,
+        ]
+        for each in facts.exports
+    ]
+    intro = "Serve it from the export for your engine."
+    if any(export.folder for export in facts.exports):
+        intro += (
+            " Engines look for weights at a repository's root alone, so its folder is downloaded "
+            "first."
+        )
+    parity = (
+        "Parity: what an independent reader, which knows only the engine's documented names, "
+        "computes from the export, against the trained head's logits on the golden features in "
+        "`parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on the "
+        "machine that serves."
+    )
+    commands = [f"{each.format}:\n\n```\n{each.commands}\n```" for each in facts.exports]
+    return "\n\n".join([intro, _table(header, rows), parity, *commands])
+
+
+def _serve(facts: CardFacts) -> str:
+    if facts.head.vllm_method is None:
+        return f"vLLM does not load this head: {facts.head.vllm_problem}"
+    speculation = {
+        "method": facts.head.vllm_method,
+        "model": facts.repo_id,
+        "num_speculative_tokens": facts.head.num_draft_tokens,
+    }
+    return (
+        "Serve with vLLM:\n\n"
+        f"```\nvllm serve {facts.target or 'TARGET'} --speculative-config "
+        f"'{json.dumps(speculation)}'\n```"
+    )
+
+
+def _training(facts: CardFacts) -> str:
+    provenance = facts.provenance
+    if not provenance:
+        return "## Training\n\nThis head carries no record of how it was trained."
+    parts = ["## Training", _data_text(provenance.get("data") or {})]
+    config = provenance.get("config") or {}
+    settings = config.get("train") or {}
+    rows = [[f"train.{key}", settings[key]] for key in TRAIN_KEYS if key in settings]
+    rows += [
+        [f"head.{key}", value]
+        for key, value in head_settings(provenance).items()
+        # Where the head started from is its maker's own place.
+        if key not in ("path", "revision") and value is not None
+    ]
+    rows += [["seed", config["seed"]]] if "seed" in config else []
+    parts.append(_table(["setting", "value"], rows) if rows else "")
+    about = provenance.get("about_head")
+    parts.append(
+        "What training said of the head:\n\n```\n" + "\n".join(about) + "\n```" if about else ""
+    )
+    made_with = [f"{k} {v}" for k, v in (provenance.get("versions") or {}).items() if v]
+    revision = provenance.get("git")
+    if made_with:
+        at = f", Headsmith revision `{revision}`" if revision else ""
+        parts.append(f"Made with {', '.join(made_with)}{at}. Everything else: `headsmith.json`.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _data_text(data: dict[str, Any]) -> str:
+    if not data:
+        return ""
+    rows = data.get("num_records")
+    count = f"{rows:,} rows" if isinstance(rows, int) else "an unknown number of rows"
+    name = data.get("path") or "Headsmith's embedded default"
+    form = f", form {data['form']}" if data.get("form") else ""
+    digest = f", sha256 `{data['sha256']}`" if data.get("sha256") else ""
+    return f"Data: `{name}`, {count}{form}{digest}."
+
+
+def _table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+        for line in lines
+    )

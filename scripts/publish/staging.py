@@ -1,0 +1,81 @@
+"""What of somebody's files others may have: no local paths, no keys, no data."""
+
+import json
+import os
+import re
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from conf.schema import InputError
+from data.provenance import plain
+
+LOCAL_PATH = re.compile(
+    r"""(?:(?:file:/*|(?<![\w./:-])~?)/|(?<!\w)[A-Za-z]:[/\\])   # where an absolute path starts
+        (?:[^\s,;:'"\[\](){}=/\\]+[/\\]+)*                      # its folders
+        ([^\s,;:'"\[\](){}=/\\]+)                               # its last name
+    """,
+    re.VERBOSE,
+)
+
+
+def published(provenance: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a `headsmith.json` as others may read them."""
+    data = provenance.get("data")
+    if isinstance(data, dict):
+        # Malformed rows are quoted there: somebody's data, of no use to the head's users.
+        provenance = {**provenance, "data": {k: v for k, v in data.items() if k != "bad"}}
+    return dict(scrubbed(provenance))
+
+
+def scrubbed(value: Any) -> Any:
+    """Leaves only the last name of every absolute local path in a JSON value, and masks keys."""
+    if isinstance(value, dict):
+        return {_scrubbed_text(str(key)): scrubbed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [scrubbed(item) for item in value]
+    return _scrubbed_text(plain(value)) if isinstance(value, str) else value
+
+
+def _scrubbed_text(text: str) -> str:
+    # A text that is one path, or key=path, may hold spaces; inside prose a path ends at them.
+    key, equals, path = text.rpartition("=")
+    if not re.search(r"[\s=]", key) and "\n" not in path:
+        if path.startswith(("/", "~")):
+            return f"{key}{equals}{PurePosixPath(path).name}"
+        if PureWindowsPath(path).drive:
+            return f"{key}{equals}{PureWindowsPath(path).name}"
+    return LOCAL_PATH.sub(r"\1", text)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file.
+
+    Raises:
+        InputError: it is not JSON, or no object.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def place(source: Path, there: Path) -> None:
+    """Puts a large file there without copying it.
+
+    A hard link keeps what was checked even if training writes the head anew meanwhile; where the
+    file system has none, or `there` is on another, it is a symbolic one.
+    """
+    try:
+        os.link(source.resolve(), there)
+    except OSError:
+        there.symlink_to(source.resolve())

@@ -1,0 +1,169 @@
+"""What a capture will write, cut into shards, and how much that is."""
+
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from conf.schema import InputError
+from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
+from data.feature_writer import Shard, plan_shards
+from data.features import SPLITS
+from data.layout import Contents
+from data.manifest import Plan, Split
+from data.pack import DataReport, PackedDataset, prepare
+from data.provenance import plain
+from heads.eagle.config import default_layers
+from heads.target.identity import identify
+from heads.target.load import load_tokenizer, resolve_dtype
+from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Work:
+    """One capture: what is read, and where which part of it goes.
+
+    Attributes:
+        config: its settings.
+        folder: the store.
+        plan: what it will hold.
+        shards: all of them, in order; shard s is written by process s % num_processes.
+        sets: packed sequences by split.
+        prompts: that the target answers.
+        report: what became of the data.
+    """
+
+    config: CaptureRun
+    folder: Path
+    plan: Plan
+    shards: list[Shard]
+    sets: dict[str, PackedDataset]
+    prompts: list[list[int]]
+    report: DataReport
+
+
+def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
+    """Tokenises, packs and plans; the target's weights are not needed yet.
+
+    Raises:
+        InputError: bad data, or layers that the target does not have.
+    """
+    model_config, tokenizer = load_tokenizer(config.target)
+    contents = contents_of(config, model_config.get_text_config())
+    train, heldout, report = prepare(
+        config.data,
+        tokenizer,
+        path=str(config.data.path),
+        eval_path=config.data.eval_path,
+        seed=config.seed,
+        progress=state.is_main_process,
+    )
+    sets = {"train": train, "heldout": heldout}
+    # An engine gives states of texts, not answers.
+    num_prompts = config.num_replay_prompts if config.engine is None else 0
+    prompts = heldout_prompts(heldout, num_prompts)
+    lengths = {name: packed.lengths for name, packed in sets.items()}
+    lengths["replay"] = [len(prompt) + MAX_NEW_TOKENS for prompt in prompts]
+    shards = [
+        shard
+        for split in SPLITS
+        for shard in plan_shards(split, lengths[split], contents.bytes_per_token, shard_bytes)
+    ]
+    splits = {
+        name: Split(len(packed), packed.num_tokens, packed.num_supervised_tokens, packed.checksum)
+        for name, packed in sets.items()
+    }
+    splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
+    plan = Plan(
+        target=target_json(config, tokenizer, state.device, loaded=False),
+        contents=contents,
+        data=plain(config.data),
+        sha256=report.sha256,
+        max_length=config.data.max_length,
+        pad_id=train.pad_id,
+        seed=config.seed,
+        splits=splits,
+        shard_bytes=shard_bytes,
+    )
+    return Work(config, Path(config.out_dir), plan, shards, sets, prompts, report)
+
+
+def contents_of(config: CaptureRun, model_config: Any) -> Contents:
+    """What will be stored of a target.
+
+    Raises:
+        InputError: a layer that it does not have.
+    """
+    num_layers = model_config.num_hidden_layers
+    layers = config.layers
+    if layers is None:
+        layers = list(default_layers(num_layers, "layers"))
+    if [i for i in layers if not 0 <= i <= num_layers] or len(set(layers)) < len(layers):
+        raise InputError(
+            f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "
+            "name some of them, each once"
+        )
+    k = min(config.top_k, model_config.vocab_size) if config.teacher is TeacherKind.top_k else 0
+    return Contents(
+        model_config.hidden_size, tuple(sorted(layers)), config.teacher, k, config.format
+    )
+
+
+def target_json(
+    config: CaptureRun, tokenizer: Any, device: torch.device, loaded: bool
+) -> dict[str, Any]:
+    """The identity of the target, and how it is run.
+
+    Args:
+        config: where the target is.
+        tokenizer: its own.
+        device: of the pass.
+        loaded: whether weights from the Hub are on this machine by now.
+    """
+    target = config.target
+    identity = identify(target, tokenizer)
+    # The commit says as much; an adapter's is not known.
+    if not (loaded or Path(str(target.path)).is_dir()):
+        identity = replace(identity, weights=None)
+    if not (loaded or Path(str(target.adapter)).is_dir()):
+        identity = replace(identity, adapter_weights=None)
+    dtype = str(resolve_dtype(target.dtype, device)).removeprefix("torch.")
+    return {**asdict(identity), "dtype": dtype, "by_engine": config.engine is not None}
+
+
+def check_disk(work: Work, say: bool) -> None:
+    """Says how much will be written, in each format, and refuses what does not fit.
+
+    Raises:
+        InputError: with both sizes.
+    """
+    tokens = sum(shard.num_tokens for shard in work.shards)
+    left = [s for s in work.shards if not (work.folder / f"{s.name}.json").exists()]
+    needed = sum(shard.num_tokens for shard in left) * work.plan.contents.bytes_per_token
+    folder = work.folder.absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.is_dir())
+    free = shutil.disk_usage(existing).free
+    if say:
+        for line in [*work.report.lines(), *disk_lines(work.plan.contents, tokens)]:
+            print(line)
+        print(f"  still to write: {needed / GIB:,.2f} GiB, free: {free / GIB:,.2f} GiB")
+    if needed > free:
+        raise InputError(
+            f"out_dir={work.folder}: needs {needed / GIB:,.2f} GiB more, of which "
+            f"{free / GIB:,.2f} GiB are free: name another disk, fewer layers, data.num_prompts, "
+            "format=int8 or fp8, or teacher=top_k"
+        )
+
+
+def disk_lines(contents: Contents, num_tokens: int) -> list[str]:
+    """The chosen contents, and their bytes in every format."""
+    lines = [f"store: {contents.line()}, {num_tokens:,} tokens"]
+    for each in StateFormat:
+        size = replace(contents, format=each).bytes_per_token
+        lines.append(f"  {each.value}: {size:,} bytes/token, {num_tokens * size / GIB:,.2f} GiB")
+    return lines

@@ -1,0 +1,231 @@
+"""What every training command does around its own head: checks, data, plan, loop, last words."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from conf.schema import InputError, MedusaRun, TrainConfig
+from conf.schema_capture import CaptureRun
+from conf.schema_eagle import EagleRun
+from conf.schema_measure import PruneRun
+from conf.schema_medusa2 import Medusa2Run
+from data.embedded import ensure_embedded
+from data.features import FeatureStore, StoredDataset
+from data.pack import DataReport, PackedDataset, prepare
+from data.provenance import provenance
+from heads.target.ends import TargetEnds
+from heads.target.load import load_target
+from heads.target.model import Reads
+from train.dist import processes
+from train.dist.placement import strategy_name
+from train.loop import launch, loop, memory
+from train.loop.job import Evaluate, Job, Outcome
+from train.loop.objective import Objective
+from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
+from train.loop.stored import check_reads, load_ends, open_store
+
+LOGITS_THAT_PAY = 3e10
+"""Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
+
+Run = MedusaRun | EagleRun | Medusa2Run
+DataRun = Run | CaptureRun | PruneRun
+Build = Callable[[Any, Any], tuple[Any, list[str]]]
+"""From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
+objective and what to say about it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a head is trained on.
+
+    Attributes:
+        target: the whole of it, or its ends beside a feature store.
+        train: packed sequences, with the target's states or without.
+        heldout: the same, to evaluate on.
+        report: what became of the data.
+        lines: what to say about it.
+        replay: tau on held-out prompts, for a depth and what the head reads.
+    """
+
+    target: TargetEnds
+    train: PackedDataset | StoredDataset
+    heldout: PackedDataset | StoredDataset
+    report: DataReport
+    lines: list[str]
+    replay: Callable[[int, Reads], Replay]
+
+
+Measure = Callable[[Any, Source, Objective], Evaluate | None]
+
+
+def replayed(_config: Run, source: Source, objective: Objective) -> Evaluate | None:
+    """Tau on held-out prompts, if there are any."""
+    replay = source.replay(objective.depth, objective.head.reads)
+    return replay if replay.prompts else None
+
+
+def train(config: Run, build: Build, measure: Measure = replayed) -> None:
+    """Trains what `build` makes, to `out_dir/head`.
+
+    Args:
+        config: the command's settings.
+        build: makes the objective.
+        measure: makes what evaluations add to the objective's own figures.
+    """
+    out_dir = Path(config.out_dir)
+    launch.check_out_dir(out_dir, config.train.resume)
+    check_data(config)
+    store = None if config.data.features is None else open_store(config.data, config.target)
+    accelerator = processes.start(config.train)
+    source = (
+        from_target(config, accelerator)
+        if store is None
+        else from_store(config, store, accelerator.device)
+    )
+    objective, lines = build(source.target, source.train)
+    compiled = wants_compile(config, objective, accelerator)
+    if compiled:
+        objective.compile_parts()
+    if store is not None:
+        check_reads(store, objective.head.reads)
+    if accelerator.is_main_process:
+        where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
+        where += ", compiled on first use" if compiled else ""
+        print_plan(config, source.target.name, [*source.lines, *lines], where)
+    parts = memory_of(accelerator, objective, config.train, source.train)
+    job = Job(
+        config=config.train,
+        log=config.log,
+        seed=config.seed,
+        out_dir=out_dir,
+        objective=objective,
+        train=source.train,
+        heldout=source.heldout,
+        provenance=provenance(config, source.target.name, source.report) | {"about_head": lines},
+        evaluate=measure(config, source, objective),
+    )
+    outcome = loop.fit(accelerator, job)
+    if accelerator.is_main_process:
+        if parts and accelerator.device.type == "cuda":
+            print(memory.afterwards(parts, accelerator.device))  # noqa: T201
+        print_end(outcome, out_dir)
+    processes.end(accelerator)
+
+
+def memory_of(
+    accelerator: Accelerator,
+    objective: Objective,
+    config: TrainConfig,
+    train_data: PackedDataset | StoredDataset,
+) -> memory.Parts | None:
+    """The memory that a run needs by part, if that can be told; says it on rank 0.
+
+    Raises:
+        InputError: the device has less.
+    """
+    if not len(train_data):
+        return None
+    length = len(train_data[0]["input_ids"])
+    setting = memory.Setting.of(config, length, strategy_name(accelerator), accelerator)
+    parts = memory.estimate(objective, setting)
+    total = memory.available(accelerator.device)
+    if parts is not None:
+        if accelerator.is_main_process:
+            print(memory.line(parts, total))  # noqa: T201
+        if total is not None:
+            memory.check(parts, total)
+    return parts
+
+
+def from_target(config: Run, accelerator: Accelerator) -> Source:
+    """Loads the target and prepares the data."""
+    with processes.main_first():
+        fill_defaults(config, accelerator.is_main_process)
+    target = load_target(config.target, accelerator.device)
+    with processes.main_first():
+        train_data, heldout, report = prepare(
+            config.data,
+            target.tokenizer,
+            path=str(config.data.path),
+            eval_path=config.data.eval_path,
+            seed=config.seed,
+            progress=accelerator.is_main_process,
+        )
+    prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
+    replay = partial(HeldoutReplay, target, prompts)
+    lines = [*report.lines(), f"attention of the target: {target.attention}"]
+    return Source(target, train_data, heldout, report, lines, replay)
+
+
+def wants_compile(config: Run, objective: Objective, accelerator: Accelerator) -> bool:
+    """`train.compile`, or whether it pays: on CUDA always, on a CPU in a long run."""
+    if config.train.compile is not None:
+        return config.train.compile
+    if accelerator.device.type == "cuda":
+        return True
+    sequences = config.train.max_steps * config.train.batch_size // accelerator.num_processes
+    num_logits = sequences * config.data.max_length * objective.slow_logits
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return compiler is not None and num_logits > LOGITS_THAT_PAY
+
+
+def from_store(config: Run, store: FeatureStore, device: torch.device) -> Source:
+    """Takes everything from a feature store."""
+    ends = load_ends(store, device)
+    replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
+    lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
+    report = store.manifest.report
+    return Source(ends, store.train, store.heldout, report, [*lines, *report.lines()], replay)
+
+
+def check_data(config: DataRun) -> None:
+    """Refuses a missing file before anything heavy is loaded.
+
+    Raises:
+        InputError: a path that can only be a local one is not there.
+    """
+    for key in ("path", "eval_path"):
+        path = getattr(config.data, key)
+        if path is None or Path(path).expanduser().exists():
+            continue
+        local = path.startswith((".", "/", "~")) or path.count("/") != 1
+        if local or Path(path).suffix in (".jsonl", ".json", ".parquet"):
+            raise InputError(f"data.{key}={path}: no such file or folder")
+
+
+def fill_defaults(config: DataRun, progress: bool) -> None:
+    """Puts the embedded default where target or data are unset."""
+    if config.target.path is None or config.data.path is None:
+        embedded = ensure_embedded(progress=progress)
+        config.target.path = config.target.path or embedded.target_path
+        config.data.path = config.data.path or embedded.train_path
+
+
+def print_plan(config: Run, target: str, lines: list[str], where: str) -> None:
+    """Says what will be trained on what."""
+    print(f"target: {target}")  # noqa: T201
+    for line in lines:
+        print(line)  # noqa: T201
+    print(f"training: {config.train.max_steps} steps on {where}, to {config.out_dir}")  # noqa: T201
+
+
+def print_end(outcome: Outcome, out_dir: Path) -> None:
+    """Says where the head is, or how to continue."""
+    if outcome.finished:
+        tau = outcome.evaluation.get("eval/tau")
+        measured = "" if tau is None else f", tau {tau:.2f} on held-out prompts (chain)"
+        change = outcome.evaluation.get("eval/target_change_percent")
+        if change is not None:
+            measured += f", the target's own held-out loss {change:+.2f}%"
+        if not outcome.evaluation:
+            measured = "; its last evaluation failed, as said above"
+        print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
+    else:
+        print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201

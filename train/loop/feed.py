@@ -1,0 +1,139 @@
+"""What each optimizer step reads: loaded a step ahead, and on CUDA prepared a pass ahead.
+
+A thread loads the micro batches of the next step while this one runs, so a store on disk is
+waited for only if it is slower than training. On CUDA the target reads the next micro batch on
+a stream of its own beside the head's step on this one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from train.loop.rows import Batch, moved, tensors_of
+
+
+class Dataset(Protocol):
+    """Packed sequences."""
+
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        """One of them, as [T] tensors."""
+        ...
+
+
+def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
+    """Some sequences as one batch, on the CPU."""
+    rows = [dataset[index] for index in indices]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch on a device; copies from pinned memory are not waited for."""
+    return moved(batch, lambda each: each.to(device, non_blocking=True))
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device; the host does not wait for it to arrive."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+Load = Callable[[int], list[Batch]]
+Prepare = Callable[[Batch], Batch]
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A batch whose preparation may still run on the side stream until `done`."""
+
+    batch: Batch
+    done: torch.cuda.Event | None
+
+
+class Feed:
+    """The micro batches of steps first..last, in order.
+
+    Args:
+        load: the micro batches of a step on the CPU; called in a thread.
+        prepare: adds what the target gives to a batch on the device.
+        device: where batches go.
+        first, last: steps, from 0, the last one not included.
+    """
+
+    def __init__(
+        self, load: Load, prepare: Prepare, device: torch.device, first: int, last: int
+    ) -> None:
+        self._load, self._prepare, self._device = load, prepare, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(1, "headsmith-feed")
+        self._steps = iter(range(first, last))
+        self._coming: Future[list[Batch]] | None = None
+        self._current: list[Batch] = []
+        self._ahead: _Started | None = None
+        self._ask()
+
+    def _ask(self) -> None:
+        step = next(self._steps, None)
+        self._coming = None if step is None else self._pool.submit(self._loaded, step)
+
+    def _loaded(self, step: int) -> list[Batch]:
+        batches = self._load(step)
+        if self._stream is None:
+            return batches
+        return [moved(batch, Tensor.pin_memory) for batch in batches]
+
+    def next_step(self) -> list[Batch]:
+        """The micro batches of the next step as they were loaded, on the CPU.
+
+        Raises:
+            whatever loading raised.
+        """
+        assert self._coming is not None, "no step is left"
+        with record_function("waiting"):
+            self._current = self._coming.result()
+        self._ask()
+        return self._current
+
+    def micro_batches(self) -> Iterator[Batch]:
+        """The same batches on the device, prepared."""
+        for number in range(len(self._current)):
+            started = self._ahead or self._start(self._current[number])
+            self._ahead = None
+            following = self._following(number)
+            if self._stream is not None and following is not None:
+                self._ahead = self._start(following)
+            yield self._finish(started)
+
+    def _following(self, number: int) -> Batch | None:
+        """The batch after one of this step, if it is loaded."""
+        if number + 1 < len(self._current):
+            return self._current[number + 1]
+        coming = self._coming
+        ready = coming is not None and coming.done() and coming.exception() is None
+        return coming.result()[0] if coming is not None and ready else None
+
+    def _start(self, batch: Batch) -> _Started:
+        with torch.cuda.stream(self._stream), record_function("target"):
+            prepared = self._prepare(on_device(batch, self._device))
+            done = None if self._stream is None else self._stream.record_event()
+        return _Started(prepared, done)
+
+    def _finish(self, started: _Started) -> Batch:
+        if started.done is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(started.done)
+            for each in tensors_of(started.batch):
+                # Its memory belongs to the side stream, which must not reuse it too early.
+                each.record_stream(here)
+        return started.batch
+
+    def close(self) -> None:
+        """Ends the thread; a load that runs is waited for."""
+        self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,380 @@
+"""The one training loop: batches, gradients, evaluation, checkpoints, resuming, stopping.
+
+A head's entry script brings an objective; the loop divides its sums by the number of supervised
+tokens of the whole optimizer step, counted over all processes and micro batches before the
+first of them runs.
+"""
+
+import math
+import sys
+import time
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.profiler import record_function
+from tqdm import tqdm
+
+from conf.schema import InputError
+from train.dist import processes
+from train.dist.placement import Placement, place
+from train.loop import checkpoint, same, schedule
+from train.loop.feed import Feed, on_device, stacked, uploaded
+from train.loop.job import Job, Outcome
+from train.loop.launch import stop_signals
+from train.loop.rows import NOISE_SEEDS, Batch
+from train.loop.tracking import Metrics, as_line, figures
+from train.loss.losses import Sums
+
+TOKENS = ("input_ids", "loss_mask", "document_ids")
+EVALUATION_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What code that only measures may raise, an exhausted device and wrong input included; a wish
+to end the program is not among them."""
+
+
+def fit(accelerator: Accelerator, job: Job) -> Outcome:
+    """Trains to `max_steps`, or until SIGTERM, SIGUSR1 or SIGINT, which save a checkpoint.
+
+    Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
+
+    Raises:
+        InputError: the checkpoint to resume does not fit, the disk is full, or the loss became
+            NaN or infinite.
+    """
+    run = Run(accelerator, job)
+    run.resume()
+    processes.wait()
+    try:
+        with stop_signals(run.stop):
+            return run.train()
+    finally:
+        run.close()
+
+
+class _Told(NamedTuple):
+    """What all processes found in an optimizer step, on the CPU.
+
+    Attributes:
+        tokens: that were read, padding not counted.
+        stop: whether any process was asked to stop.
+        losses: of each micro batch, process by process.
+        sums: [2 + L, K] of the step.
+        norm: of the gradients before they were clipped.
+    """
+
+    tokens: int
+    stop: bool
+    losses: list[float]
+    sums: Tensor
+    norm: float
+
+
+class Run:
+    """The state of a run between its optimizer steps."""
+
+    def __init__(self, accelerator: Accelerator, job: Job) -> None:
+        self.accelerator, self.job, self.config = accelerator, job, job.config
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.device = accelerator.device
+        self.checkpoints = job.out_dir / "checkpoints"
+        self.placement: Placement
+        self.step = self.tokens = 0
+        self.stop = {"asked": False}
+        self.stopping = False
+        self.metrics: Metrics | None = None
+        self.window: list[Tensor] = []
+        self.evaluation: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Prints on rank 0, above the progress bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+
+    def resume(self) -> None:
+        """Loads the checkpoint that `train.resume` names; opens feed and metrics."""
+        path: Path | None = None
+        if self.config.resume == "auto":
+            path = checkpoint.latest(self.checkpoints, self.say)
+        elif self.config.resume is not None:
+            path = Path(self.config.resume)
+        moments = {} if path is None else self._restore(path)
+        processes.wait()  # loading took each as long as it took
+        self._check_agreed()
+        self.placement = place(self.accelerator, self.job.objective, self.config)
+        if self.world > 1:
+            self.say(f"layout: {self.placement}")
+        if path is not None:
+            self.placement.restore(self.step, moments)
+            self.say(f"continuing from {path}")
+        prepare, last = self.job.objective.prepare, self.config.max_steps
+        self.feed = Feed(self._load, prepare, self.device, self.step, last)
+        # Nobody may write before everybody has looked at what is there.
+        processes.wait()
+        if self.rank == 0:
+            self.job.out_dir.mkdir(parents=True, exist_ok=True)
+            settings = self.job.provenance.get("config", {})
+            self.metrics = Metrics(self.job.out_dir, self.job.log, settings, self.say)
+            self.metrics.forget_after(self.step)
+
+    def _restore(self, path: Path) -> dict[str, Tensor]:
+        """Sets progress and the head; returns the moments of its optimizer, not made yet."""
+        head = self.job.objective.head
+        progress, tensors = checkpoint.read(path, head)
+        self._check_same(progress, path)
+        head.load_state_dict(tensors.head)
+        self.step, self.tokens = progress.step, progress.tokens
+        return tensors.moments
+
+    def _check_agreed(self) -> None:
+        steps = torch.zeros(self.world, device=self.device)
+        steps[self.rank] = self.step
+        found = self._sum(steps).int().tolist()
+        if len(set(found)) > 1:
+            raise InputError(
+                f"train.resume={self.config.resume}: the processes found checkpoints of steps "
+                f"{found}: out_dir={self.job.out_dir} must be one folder that all nodes share"
+            )
+
+    def _same(self) -> dict[str, Any]:
+        return {
+            "seed": self.job.seed,
+            **same.of_training(self.config),
+            "packed sequences": len(self.job.train),
+            "checksum of the first sequence": self._checksum(),
+            **self.job.objective.same,
+        }
+
+    def _checksum(self) -> int:
+        """Of the first sequence's tokens; states, if a store has them, may come in any format."""
+        first = self.job.train[0]
+        return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
+
+    def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
+        unknown = same.check(path, progress.run, self._same(), self.config, progress.step)
+        if unknown:
+            self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
+
+    def train(self) -> Outcome:
+        """Steps until the end or a stop."""
+        bar = tqdm(
+            total=self.config.max_steps, initial=self.step, disable=self.rank != 0, unit="step",
+            dynamic_ncols=True, mininterval=0.5,
+        )  # fmt: skip
+        with bar:
+            self._started, self._started_tokens = time.monotonic(), self.tokens
+            while self.step < self.config.max_steps:
+                if self.stopping:
+                    self._save()
+                    return Outcome(False, self.step, self.evaluation)
+                loss = self.optimizer_step()
+                self.step += 1
+                bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
+                bar.update()
+                self._after_step()
+        # The head before its last figures: whatever they do, it is there.
+        self._save_head()
+        self._evaluate()
+        return Outcome(True, self.step, self.evaluation)
+
+    def _after_step(self) -> None:
+        last = self.step == self.config.max_steps
+        if last or self.step % self.config.log_steps == 0:
+            self._log()
+        if last or self.step % self.config.save_steps == 0:
+            self._save()
+        if not last and self.step % self.config.eval_steps == 0:
+            self._evaluate()
+
+    def _sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        return self.accelerator.reduce(value, reduction="sum")
+
+    def optimizer_step(self) -> float:
+        """One optimizer step; returns its loss. The host waits for the device once."""
+        batches = self.feed.next_step()
+        counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
+        self._weights = self.job.objective.begin(self.step)
+        totals = self._sum(uploaded(counts.sum(0).double(), self.device))
+        # Gradients become a mean over the processes; their sum is wanted.
+        scale = self.world * uploaded(self._weights, self.device) / totals.clamp_min(1).float()
+        sums = self._accumulate(scale)
+        with record_function("optimizer"):
+            norm = self.placement.clip(self.step)
+            told = self._tell(sums, norm, sum(map(_num_tokens, batches)))
+            self._check_finite(told.losses, told.norm)
+            self._rate = self.config.learning_rate * schedule.rate(self.config, self.step)
+            late_norm = self.placement.step(self._rate, self.step)
+        self._check_finite([], late_norm)
+        self.stopping = told.stop
+        self.tokens += told.tokens
+        self.window.append(told.sums)
+        return float((self._weights * told.sums[0] / told.sums[1].clamp_min(1)).sum())
+
+    def _indices(self, step: int) -> list[int]:
+        """The sequences of a step over all processes."""
+        return schedule.sequences(step, self.config.batch_size, len(self.job.train), self.job.seed)
+
+    def _load(self, step: int) -> list[Batch]:
+        """The micro batches of this process in a step, on the CPU.
+
+        Each sequence gets a seed for what is drawn for it, made of its number and the step: not
+        of the process, so draws are the same on any number of them, and after a stop.
+        """
+        size, objective = self.config.micro_batch_size, self.job.objective
+        batches: list[Batch] = []
+        for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
+            seeds = tuple(hash((self.job.seed, step, index)) % (1 << 63) for index in group)
+            batch = objective.indexed(stacked(self.job.train, group))
+            batches.append({**batch, NOISE_SEEDS: seeds})
+        return batches
+
+    def _accumulate(self, scale: Tensor) -> Tensor:
+        """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
+        found: list[Tensor] = []
+        num_micro = self.config.batch_size // (self.world * self.config.micro_batch_size)
+        for batch in self.feed.micro_batches():
+            with self.placement.micro_batch(len(found) == num_micro - 1):
+                sums: Sums = self.placement.objective(batch, scale)
+                with record_function("backward"):
+                    self.placement.backward(sums.total)
+            found.append(sums.terms)
+        return torch.stack(found)
+
+    def _tell(self, sums: Tensor, norm: Tensor, num_tokens: int) -> "_Told":
+        """Brings to the host what all processes found in a step; the step's wait for the device.
+
+        Args:
+            sums: [M, 2 + L, K] of this process's micro batches.
+            norm: [] of the gradients, the same on every process.
+            num_tokens: in those micro batches.
+        """
+        losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
+        losses[self.rank] = sums[:, 0].sum(1)
+        own = torch.tensor([num_tokens, self.stop["asked"]], dtype=torch.float64)
+        parts = (uploaded(own, self.device), losses.flatten(), sums.sum(0).flatten())
+        packed = self._sum(torch.cat([part.double() for part in parts]))
+        found = torch.cat([packed, norm.double().view(1)]).to("cpu")
+        tokens, stop = found[:2].tolist()
+        terms = found[2 + losses.numel() : -1].view_as(sums[0]).float()
+        return _Told(
+            int(tokens), stop > 0, found[2 : 2 + losses.numel()].tolist(), terms, float(found[-1])
+        )
+
+    def _check_finite(self, losses: list[float], norm: float) -> None:
+        """Stops if a loss [processes * M] or the gradient's norm is not finite."""
+        indices, size = self._indices(self.step), self.config.micro_batch_size
+        bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            named = [index for micro in bad for index in indices[micro * size :][:size]]
+            self._stop_on("the loss", losses[bad[0]], named)
+        if not math.isfinite(norm):
+            self._stop_on("the gradient's norm", norm, indices)
+
+    def _stop_on(self, what: str, value: float, indices: list[int]) -> None:
+        raise InputError(
+            f"{what} became {value} at step {self.step + 1}, in packed training sequences "
+            f"{indices}: nothing of this step was applied or saved. Look at those, or use "
+            "train.dtype=float32: train.resume=auto continues from the newest checkpoint; or begin "
+            f"again with a lower train.learning_rate={self.config.learning_rate}"
+        )
+
+    def _tokens_per_s(self) -> float:
+        return (self.tokens - self._started_tokens) / (time.monotonic() - self._started)
+
+    def _log(self) -> None:
+        sums = torch.stack(self.window).sum(0)
+        self.window.clear()
+        metrics = figures("train", sums, self._weights, self.job.objective)
+        metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
+        metrics["train/tokens_per_s"] = self._tokens_per_s()
+        if self.metrics is not None:
+            self.metrics.log(self.step, metrics)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Held-out loss and accuracy per term, and what `job.evaluate` adds.
+
+        One that fails on any process gives no figures, and the run goes on.
+        """
+        objective = self.job.objective
+        more: dict[str, float] = {}
+        self.evaluation = {}
+        failed, sums = 1.0, self._no_sums()
+        objective.eval()
+        with self.placement.gathered():
+            try:
+                sums = self._heldout_sums()
+                if self.rank == 0 and self.job.evaluate is not None:
+                    more = self.job.evaluate(objective.head)
+                failed = 0.0
+            except EVALUATION_ERRORS as error:
+                self._tell_failure(error)
+        objective.train()
+        processes.wait()  # the first one has more to measure
+        packed = self._sum(torch.cat([sums.new_tensor([failed]), sums.flatten()]))
+        if packed[0] > 0:
+            return
+        found = figures("eval", packed[1:].view_as(sums), objective.weights, objective)
+        self.evaluation = found | {f"eval/{name}": value for name, value in more.items()}
+        if self.metrics is not None:
+            self.metrics.log(self.step, self.evaluation)
+        self.say(f"step {self.step}: {as_line(self.evaluation)}")
+
+    def _tell_failure(self, error: Exception) -> None:
+        where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+        tqdm.write(
+            f"step {self.step}: the evaluation failed in process {self.rank}, training goes on "
+            f"without its figures: {type(error).__name__}: {error}\n{where}",
+            file=sys.stderr,
+        )
+
+    def _no_sums(self) -> Tensor:
+        """[2 + L, K] zeros."""
+        objective = self.job.objective
+        shape = (2 + len(objective.measures), len(objective.weights))
+        return torch.zeros(shape, device=self.device)
+
+    def _heldout_sums(self) -> Tensor:
+        """[2 + L, K] over this process's share of the held-out sequences."""
+        objective, size = self.job.objective, self.config.micro_batch_size
+        weights = objective.weights.to(self.device)
+        sums = self._no_sums()
+        mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
+        mine = mine[self.rank :: self.world]
+        for begin in range(0, len(mine), size):
+            rows = stacked(self.job.heldout, mine[begin : begin + size])
+            batch = on_device(objective.indexed(rows), self.device)
+            # Not a call: the hooks of a strategy would wait for processes that have no batch left.
+            sums += objective.forward(objective.prepare(batch), weights).terms
+        return sums
+
+    def _save(self) -> None:
+        tensors = self.placement.tensors()
+        if self.rank == 0:
+            position = self.step * self.config.batch_size
+            progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
+            checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
+        processes.wait()
+
+    def _save_head(self) -> None:
+        with self.placement.gathered():
+            if self.rank == 0:
+                self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
+        processes.wait()
+
+    def close(self) -> None:
+        """Ends the loading, and lets the tracker finish."""
+        self.feed.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def _num_tokens(batch: Batch) -> int:
+    return int((batch["document_ids"] >= 0).sum())

@@ -1,0 +1,80 @@
+"""What the loop trains: an objective, and when and how fast its parameters learn."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from train.loop.rows import Batch, indexed
+from train.loss.losses import Sums
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are trained alike.
+
+    Attributes:
+        parameters: of the objective's head.
+        rate: their learning rate, as a share of `train.learning_rate`.
+        first_step: optimizer step, from 0, that trains them first; later ones than 0 begin a
+            warm-up of their own, of `train.warmup_steps`.
+    """
+
+    parameters: list[nn.Parameter]
+    rate: float = 1.0
+    first_step: int = 0
+
+
+class Objective(nn.Module):
+    """What is trained; K terms of the loss.
+
+    Attributes:
+        head: all of its parameters; has `save(folder, provenance)`.
+        target: the frozen target, or its ends beside a feature store.
+        weights: [K] float32, the weight of each term, in evaluations throughout.
+        measures: names of the rows of `Sums.terms` after losses and tokens.
+        first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
+        same: settings, by key, that must not change when a run continues.
+        slow_logits: of a token, those whose loss is faster compiled on a CPU.
+    """
+
+    head: Any
+    target: Any
+    weights: Tensor
+    measures: tuple[str, ...]
+    first_depth = 1
+    slow_logits = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same: dict[str, Any] = {}
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens of a chain."""
+        return self.first_depth + len(self.weights) - 1
+
+    def groups(self) -> list[Group]:
+        """The trained parameters, each in one group."""
+        return [Group([each for each in self.head.parameters() if each.requires_grad])]
+
+    def begin(self, step: int) -> Tensor:
+        """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
+        del step
+        return self.weights
+
+    def indexed(self, batch: Batch) -> Batch:
+        """A batch on the CPU with where its documents lie and what is learnt of it."""
+        return indexed(batch, self.depth)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum."""
+        raise NotImplementedError
+
+    def prepare(self, batch: Batch) -> Batch:
+        """An indexed batch with what the target gives; needs no gradient, no head, and no step."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
+        raise NotImplementedError

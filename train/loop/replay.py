@@ -1,0 +1,148 @@
+"""Acceptance while training: tau on held-out prompts, by exact replay.
+
+The target answers a few held-out prompts once, greedily; each evaluation then costs one
+forward pass of the head per depth over those answers. n: response tokens.
+"""
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+from torch import Tensor
+
+from data.features import StoredDataset, restore
+from data.layout import HIDDEN
+from data.pack import PackedDataset
+from eval.decode.engine import NoDraft, decode
+from eval.measure.replay import Replayable, accepted_lengths, ranked_drafts, walk
+from eval.measure.stats import PromptSteps, alpha, tau
+from heads.target.ends import TargetEnds
+from heads.target.model import Reads, Target, TargetOutput
+from heads.tree import Tree
+
+MAX_PROMPT_TOKENS = 256
+MAX_NEW_TOKENS = 64
+TEXT_PROMPT_TOKENS = 32
+
+
+class Replay(ABC):
+    """Replays a chain of drafts over the target's own answers.
+
+    Args:
+        prompts: token ids up to where the answer starts.
+        depth: draft tokens of the chain.
+        reads: what the head reads of the target.
+    """
+
+    def __init__(self, prompts: list[list[int]], depth: int, reads: Reads) -> None:
+        self.prompts = prompts
+        self.depth = depth
+        self.reads = reads
+
+    @property
+    @abstractmethod
+    def answers(self) -> list[tuple[list[int], TargetOutput]]:
+        """Per prompt the answer [n], and the target's states of prompt and answer."""
+
+    def __call__(self, head: Replayable) -> dict[str, float]:
+        """`tau` and `greedy_alpha_d1`.. of the chain."""
+        chain = Tree.chain(self.depth)
+        steps = []
+        for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
+            ranked = ranked_drafts(head, chain, output, prompt, answer)
+            accepted = accepted_lengths(chain, ranked, answer)
+            steps.append(PromptSteps("heldout", walk(accepted, len(answer))))
+        rates = alpha(steps, chain.depth)
+        return {"tau": tau(steps)} | {
+            f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)
+        }
+
+
+class HeldoutReplay(Replay):
+    """Over answers that the target gives when they are first needed.
+
+    Args:
+        target: the frozen target.
+        prompts: token ids up to where the answer starts.
+        depth: draft tokens of the chain.
+        reads: what the head reads of the target.
+    """
+
+    def __init__(self, target: Target, prompts: list[list[int]], depth: int, reads: Reads) -> None:
+        super().__init__(prompts, depth, reads)
+        self.target = target
+
+    @cached_property
+    def answers(self) -> list[tuple[list[int], TargetOutput]]:
+        """Per prompt the answer and the states, from one decoding of each."""
+        found = []
+        for prompt in self.prompts:
+            answer = greedy_answer(self.target, prompt)
+            found.append((answer, self.target.read_text(prompt + answer[:-1], self.reads)))
+        return found
+
+
+class StoredReplay(Replay):
+    """Over answers that a feature store holds, with the states that heads read.
+
+    Args:
+        ends: of the target.
+        stored: the split `replay`.
+        num_prompts: at most.
+        depth: draft tokens of the chain.
+        reads: what the head reads of the target.
+    """
+
+    def __init__(
+        self, ends: TargetEnds, stored: StoredDataset, num_prompts: int, depth: int, reads: Reads
+    ) -> None:
+        self.ends = ends
+        self.rows = [stored.read(index) for index in range(min(num_prompts, len(stored)))]
+        prompts = [row["input_ids"][~row["loss_mask"]].tolist() for row in self.rows]
+        super().__init__(prompts, depth, reads)
+
+    @cached_property
+    def answers(self) -> list[tuple[list[int], TargetOutput]]:
+        """Per prompt the answer and the states, as they were stored."""
+        return [
+            (row["input_ids"][row["loss_mask"]].tolist(), self._output(row)) for row in self.rows
+        ]
+
+    def _output(self, row: dict[str, Tensor]) -> TargetOutput:
+        """States [1, S, D] of all tokens but the last; without the last state it has no columns."""
+        states = {
+            name: tensor[None, :-1].to(self.ends.device, self.ends.dtype)
+            for name, tensor in restore(row).items()
+            if name == HIDDEN or name.startswith("layers.")
+        }
+        layers = {index: states[f"layers.{index}"] for index in self.reads.layers}
+        some = next(iter(states.values()))
+        return TargetOutput(states.get(HIDDEN, some[..., :0]), layers)
+
+
+def greedy_answer(target: Target, prompt: list[int]) -> list[int]:
+    """The target's own continuation of a prompt, at most 64 tokens."""
+    return decode(target, NoDraft(), prompt, MAX_NEW_TOKENS).token_ids
+
+
+def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
+    """The first prompts of held-out documents: what stands before the first learnt token.
+
+    A plain text is learnt from its first token on; its first 32 tokens are taken.
+
+    Args:
+        heldout: packed sequences.
+        num_prompts: prompts at most; longer ones than 256 tokens are left out.
+    """
+    prompts: list[list[int]] = []
+    for index in range(len(heldout)):
+        row = heldout[index]
+        documents = row["document_ids"]
+        for document in range(int(documents.max()) + 1):
+            if len(prompts) == num_prompts:
+                return prompts
+            here = documents == document
+            ids, learnt = row["input_ids"][here], row["loss_mask"][here]
+            length = int(learnt.int().argmax()) or min(TEXT_PROMPT_TOKENS, len(ids))
+            if length <= MAX_PROMPT_TOKENS:
+                prompts.append(ids[:length].tolist())
+    return prompts

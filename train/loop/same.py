@@ -1,0 +1,75 @@
+"""What decides the result of a run, and so must not change when it continues.
+
+Everything is compared but what is listed here, so a setting that is added later belongs to it.
+"""
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from conf.schema import InputError, TrainConfig
+from data.provenance import plain
+from train.loop.schedule import rate
+
+ONLY_WATCHED = (
+    "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",
+    "resume", "log_steps",
+)  # fmt: skip
+"""Settings of `train.*` that look at a run, or keep it."""
+ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
+"""Those that change the order or the width of the same arithmetic, as the number of processes
+does; weights and the optimizer's state are float32 under all of them."""
+LENGTH = "train.max_steps"
+
+
+def settings(prefix: str, config: Any, *but: str) -> dict[str, Any]:
+    """The fields of a dataclass by configuration key, as JSON holds them."""
+    names = [each.name for each in fields(config) if each.name not in but]
+    return {f"{prefix}.{name}": plain(getattr(config, name)) for name in names}
+
+
+def of_training(config: TrainConfig) -> dict[str, Any]:
+    """The settings of `train.*` that decide the result."""
+    return settings("train", config, *ONLY_WATCHED, *ONLY_ROUNDED)
+
+
+def check(
+    path: Path, then: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, step: int
+) -> list[str]:
+    """Compares a run with the checkpoint it continues from.
+
+    Another `train.max_steps` is the same run as long as it gives every step done so far the
+    learning rate that it had: always if the schedule is constant, before the decay if it is wsd.
+
+    Args:
+        path: the checkpoint.
+        then: what was the same for the run that made it, by key.
+        now: the same of this run.
+        config: this run's.
+        step: optimizer steps done.
+
+    Returns:
+        Keys that the checkpoint, of an earlier version, says nothing about.
+
+    Raises:
+        InputError: naming the first key that differs.
+    """
+    for key, value in now.items():
+        if key not in then or then[key] == value:
+            continue
+        if key == LENGTH and _same_rates(config, then[key], step):
+            continue
+        raise InputError(
+            f"train.resume: {path} was made with {key}={then[key]}, now it is {value}: continue "
+            "with what it was made with, or begin another run in another out_dir, from the head "
+            "of this one if you like (head.path)"
+        )
+    return [key for key in now if key not in then]
+
+
+def _same_rates(config: TrainConfig, max_steps: int, step: int) -> bool:
+    before = copy(config)
+    before.max_steps = max_steps
+    return all(rate(before, each) == rate(config, each) for each in range(step))

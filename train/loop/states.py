@@ -1,0 +1,39 @@
+"""What a batch holds of the target: from a pass of it, or from a feature store."""
+
+import torch
+
+from data.features import restore
+from data.layout import HIDDEN
+from heads.target.ends import TargetEnds
+from heads.target.model import Reads, Target, TargetOutput
+from train.loop.rows import DOCUMENTS, Batch
+
+LAYER = "layers."
+
+
+def with_states(target: TargetEnds, batch: Batch, reads: Reads) -> Batch:
+    """The batch with the target's states under the names that a feature store uses.
+
+    Args:
+        target: the frozen target; its ends are enough if the batch comes from a store.
+        batch: `input_ids` and `position_ids`, [B, T], and documents; or states.
+        reads: the layers that the head reads.
+
+    Returns:
+        Also `hidden_states` and `layers.{i}`, [B, T, D], or what the store has in their place.
+    """
+    if not isinstance(target, Target):
+        return restore(batch)
+    output = target.read(batch["input_ids"], batch["position_ids"], batch[DOCUMENTS], reads)
+    layers = {f"{LAYER}{index}": states for index, states in output.layers.items()}
+    return {**batch, HIDDEN: output.hidden_states, **layers}
+
+
+def states_of(batch: Batch) -> TargetOutput:
+    """The states [B, T, D] of a batch; the last ones are empty beside a teacher of tokens."""
+    layers = {
+        int(name.removeprefix(LAYER)): states
+        for name, states in batch.items()
+        if name.startswith(LAYER)
+    }
+    return TargetOutput(batch.get(HIDDEN, torch.empty(0)), layers)

@@ -1,0 +1,114 @@
+"""Training from a feature store: whether it fits the settings, and what it gives in their place."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from conf.schema import DataConfig, Dtype, InputError, TargetConfig
+from conf.schema_capture import TeacherKind
+from data.features import FeatureStore
+from data.manifest import ENDS, Plan
+from data.provenance import plain
+from heads.target.ends import TargetEnds
+from heads.target.identity import Identity, identify
+from heads.target.load import load_tokenizer
+from heads.target.model import Reads
+
+
+def open_store(data: DataConfig, target: TargetConfig) -> FeatureStore:
+    """Opens the store that `data.features` names, if it is whole and nothing contradicts it.
+
+    A setting that has its default value was not given, as far as one can see from here.
+
+    Raises:
+        InputError: what is missing or damaged, or which setting asks for something else.
+    """
+    assert data.features is not None
+    store = FeatureStore(Path(data.features).expanduser())
+    plan = store.manifest.plan
+    _check_data(data, plan)
+    _check_target(target, plan, data.features)
+    return store
+
+
+def load_ends(store: FeatureStore, device: torch.device) -> TargetEnds:
+    """The embedding and the output head of the store's target.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    return TargetEnds.load(store.check_file(ENDS).parent, device)
+
+
+def check_reads(store: FeatureStore, reads: Reads) -> None:
+    """Refuses a head that reads what the store does not hold.
+
+    Raises:
+        InputError: naming it, and how to capture it.
+    """
+    contents = store.manifest.plan.contents
+    missing = sorted(set(reads.layers) - set(contents.layers))
+    if missing:
+        wanted = ",".join(map(str, sorted(reads.layers)))
+        raise InputError(
+            f"head.layers: the head reads {missing}, but data.features={store.folder} has "
+            f"{list(contents.layers)}: name some of those, or capture with layers=[{wanted}]"
+        )
+    # Every head reads layers, or else the last hidden state.
+    if not reads.layers and contents.teacher is not TeacherKind.hidden:
+        raise InputError(
+            f"data.features={store.folder} was captured with teacher={contents.teacher.value} and "
+            "has no last hidden states, which this head reads: capture with teacher=hidden, or "
+            "train an EAGLE-3 head"
+        )
+
+
+def _check_data(data: DataConfig, plan: Plan) -> None:
+    for name in (field.name for field in fields(DataConfig) if field.name != "features"):
+        given, default = getattr(data, name), getattr(DataConfig(), name)
+        if given != default and plain(given) != plan.data[name]:
+            raise InputError(
+                f"data.{name}={plain(given)}: data.features={data.features} was captured with "
+                f"data.{name}={plan.data[name]}: leave it unset, or capture again"
+            )
+
+
+def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
+    stored, dtype = plan.target, plan.target["dtype"]
+    if target.dtype is not Dtype.auto and target.dtype.value != dtype:
+        raise InputError(
+            f"target.dtype={target.dtype.value}: data.features={folder} was captured in {dtype}: "
+            "leave it unset, or capture again"
+        )
+    if target.path is None:
+        _check_unset(target, stored, folder)
+        return
+    found = identify(target, load_tokenizer(target)[1])
+    known = Identity(**{field.name: stored[field.name] for field in fields(Identity)})
+    differ = known.differences(found)
+    if differ:
+        said = "; ".join(
+            f"{name} {_short(getattr(found, name))}, not {_short(stored[name])}" for name in differ
+        )
+        raise InputError(
+            f"target.path={target.path} is not the target that data.features={folder} was "
+            f"captured from ({stored['name']}): it has {said}. Leave target.* unset to train for "
+            "that one, or capture again"
+        )
+
+
+def _check_unset(target: TargetConfig, stored: dict[str, str | None], folder: str) -> None:
+    """Refuses changes to a target that is otherwise the store's."""
+    for name in ("revision", "adapter", "quantization"):
+        given, default = getattr(target, name), getattr(TargetConfig(), name)
+        if given != default and plain(given) != stored[name]:
+            raise InputError(
+                f"target.{name}={plain(given)}: data.features={folder} was captured with "
+                f"{stored[name]}: leave it unset, or capture again"
+            )
+
+
+def _short(value: str | None) -> str:
+    """A checksum or a name, such that it can be compared by eye."""
+    return "none" if value is None else value if len(value) < 40 else value[:12]

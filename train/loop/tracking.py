@@ -1,0 +1,177 @@
+"""Where metrics go: always `metrics.jsonl`, and tensorboard or wandb if asked for.
+
+A tracker never stops a run: its first failure is told once and it is left out from then on.
+wandb goes online or offline by its own variable WANDB_MODE; its key stays in the environment.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from conf.schema import InputError, LogConfig, Tracker
+from train.loop.objective import Objective
+
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 60.0
+Say = Callable[[str], None]
+
+
+def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) -> dict[str, float]:
+    """Means of sums by name: loss, and per term, of depth d, the loss and the measures.
+
+    Args:
+        prefix: of the names.
+        sums: [2 + M, K], losses, supervised tokens, and M measures.
+        weights: [K] of the losses.
+        objective: names the measures, and knows the first depth.
+    """
+    means = sums / sums[1].clamp_min(1)
+    found = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
+    for row, name in ((0, "loss"), *enumerate(objective.measures, start=2)):
+        for depth, value in enumerate(means[row].tolist(), start=objective.first_depth):
+            found[f"{prefix}/{name}_d{depth}"] = value
+    return found
+
+
+def as_line(figures: dict[str, float]) -> str:
+    """Figures for a terminal."""
+    return ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items())
+
+
+class _Sink(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """The metrics of a run; made on rank 0 only."""
+
+    def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any], say: Say) -> None:
+        """Opens the file and starts the tracker.
+
+        Args:
+            out_dir: the run's folder, which exists.
+            config: which tracker, and under which name.
+            run: the resolved configuration, shown by the tracker.
+            say: told of a tracker's failure.
+        """
+        self.path = out_dir / "metrics.jsonl"
+        self._say = say
+        self._sink: _Sink | None = None
+        self._name = config.tracker.value
+        if config.tracker is not Tracker.none:
+            starts = {Tracker.tensorboard: _Tensorboard, Tracker.wandb: _Wandb}
+            start = starts[config.tracker]
+            self._sink = self._guard(lambda: start(out_dir, config, run), START_TIMEOUT_S)
+
+    def forget_after(self, step: int) -> None:
+        """Drops the lines of later steps, which a continued run will write again."""
+        if not self.path.exists():
+            return
+        lines = [line for line in self.path.read_text().splitlines() if _is_until(line, step)]
+        temporary = self.path.with_suffix(".writing")
+        temporary.write_text("".join(f"{line}\n" for line in lines))
+        temporary.replace(self.path)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes one line and tells the tracker.
+
+        Raises:
+            InputError: `metrics.jsonl` cannot be written.
+        """
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error}") from error
+        if self._sink is not None:
+            sink = self._sink
+            self._guard(lambda: sink.log(step, metrics), None)
+
+    def close(self) -> None:
+        """Lets the tracker finish, for a bounded time."""
+        if self._sink is not None:
+            self._guard(self._sink.close, CLOSE_TIMEOUT_S)
+
+    def _guard(self, act: Callable[[], Any], timeout_s: float | None) -> Any:
+        try:
+            return act() if timeout_s is None else _bounded(act, timeout_s)
+        # A tracker may raise anything at all, and none of it is worth a run.
+        except Exception as error:  # noqa: BLE001
+            self._sink = None
+            reason = str(error).strip().split("\n")[0]
+            self._say(
+                f"log.tracker={self._name} failed and is left out: {type(error).__name__}: "
+                f"{reason}; metrics go to {self.path}"
+            )
+        return None
+
+
+class _Tensorboard:
+    def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(out_dir / "tensorboard"))
+        self._writer.add_text("config", f"```\n{json.dumps(run, indent=1)}\n```")
+        if config.run_name is not None:
+            self._writer.add_text("run_name", config.run_name)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any]) -> None:
+        import wandb
+
+        # Without a bound `init` waits about 100 s for a network that is not there.
+        self._run = wandb.init(
+            project=config.project,
+            name=config.run_name,
+            dir=str(out_dir),
+            config=run,
+            settings=wandb.Settings(init_timeout=START_TIMEOUT_S / 2, silent=True),
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _bounded(act: Callable[[], Any], timeout_s: float) -> Any:
+    """What `act` returns or raises, or TimeoutError; the thread is left behind then."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = act()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {timeout_s:.0f} s")
+    if "error" in outcome:
+        error = outcome["error"]
+        raise error if isinstance(error, Exception) else RuntimeError(repr(error))
+    return outcome["value"]
+
+
+def _is_until(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):  # half a line, from a kill
+        return False

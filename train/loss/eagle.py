@@ -1,0 +1,103 @@
+"""The loss of EAGLE heads: divergences from the target's distribution, features, top tokens.
+
+Sums over supervised tokens, as in `train.loss.losses`. A step d (from 1) of the training-time test
+predicts x_{t+1+d} from token t, so it is supervised where Medusa's head d is, and is compared
+with what the target says at t + d.
+
+Letters: N tokens that draft, M rows of all steps, P answered places, H hidden, V vocabulary,
+W draft vocabulary, J steps.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from conf.schema_eagle import EagleConfig, StepNormalizer
+from data.layout import HIDDEN
+from heads.eagle.head import EagleHead
+from heads.vocab import DraftVocab
+from train.loop.rows import LEARNT, UNROLLED, Batch, Unrolled
+from train.loss.divergences import Found, Pair, Said, divergence, top_k
+from train.loss.fused import Part, Teacher, Verdict, fused_linear
+from train.loss.losses import Sums, term_sums
+from train.loss.teachers import Distribution
+
+MEASURES = ("top1", "alpha")
+"""Tokens where the head's and the target's first choice agree; and the sum over the whole
+vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
+
+
+def step_weights(config: EagleConfig) -> Tensor:
+    """[J] float32: decay ** j for j = 0..J-1, over their sum if a mean is wanted."""
+    weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
+    return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
+
+
+def eagle_loss(
+    criterion: "EagleCriterion",
+    head: EagleHead,
+    outputs: Sequence[Tensor],
+    batch: Batch,
+    teacher: Teacher,
+    scale: Tensor,
+) -> Sums:
+    """The losses of all steps of a batch.
+
+    Args:
+        criterion: weights and formulas.
+        head: its norm and output head are used.
+        outputs: of each of J steps [N, H], at the tokens that draft.
+        batch: what is learnt of it, and `hidden_states` [B, T, H] for the regression loss.
+        teacher: what the target says after its P answered places.
+        scale: [J] float32, the weight of each step's sum in the total.
+
+    Returns:
+        `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
+        vocabulary add nothing to the loss.
+    """
+    unrolled: Unrolled = batch[UNROLLED]
+    answers, scales = unrolled.rows.answers, scale[unrolled.steps]
+    learnt = torch.cat([*outputs]).index_select(0, unrolled.rows.places)
+    part = Part(head.normed(learnt), head.projection(), answers, scales)
+    total, (found,) = fused_linear([part], teacher, criterion, criterion.compiled)
+    weight = criterion.config.regression_weight
+    if weight:
+        wanted = batch[HIDDEN].flatten(0, 1)[batch[LEARNT].places[answers.device]].float()
+        near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
+        total = total + (near * scales).sum()
+        found[0] += near.detach()
+    by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
+    return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
+
+
+class EagleCriterion:
+    """The weighted divergence and top-k loss of a row; compiled on first use if asked for."""
+
+    num_measures = len(MEASURES)
+
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, compiled: bool = False) -> None:
+        self.config, self.vocab, self.compiled = config, vocab, compiled
+
+    def __call__(self, known: Distribution, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+        """See `train.loss.fused.Criterion`."""
+        best, full = known.best[at], self.vocab.full
+        top1 = (said.best if full else self.vocab.to_target(said.best)) == best
+        pair = known.pair(at, said)
+        alpha = torch.minimum(pair.p, pair.q).sum(-1)
+        found = self._loss(pair, want_grad)
+        if not full:
+            found = found.where(self.vocab.to_draft(best) >= 0)
+        return Verdict(torch.stack([found.loss, top1.to(alpha), alpha]), found.grad)
+
+    def _loss(self, pair: Pair, want_grad: bool) -> Found:
+        config, terms = self.config, []
+        if config.divergence_weight:
+            found = divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(found.times(config.divergence_weight))
+        if config.top_k_weight:
+            terms.append(top_k(pair, config.top_k, want_grad).times(config.top_k_weight))
+        nothing = Found(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q))
+        return reduce(Found.plus, terms) if terms else nothing

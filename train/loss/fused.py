@@ -1,0 +1,325 @@
+"""Output projection and loss in one: no tensor of [tokens, vocabulary] ever lives.
+
+A loss compares what a student says after some tokens with what a teacher says there. Rows of
+the teacher are taken in chunks; for each chunk the teacher's logits are computed once, every
+student row that refers to it is projected and compared, and the gradient is carried back
+through the projection at once. So the backward pass has nothing to recompute: it hands on what
+the forward pass has found.
+
+Matrix products want many rows, and logits are narrow numbers; what is done between them is
+float32 and wants few. So a chunk is compared in pieces, and a piece's gradient takes the place
+of its logits.
+
+The gradient of a projection is as large as itself, so there is only one: it is added to `.grad`
+as it is found, and the backward pass adds nothing to it, but tells whoever waits for it.
+
+Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hidden, W columns
+(vocabulary), L measures.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from heads.projection import Projection
+from train.loop.rows import Rising
+from train.loss.divergences import Said
+
+CHUNK_BYTES = 256 * 2**20
+"""Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
+PIECE_BYTES = 64 * 2**20
+"""Of one [r, W] float32 tensor, of which about five live at a time."""
+CPU_CHUNK_BYTES = 96 * 2**20
+CPU_PIECE_BYTES = 4 * 2**20
+"""The same on a CPU, which is faster where they stay in its caches."""
+TILE_BYTES = 64 * 2**20
+"""Of a piece of a projection's gradient, or of what it is made of, in float32."""
+
+
+Compare = Callable[..., Any]
+"""`compared` with its first arguments given."""
+
+
+Buffers = dict[tuple[int, torch.dtype], Tensor]
+
+
+class Part(NamedTuple):
+    """Student rows that share a projection.
+
+    Attributes:
+        hidden: [M, D].
+        projection: gets a gradient if its weight, a parameter, wants one.
+        rows: M rows of the teacher that they are compared with.
+        scales: [M] float32, the weight of each row in the total.
+    """
+
+    hidden: Tensor
+    projection: Projection
+    rows: Rising
+    scales: Tensor
+
+
+class Teacher(Protocol):
+    """What students are compared with, by rows."""
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """What `known` keeps of a row."""
+        ...
+
+    def known(self, begin: int, end: int) -> Any:
+        """What `Criterion` needs of rows begin..end; computed once."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """Of r student rows: loss and measures [1 + L, r], gradient [r, W] of the logits or None."""
+
+    found: Tensor
+    grad: Tensor | None
+
+
+class Criterion(Protocol):
+    """A loss of one row at a time."""
+
+    num_measures: int
+
+    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+        """Compares rows.
+
+        Args:
+            known: of the teacher's chunk.
+            at: [r] int64, rows of `known`.
+            said: by the students; may be written over, all but the logits.
+            want_grad: whether the gradient is needed.
+        """
+        ...
+
+
+def compared(
+    criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool
+) -> Verdict:
+    """What a criterion finds of logits; all that is done on [r, W] besides matrix products."""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return criterion(known, at, Said.of(logits.to(precise)), want_grad)
+
+
+_compiled = torch.compile(compared, dynamic=True)
+
+
+def compare_compiled(
+    criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool
+) -> Verdict:
+    """`compared`, compiled on first use."""
+    # A single row would be compiled for itself: dynamo takes 1 for a constant.
+    one_row = len(logits) == 1
+    return (compared if one_row else _compiled)(criterion, known, at, logits, want_grad)
+
+
+def fused_linear(
+    parts: Sequence[Part], teacher: Teacher, criterion: Criterion, compiled: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """The sum of losses over all rows, each times its scale, and what each row gave.
+
+    Effects: with gradients, those of trained projections are in their `.grad` when this returns.
+    The total must then be run backward once, as it is: times a number it would be another loss.
+
+    Args:
+        parts: the students. Under autocast they are projected in its dtype; everything from
+            the logits on is float32 (float64 for float64 weights).
+        teacher: without gradients.
+        criterion: the loss.
+        compiled: compile it on first use.
+
+    Returns:
+        total: [] float32 with a gradient to hidden states.
+        found: per part [1 + L, M] float32, loss and measures of each row, without one.
+    """
+    inputs = [tensor for part in parts for tensor in (part.hidden, part.projection.weight)]
+    want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    compare = partial(compare_compiled if compiled else compared, criterion)
+    total, *found = _Fused.apply(
+        parts, teacher, criterion.num_measures, compare, want_grad, *inputs
+    )
+    return total, found
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parts: Sequence[Part],
+        teacher: Teacher,
+        num_measures: int,
+        compare: Compare,
+        want_grad: bool,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        device = inputs[0].device
+        dtype = _autocast_dtype(device)
+        with torch.autocast(device.type, enabled=False):
+            size = rows_of(chunk_bytes(device), teacher.row_bytes)
+            chunks = balanced(0, teacher.num_rows, size)
+            edges = [0, *(rows.stop for rows in chunks)]
+            buffers: Buffers = {}
+            students = [
+                _Student(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
+            ]
+            for chunk, (begin, end) in enumerate(pairwise(edges)):
+                known = teacher.known(begin, end)
+                for student in students:
+                    student.compare(partial(compare, known), chunk, begin)
+                del known  # before the next one is made
+        ctx.hidden_grads = [student.hidden_grad for student in students]
+        ctx.weights = [part.projection.weight for part in parts]
+        found = [student.found for student in students]
+        ctx.mark_non_differentiable(*found)
+        totals = [(s.found[0] * s.part.scales).sum() for s in students]
+        return torch.stack(totals).sum(), *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        assert ctx.hidden_grads is not None, "one backward pass per loss"
+        assert grad_total.is_cuda or grad_total == 1, "a total is run backward as it is"
+        grads: list[Tensor | None] = []
+        for grad, weight in zip(ctx.hidden_grads, ctx.weights, strict=True):
+            grads.append(grad)
+            # Not None: who waits for this gradient, as DDP does, must hear of it.
+            trained = weight.requires_grad
+            grads.append(weight.new_zeros(()).expand_as(weight) if trained else None)
+        ctx.hidden_grads = None
+        return None, None, None, None, None, *grads
+
+
+class _Student:
+    """One part on its way through the chunks, which begin and end at `edges`."""
+
+    def __init__(
+        self,
+        part: Part,
+        num_measures: int,
+        want_grad: bool,
+        dtype: torch.dtype | None,
+        edges: list[int],
+        buffers: Buffers,
+    ) -> None:
+        self.part, self.want_grad, self.buffers = part, want_grad, buffers
+        weight = part.projection.weight
+        self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
+        self.projection: Projection | None = None
+        self.bounds = torch.searchsorted(part.rows.host, torch.tensor(edges)).tolist()
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        shape = (1 + num_measures, len(part.hidden))
+        self.found = torch.zeros(shape, dtype=precise, device=weight.device)
+        wanted = want_grad and part.hidden.requires_grad
+        self.hidden_grad = torch.zeros_like(part.hidden) if wanted else None
+        self.weight_grad = _grad_of(weight) if want_grad and weight.requires_grad else None
+
+    def compare(self, compare: Compare, chunk: int, begin: int) -> None:
+        """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
+        weight = self.part.projection.weight
+        if self.projection is None:
+            narrow = weight.detach().to(self.dtype)
+            self.projection = self.part.projection._replace(weight=narrow)
+        first, last = self.bounds[chunk : chunk + 2]
+        size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
+        for rows in balanced(first, last, size):
+            self._rows(compare, rows, self.projection, begin)
+        if chunk == self.last_chunk:
+            self.projection = None  # before the next student casts its own
+
+    def _rows(self, compare: Compare, rows: slice, projection: Projection, begin: int) -> None:
+        hidden = self.part.hidden[rows].detach().to(self.dtype)
+        logits = projection.logits(hidden, self._buffer(len(hidden)))
+        at = self.part.rows.device[rows] - begin
+        for piece in balanced(0, len(logits), piece_rows(logits)):
+            verdict = compare(at[piece], logits[piece], self.want_grad)
+            self.found[:, rows][:, piece] = verdict.found
+            if verdict.grad is not None:
+                logits[piece] = projection.before(verdict.grad, logits[piece])
+        if self.want_grad:
+            self._carry_back(logits, rows, hidden, projection)
+
+    def _buffer(self, num_rows: int) -> Tensor:
+        """[R, W] for logits; the same memory for all chunks, which the first touch makes dear."""
+        weight = self.part.projection.weight
+        key = (weight.shape[0], self.dtype)
+        held = self.buffers.get(key)
+        if held is None or len(held) < num_rows:
+            shape = (num_rows, weight.shape[0])
+            held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
+        return held[:num_rows]
+
+    def _carry_back(
+        self, grad: Tensor, rows: slice, hidden: Tensor, projection: Projection
+    ) -> None:
+        # The scales go to the narrow side of each product.
+        scales = self.part.scales[rows].unsqueeze(1)
+        if self.hidden_grad is not None:
+            self.hidden_grad[rows] = scales * (grad @ projection.weight)
+        if self.weight_grad is not None:
+            hidden = (scales * hidden).to(hidden)
+            size = rows_of(TILE_BYTES, 4 * max(hidden.shape))
+            tiles = zip(self.weight_grad.split(size), grad.split(size, dim=1), strict=True)
+            for whole, tile in tiles:
+                _add_product(whole, tile.T, hidden)
+
+
+def _grad_of(weight: Tensor) -> Tensor:
+    """The `.grad` of a parameter, made if need be."""
+    assert weight.is_leaf, "a projection is trained as a parameter"
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right, summed in the dtype of `whole`."""
+    if whole.dtype == left.dtype:
+        whole.addmm_(left, right)
+    elif whole.is_cuda:
+        whole.add_(torch.mm(left, right, out_dtype=whole.dtype))
+    else:
+        whole.addmm_(left.to(whole), right.to(whole))
+
+
+def balanced(first: int, last: int, size: int) -> list[slice]:
+    """first..last in as few slices of at most `size` as can be, which differ by one at most.
+
+    So one row is alone only where there is no other.
+    """
+    number = -(-(last - first) // size)
+    edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []
+    return [slice(*each) for each in pairwise(edges)]
+
+
+def rows_of(num_bytes: int, row_bytes: int) -> int:
+    """How many rows fit, and at least one."""
+    return max(1, num_bytes // row_bytes)
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Of the logits of a chunk."""
+    return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+
+
+def piece_rows(logits: Tensor) -> int:
+    """Rows of a piece of logits [R, W]."""
+    num_bytes = CPU_PIECE_BYTES if logits.device.type == "cpu" else PIECE_BYTES
+    return rows_of(num_bytes, 4 * logits.shape[1])
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None

@@ -1,0 +1,191 @@
+"""Losses as sums over supervised tokens; that of Medusa, and the target's own.
+
+A loss is a sum and a count, never a mean: the loop divides by the count over all processes and
+micro batches of an optimizer step, so the result does not depend on how sequences fall on them.
+
+Shapes: B batch, T tokens, D hidden, V vocab, K terms (heads or steps), P answered places.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from heads.projection import Projection
+from heads.target.ends import TargetEnds
+from train.loop.rows import LEARNT, Batch, Rows
+from train.loss.divergences import Said, kl
+from train.loss.fused import Part, Teacher, Verdict, fused_linear
+from train.loss.ranking import hits
+from train.loss.teachers import Distribution
+
+
+class Sums(NamedTuple):
+    """What a batch gave.
+
+    Attributes:
+        total: [] float32, the loss of each term times its scale; the only one with a gradient.
+        terms: [2 + L, K] float32, summed over the supervised tokens of each term: the loss,
+            the tokens, and L measures.
+    """
+
+    total: Tensor
+    terms: Tensor
+
+
+class MedusaHeads(Protocol):
+    """What the Medusa loss needs of heads."""
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        ...
+
+    def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
+        """What head k, from 0, projects: [N, D] of final hidden states [N, D]."""
+        ...
+
+    def projection(self, k: int, /) -> Projection:
+        """The projection of head k, from 0."""
+        ...
+
+
+def medusa_weights(num_heads: int, decay: float) -> Tensor:
+    """lambda_k = decay ** k for k = 1..K.
+
+    Returns:
+        [K] float32.
+    """
+    return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
+
+
+def medusa_loss(
+    heads: MedusaHeads,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
+) -> Sums:
+    """Cross-entropy of every head against the text, or KL from the target's distribution.
+
+    Args:
+        heads: the heads.
+        hidden: [B, T, D], the target's last hidden states.
+        batch: `input_ids` [B, T], and what is learnt of it.
+        scale: [K] float32, the weight of each head's sum in the total.
+        teacher: of the answered places. With it head k at t learns the distribution that the
+            target gives at t + k, its own prediction of x_{t+1+k}. Accuracies are against the
+            text either way.
+        compiled: compile the loss on first use.
+
+    Returns:
+        Measures are tokens that were the head's first choice, and among its first five.
+
+    Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
+    """
+    flat, learnt = hidden.flatten(0, 1), batch[LEARNT]
+    parts = []
+    with record_function("head"):
+        for k in range(heads.num_heads):
+            rows: Rows = learnt.depths[1 + k]
+            states = heads.states(k, flat[rows.places])
+            scales = scale[k].expand(len(states))
+            parts.append(Part(states, heads.projection(k), rows.answers, scales))
+    with record_function("loss"):
+        text = TextTeacher(_labels(batch), teacher)
+        total, found = fused_linear(parts, text, text_criterion, compiled)
+    return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
+
+
+def _labels(batch: Batch) -> Tensor:
+    """[P] int64, the tokens after the answered places."""
+    return batch["input_ids"].flatten().roll(-1)[batch[LEARNT].places]
+
+
+def target_loss(
+    target: TargetEnds,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
+) -> Sums:
+    """Cross-entropy of the target itself against the text, or KL from what it said before.
+
+    Args:
+        target: its output head, which gets no gradient.
+        hidden: [B, T, D], its last hidden states.
+        batch: `input_ids` [B, T], and what is learnt of it.
+        scale: [1] float32, the weight of the sum in the total.
+        teacher: of the answered places, learnt in place of the text.
+        compiled: compile the loss on first use.
+
+    Returns:
+        One term, with the measures of `medusa_loss`.
+    """
+    rows: Rows = batch[LEARNT].depths[0]
+    states = hidden.flatten(0, 1)[rows.places]
+    part = Part(states, target.projection, rows.answers, scale.expand(len(states)))
+    with record_function("loss"):
+        text = TextTeacher(_labels(batch), teacher)
+        total, (found,) = fused_linear([part], text, text_criterion, compiled)
+    return Sums(total, term_sums(found).unsqueeze(1))
+
+
+def term_sums(found: Tensor) -> Tensor:
+    """[2 + L] float32 loss, tokens and measures of a term, from those of its rows [1 + L, N]."""
+    sums = found.sum(1, dtype=torch.float32)
+    return torch.cat([sums[:1], sums.new_full((1,), found.shape[1]), sums[1:]])
+
+
+@dataclass(frozen=True)
+class TextTeacher:
+    """The text itself, and maybe a distribution beside it.
+
+    Attributes:
+        labels: [P] int64, the token that comes.
+        soft: what is learnt instead of it.
+    """
+
+    labels: Tensor
+    soft: Teacher | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.labels)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a label, or of the distribution beside it."""
+        return self.labels.element_size() if self.soft is None else self.soft.row_bytes
+
+    def known(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
+        """Labels, and the distribution, of rows begin..end."""
+        soft = None if self.soft is None else self.soft.known(begin, end)
+        return self.labels[begin:end], soft
+
+
+class _TextCriterion:
+    """Cross-entropy against the text or KL from a distribution; top-1 and top-5 of the text."""
+
+    num_measures = 2
+
+    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+        labels, soft = known[0][at], known[1]
+        measures = hits(said.logits, labels)
+        if soft is not None:
+            found = kl(soft.pair(at, said), want_grad)
+            return Verdict(torch.stack([found.loss, *measures]), found.grad)
+        column = labels.unsqueeze(1)
+        loss = -said.log_q_at(column).squeeze(1)
+        # The gradient is q - 1 at the label.
+        minus_one = said.q.new_full(column.shape, -1.0)
+        grad = said.q.scatter_add_(1, column, minus_one) if want_grad else None
+        return Verdict(torch.stack([loss, *measures]), grad)
+
+
+text_criterion = _TextCriterion()

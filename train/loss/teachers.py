@@ -1,0 +1,188 @@
+"""What a draft head is compared with: the text, or the target's own distribution.
+
+Row r of a teacher is what comes after one token of the text. A draft of depth d from token t
+is compared with the row of token t + d, so heads and steps share rows, and each is computed
+once. Letters: P rows, c of a chunk, D hidden, V vocabulary, W draft vocabulary, k kept ids.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from heads.target.ends import TargetEnds
+from heads.vocab import DraftVocab
+from train.loss.divergences import Pair, Said, dot, p_log_p
+from train.loss.fused import balanced, piece_rows
+
+LEAST_MASS = 1e-6
+
+
+class Distribution(Protocol):
+    """The target's distribution after c tokens."""
+
+    @property
+    def best(self) -> Tensor:
+        """[c] int64, the likeliest id of the whole vocabulary."""
+        ...
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        """It and what students say, over the draft vocabulary.
+
+        Args:
+            at: [r] int64, rows of the chunk.
+            said: of r rows.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class HiddenTeacher:
+    """The target's distribution, from its hidden states.
+
+    Attributes:
+        target: its output head.
+        vocab: the draft vocabulary.
+        hidden: [P, D] last hidden states.
+    """
+
+    target: TargetEnds
+    vocab: DraftVocab
+    hidden: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.hidden)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of V logits."""
+        return self.target.vocab_size * self.hidden.element_size()
+
+    def known(self, begin: int, end: int) -> Distribution:
+        """The distribution after rows begin..end."""
+        logits = self.target.logits(self.hidden[begin:end])
+        drafted = logits if self.vocab.full else logits.index_select(1, self.vocab.ids)
+        pieces = [
+            _told(logits[rows], drafted[rows])
+            for rows in balanced(0, len(logits), piece_rows(logits))
+        ]
+        best, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
+        if drafted.dtype is torch.float32:
+            return Table(best, drafted, mass, of_p)
+        return _Logits(drafted, best, log_norm, mass, of_p)
+
+
+def _told(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[r] each, see `_Logits`, of logits [r, V] and those of the draft vocabulary [r, W].
+
+    Probabilities take the place of the latter if they fit: students then need no exponentials.
+    """
+    of_drafted = Said.of(drafted.float())
+    whole = of_drafted if drafted.shape == logits.shape else Said.of(logits.float())
+    mass = (of_drafted.log_norm - whole.log_norm).exp()
+    p = of_drafted.q.mul_(mass.unsqueeze(1))
+    told = whole.best, whole.log_norm, mass, dot(p, of_drafted.logits) - mass * whole.log_norm
+    if drafted.dtype is torch.float32:
+        drafted.copy_(p)
+    return told
+
+
+class _Logits(NamedTuple):
+    logits: Tensor
+    """[c, W] in the target's dtype, which is half as wide as that of probabilities."""
+    best: Tensor
+    log_norm: Tensor
+    """[c], over the whole vocabulary."""
+    mass: Tensor
+    p_log_p: Tensor
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        logits = self.logits.index_select(0, at).to(said.q)
+        p = (logits - self.log_norm[at].unsqueeze(1)).exp_()
+        return Pair(p, self.mass[at], self.p_log_p[at], said)
+
+
+class Table(NamedTuple):
+    """A distribution that is written down.
+
+    Attributes:
+        best: [c] int64.
+        p: [c, W], normalised over the whole vocabulary.
+        mass: [c], the sum of p.
+        p_log_p: [c], the sum of p log p.
+    """
+
+    best: Tensor
+    p: Tensor
+    mass: Tensor
+    p_log_p: Tensor
+
+    @classmethod
+    def of(cls, best: Tensor, p: Tensor) -> "Table":
+        """From its probabilities."""
+        return cls(best, p, p.sum(-1), p_log_p(p))
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        """See `Distribution`."""
+        return Pair(self.p.index_select(0, at), self.mass[at], self.p_log_p[at], said)
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """The target's distribution, of which only the k likeliest ids were kept.
+
+    The rest's mass is known, its shape is not: it is taken to be the student's own. A
+    divergence of the form sum of q f(p / q) then has the value and the gradient that it has
+    over the k ids and one bucket for the rest; KL and the others here are such. Ids outside
+    the draft vocabulary are left out, and no part of the rest's mass.
+
+    Attributes:
+        vocab: the draft vocabulary.
+        ids: [P, k] int, likeliest first.
+        log_probs: [P, k], normalised over the whole vocabulary.
+    """
+
+    vocab: DraftVocab
+    ids: Tensor
+    log_probs: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.ids)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of k ids and log-probabilities."""
+        return 12 * self.ids.shape[1]
+
+    def known(self, begin: int, end: int) -> Distribution:
+        """The distribution after rows begin..end."""
+        ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
+        rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
+        return _TopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
+
+
+class _TopK(NamedTuple):
+    best: Tensor
+    columns: Tensor
+    """[c, k] int64, -1 outside the draft vocabulary."""
+    probs: Tensor
+    """[c, k]."""
+    rest: Tensor
+    """[c, 1]."""
+
+    def pair(self, at: Tensor, said: Said) -> Pair:
+        columns, rest = self.columns[at], self.rest[at]
+        inside = columns >= 0
+        columns = columns.clamp_min(0)
+        probs = self.probs[at].to(said.q).masked_fill(~inside, 0.0)
+        kept = torch.zeros_like(said.q).scatter_add_(1, columns, probs)
+        others = said.q.masked_fill(kept > 0, 0.0)
+        left = others.sum(-1, keepdim=True).clamp_min(LEAST_MASS)
+        p = others.mul_(rest / left).add_(kept)
+        mass = probs.sum(-1) + rest.squeeze(1)
+        return Pair(p, mass, p_log_p(p), said)
