@@ -170,7 +170,7 @@ class SpeedupRun(MeasureRun):
     """`eval/speedup.py`."""
 
     methods: Any = "all"
-    """A name or a list of them, see `eval/measure/methods.py`; or `all` that are possible."""
+    """A name or a list of them, see `eval/compare/methods.py`; or `all` that are possible."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)

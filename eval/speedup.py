@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema_measure import SpeedupRun
+from eval.compare.methods import build_methods, check_methods
+from eval.compare.timing import summarise, time_methods
 from eval.entry import run
 from eval.measure.bench import open_bench, write_result
-from eval.measure.methods import build_methods, check_methods
-from eval.measure.timing import summarise, time_methods
 from eval.report.figures import plot_speedup
 from eval.report.page import write_report
 

@@ -21,15 +21,15 @@ from rich.table import Table
 
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun, TreeSearchRun
+from eval.compare.methods import BASELINE, Method
+from eval.compare.timing import summarise, time_methods
 from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.heads import EAGLE_LONGEST, SHAPE_FILE, BenchHead, usual_shape, usual_tree
-from eval.measure.methods import BASELINE, Method
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
-from eval.measure.timing import summarise, time_methods
 from eval.report.figures import plot_tree_search
 from eval.tune.advice import Advice, advise, check
 from eval.tune.cost import CostCurve, load_curve, time_steps

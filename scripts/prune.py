@@ -42,11 +42,11 @@ from heads.target.model import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab, share
 from scripts.publish.staging import read_json
+from train.batch.feed import on_device
+from train.batch.rows import LEARNT, indexed
+from train.batch.states import with_states
 from train.loop.command import check_data, fill_defaults
-from train.loop.feed import on_device
 from train.loop.replay import heldout_prompts
-from train.loop.rows import LEARNT, indexed
-from train.loop.states import with_states
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"

@@ -28,9 +28,9 @@ from data.embedded import ensure_embedded
 from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Record, Records, load_records
-from eval.decode.local_answers import LocalAnswers
 from eval.entry import run
 from heads.target.load import load_target, resolve_dtype
+from scripts.answers.local import LocalAnswers
 
 NUM_LISTED = 10
 

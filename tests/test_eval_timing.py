@@ -2,12 +2,12 @@ import pytest
 from toys import tokenizer
 
 from conf.schema_measure import SpeedupRun
+from eval.compare.methods import Method
+from eval.compare.timing import BatchRun, _origins, _pieces, _spread, summarise
 from eval.decode.engine import Generation, Step, Times
 from eval.measure.bench import Bench, batches, seed_of
 from eval.measure.heads import drafter_seeds
-from eval.measure.methods import Method
 from eval.measure.prompts import Prompt
-from eval.measure.timing import BatchRun, _origins, _pieces, _spread, summarise
 from heads.sampling import GREEDY
 from heads.tree import Tree
 

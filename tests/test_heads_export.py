@@ -13,10 +13,10 @@ from conf.schema import InputError
 from conf.schema_export import ExportFormat
 from eval.parity.gate import verify
 from heads.eagle.head import EagleHead
+from heads.export import writer as export
 from heads.export.golden import golden
 from heads.export.layouts import check_target, layout_of
 from heads.export.serve import serve_command
-from heads.export.writer import writer as export
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
 from heads.target.model import Target

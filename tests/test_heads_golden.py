@@ -8,8 +8,8 @@ from conf.schema_eagle import EagleForm
 from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
+from heads.export import golden as module
 from heads.export.golden import golden
-from heads.export.writer import golden as module
 from heads.target.model import Target, TargetOutput
 
 ROWS, DEPTH = 5, 3

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from conf.schema import DataConfig, Dtype, InputError, OnBadRow, RegenerateRun, TargetConfig
-from eval.decode.local_answers import GumbelNoise, LocalAnswers
 from scripts import regenerate
+from scripts.answers.local import GumbelNoise, LocalAnswers
 from tests.chats import chats, rows_in, write_rows
 from tests.toys import random_model, tokenizer
 

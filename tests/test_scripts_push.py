@@ -142,7 +142,7 @@ def test_push_then_load_from_the_hub_gives_the_same_head(run_dir: Path, tmp_path
         assert repo.private
         assert len(repo.commits) == 2, "one commit after the initial one"
         code = (
-            "import sys; from pathlib import Path; from heads.medusa import MedusaHead;"
+            "import sys; from pathlib import Path; from heads.medusa.head import MedusaHead;"
             "MedusaHead.load('me/qwen-medusa').save(Path(sys.argv[1]))"
         )
         env["HF_HOME"] = str(tmp_path / "other-hf-home")

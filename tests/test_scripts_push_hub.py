@@ -84,7 +84,7 @@ def test_files_of_an_earlier_head_go_with_the_same_commit(hub: HubServer, run_di
 
 def test_a_killed_upload_goes_on_where_it_was(run_dir: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from scripts.hub import upload;"
+        "import sys; from pathlib import Path; from scripts.publish.hub import upload;"
         f"print(upload({{'{REPO}': Path(sys.argv[1])}}, private=True))"
     )
     command = [sys.executable, "-c", code, str(run_dir / "head")]

@@ -13,8 +13,8 @@ from torch import nn
 
 from conf.schema import InputError
 from heads.storage import write_folder
-from train.loop import checkpoint
-from train.loop.checkpoint import Progress, Tensors
+from train.dist import checkpoint
+from train.dist.checkpoint import Progress, Tensors
 
 RUN = {"seed": 0}
 

@@ -16,8 +16,8 @@ from conf.schema_eagle import (
 from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
 from heads.vocab import DraftVocab
+from train.batch.rows import DOCUMENTS, NOISE_SEEDS
 from train.eagle import EagleObjective, make_head
-from train.loop.rows import DOCUMENTS, NOISE_SEEDS
 from train.loss.divergences import Pair, Said, divergence, top_k, total_variation
 from train.loss.eagle import step_weights
 from train.loss.losses import Sums

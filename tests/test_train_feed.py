@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.loop.feed import Feed
+from train.batch.feed import Feed
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from toys import random_target
 from conf.schema_eagle import Divergence, EagleConfig
 from heads.projection import Projection
 from heads.vocab import DraftVocab
-from train.loop.rows import Rising
+from train.batch.rows import Rising
 from train.loss import fused
 from train.loss.divergences import Said
 from train.loss.eagle import EagleCriterion

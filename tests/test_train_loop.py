@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from conf.launch import check_launch
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
 from heads.storage import save_head
-from train.dist import processes
-from train.loop import checkpoint, command, launch, loop, schedule, tracking
+from train import schedule
+from train.dist import checkpoint, launch, processes
+from train.loop import command, loop, tracking
 from train.loop.job import Job, Outcome
-from train.loop.objective import Objective
 from train.loss.losses import Batch, Sums
+from train.objective import Objective
 
 T, D = 6, 4
 

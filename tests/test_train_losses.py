@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from heads.projection import Projection
-from train.loop.rows import LEARNT, Batch, Learnt, Unrolled, indexed, supervised
+from train.batch.rows import LEARNT, Batch, Learnt, Unrolled, indexed, supervised
 from train.loss import fused
 from train.loss.losses import medusa_loss, medusa_weights
 from train.loss.ranking import first_best, hits, largest

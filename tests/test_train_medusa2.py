@@ -24,11 +24,12 @@ from conf.schema_medusa2 import (
     Medusa2Run,
     TargetLoss,
 )
-from heads.target.adapter import AdaptedMedusa, Adapter
+from heads.medusa.adapted import AdaptedMedusa
+from heads.target.adapter import Adapter
 from heads.target.load import load_target
 from heads.target.model import Target
 from train import medusa2
-from train.loop.rows import NOISE_SEEDS, Batch, indexed
+from train.batch.rows import NOISE_SEEDS, Batch, indexed
 from train.loss.heldout import HeldoutLoss
 from train.medusa2 import Medusa2Objective, heads_weight
 

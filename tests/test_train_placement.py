@@ -32,7 +32,7 @@ from train.dist import processes
 from train.dist.placement import Placement, Sharded, place
 from train.loop import loop
 from train.loop.job import Job
-from train.loop.objective import Group
+from train.objective import Group
 
 __all__ = ["inputs"]
 ONE = [sys.executable]

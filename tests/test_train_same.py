@@ -15,8 +15,9 @@ from conf.schema import Dtype, InputError, Labels, LogConfig, MedusaConfig, Sche
 from conf.schema_eagle import Divergence, EagleConfig, StepNormalizer, TokenNormalizer
 from conf.schema_medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run
 from heads.eagle.head import EagleHead
+from heads.medusa.adapted import AdaptedMedusa
 from heads.medusa.head import MedusaHead
-from heads.target.adapter import AdaptedMedusa, Adapter
+from heads.target.adapter import Adapter
 from heads.vocab import DraftVocab
 from train.dist import processes
 from train.eagle import EagleObjective

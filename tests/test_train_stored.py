@@ -35,10 +35,10 @@ from heads.vocab import DraftVocab
 from train import eagle, medusa
 from train.loop import command, loop
 from train.loop.job import Job, Outcome
-from train.loop.objective import Objective
 from train.loop.replay import HeldoutReplay, StoredReplay
 from train.loop.stored import check_reads, load_ends, open_store
 from train.medusa import make_head
+from train.objective import Objective
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from heads.medusa.head import MedusaHead
 from heads.target.load import attention_for
 from heads.target.model import Target
 from heads.vocab import DraftVocab
+from train.batch.rows import LEARNT
 from train.eagle import EagleObjective
-from train.loop.rows import LEARNT
 
 VOCAB_SIZE = 96
 SMALL = {

@@ -26,14 +26,14 @@ from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
+from train.batch.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
+from train.batch.states import states_of, with_states
 from train.loop import command, same
-from train.loop.objective import Objective
-from train.loop.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
-from train.loop.states import states_of, with_states
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
 from train.loss.losses import Sums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
+from train.objective import Objective
 
 
 class EagleObjective(Objective):

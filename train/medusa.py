@@ -15,12 +15,12 @@ from eval import entry
 from heads.medusa.head import MedusaHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
+from train.batch.rows import LEARNT, Batch
+from train.batch.states import with_states
 from train.loop import command, same
-from train.loop.objective import Objective
-from train.loop.rows import LEARNT, Batch
-from train.loop.states import with_states
 from train.loss.losses import Sums, medusa_loss, medusa_weights
 from train.loss.teachers import HiddenTeacher
+from train.objective import Objective
 
 
 class MedusaObjective(Objective):

@@ -21,20 +21,21 @@ from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLo
 from data.layout import HIDDEN
 from data.pack import PackedDataset
 from eval import entry
-from heads.target.adapter import AdaptedMedusa, Adapter
+from heads.medusa.adapted import AdaptedMedusa
+from heads.target.adapter import Adapter
 from heads.target.model import Target
 from heads.vocab import DraftVocab
+from train.batch.rows import LEARNT, NOISE_SEEDS, Batch
+from train.batch.states import with_states
 from train.dist import processes
 from train.loop import command, same
 from train.loop.job import Evaluate
-from train.loop.objective import Group, Objective
 from train.loop.replay import HeldoutReplay, heldout_prompts
-from train.loop.rows import LEARNT, NOISE_SEEDS, Batch
-from train.loop.states import with_states
 from train.loss.heldout import HeldoutLoss
 from train.loss.losses import Sums, medusa_loss, medusa_weights, target_loss
 from train.loss.teachers import HiddenTeacher
 from train.medusa import make_head
+from train.objective import Group, Objective
 
 
 class Medusa2Objective(Objective):

@@ -1,22 +1,20 @@
-"""A LoRA adapter that a target is given to be trained, and Medusa heads that read the result.
+"""A LoRA adapter that a target is given to be trained.
 
-Source: LoRA, arXiv 2106.09685; Medusa-2, arXiv 2401.10774, section 2.2.2.
+Source: LoRA, arXiv 2106.09685.
 """
 
-import hashlib
 import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from conf.schema import InputError
 from conf.schema_medusa2 import AdapterConfig
-from heads.medusa.head import MedusaHead
 from heads.storage import PROVENANCE, write_folder
-from heads.target.model import Target, TargetOutput
+from heads.target.model import Target
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -109,34 +107,3 @@ def _lora(target: Target, config: AdapterConfig) -> Any:
         target_modules=config.modules or "all-linear",
         task_type="CAUSAL_LM",
     )
-
-
-class AdaptedMedusa(nn.Module):
-    """Medusa heads and the adapter of the target that they read."""
-
-    def __init__(self, heads: MedusaHead, adapter: Adapter) -> None:
-        super().__init__()
-        self.heads = heads
-        self.adapter = adapter
-        self.reads = heads.reads
-
-    def candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """The heads' candidates, see `MedusaHead.candidates`."""
-        return self.heads.candidates(output, token_ids, first, depth, width)
-
-    def save(self, folder: Path, provenance: dict[str, object]) -> None:
-        """Writes the heads to `folder` and the adapter beside it, to `adapter`.
-
-        The heads' `headsmith.json` names the adapter that they belong to, and its checksum.
-
-        Raises:
-            InputError: the disk is full or not writable.
-        """
-        beside = folder.parent / "adapter"
-        self.adapter.save(beside, provenance)
-        with (beside / WEIGHTS).open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        belongs = {"adapter": {"path": str(beside), "sha256": checksum}}
-        self.heads.save(folder, {**provenance, **belongs})

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.schema import TrainConfig
 from heads.target.load import resolve_dtype
-from train.loop.checkpoint import MOMENTS, Tensors
-from train.loop.objective import Group
+from train.dist.checkpoint import MOMENTS, Tensors
+from train.objective import Group
 from train.dist.processes import uses_fsdp
-from train.loop.schedule import late_warmup
+from train.schedule import late_warmup
 
 
 def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":

@@ -20,7 +20,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.launch import check_launch
 from conf.schema import Dtype, InputError, TrainConfig
-from train.loop.launch import check_batch
+from train.dist.launch import check_batch
 
 PATIENCE = timedelta(days=30)
 ZERO_BUCKET = 2**26

@@ -23,13 +23,13 @@ from data.provenance import provenance
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
 from heads.target.model import Reads
-from train.dist import processes
+from train.dist import launch, processes
 from train.dist.placement import strategy_name
-from train.loop import launch, loop, memory
+from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
-from train.loop.objective import Objective
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.stored import check_reads, load_ends, open_store
+from train.objective import Objective
 
 LOGITS_THAT_PAY = 3e10
 """Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""

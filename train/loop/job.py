@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import LogConfig, TrainConfig
-from train.loop.feed import Dataset
-from train.loop.objective import Objective
+from train.batch.feed import Dataset
+from train.objective import Objective
 
 Evaluate = Callable[[Any], dict[str, float]]
 

@@ -20,13 +20,14 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError
-from train.dist import processes
+from train import schedule
+from train.batch.feed import Feed, on_device, stacked, uploaded
+from train.batch.rows import NOISE_SEEDS, Batch
+from train.dist import checkpoint, processes
+from train.dist.launch import stop_signals
 from train.dist.placement import Placement, place
-from train.loop import checkpoint, same, schedule
-from train.loop.feed import Feed, on_device, stacked, uploaded
+from train.loop import same
 from train.loop.job import Job, Outcome
-from train.loop.launch import stop_signals
-from train.loop.rows import NOISE_SEEDS, Batch
 from train.loop.tracking import Metrics, as_line, figures
 from train.loss.losses import Sums
 

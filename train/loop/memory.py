@@ -23,7 +23,6 @@ from heads.target.ends import TargetEnds
 from heads.target.load import resolve_dtype
 from heads.target.model import Target
 from train.dist.processes import ZERO_BUCKET
-from train.loop.objective import Objective
 from train.loss.fused import (
     CHUNK_BYTES,
     CPU_CHUNK_BYTES,
@@ -31,6 +30,7 @@ from train.loss.fused import (
     PIECE_BYTES,
     TILE_BYTES,
 )
+from train.objective import Objective
 
 Parts = dict[str, int]
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4

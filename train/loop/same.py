@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.schema import InputError, TrainConfig
 from data.provenance import plain
-from train.loop.schedule import rate
+from train.schedule import rate
 
 ONLY_WATCHED = (
     "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",

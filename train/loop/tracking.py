@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from conf.schema import InputError, LogConfig, Tracker
-from train.loop.objective import Objective
+from train.objective import Objective
 
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0

@@ -19,7 +19,7 @@ from conf.schema_eagle import EagleConfig, StepNormalizer
 from data.layout import HIDDEN
 from heads.eagle.head import EagleHead
 from heads.vocab import DraftVocab
-from train.loop.rows import LEARNT, UNROLLED, Batch, Unrolled
+from train.batch.rows import LEARNT, UNROLLED, Batch, Unrolled
 from train.loss.divergences import Found, Pair, Said, divergence, top_k
 from train.loss.fused import Part, Teacher, Verdict, fused_linear
 from train.loss.losses import Sums, term_sums

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.projection import Projection
-from train.loop.rows import Rising
+from train.batch.rows import Rising
 from train.loss.divergences import Said
 
 CHUNK_BYTES = 256 * 2**20

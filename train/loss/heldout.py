@@ -7,9 +7,9 @@ import torch
 from data.layout import HIDDEN
 from heads.target.adapter import Adapter
 from heads.target.model import Reads, Target
-from train.loop.feed import Dataset, on_device, stacked
-from train.loop.rows import indexed
-from train.loop.states import with_states
+from train.batch.feed import Dataset, on_device, stacked
+from train.batch.rows import indexed
+from train.batch.states import with_states
 from train.loss.losses import target_loss
 
 

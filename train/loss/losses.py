@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from heads.projection import Projection
 from heads.target.ends import TargetEnds
-from train.loop.rows import LEARNT, Batch, Rows
+from train.batch.rows import LEARNT, Batch, Rows
 from train.loss.divergences import Said, kl
 from train.loss.fused import Part, Teacher, Verdict, fused_linear
 from train.loss.ranking import hits

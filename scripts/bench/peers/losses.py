@@ -1,6 +1,6 @@
 """One distillation loss, forward and backward, the way of one toolkit.
 
-    python -m scripts.peers.losses job.json result.json
+    python -m scripts.bench.peers.losses job.json result.json
 
 runs in the environment of the path that the job names, so besides torch it imports only that
 path's library. Letters: T tokens, H hidden, V vocabulary.
@@ -82,7 +82,7 @@ def ours(inputs: Inputs) -> Loss:
     from conf.schema_eagle import EagleConfig
     from heads.projection import Projection
     from heads.vocab import DraftVocab
-    from train.loop.rows import Rising
+    from train.batch.rows import Rising
     from train.loss.eagle import EagleCriterion
     from train.loss.fused import Part, fused_linear
     from train.loss.teachers import HiddenTeacher

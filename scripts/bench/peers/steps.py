@@ -1,6 +1,6 @@
 """One training step of a draft head on stored hidden states, the way of one toolkit.
 
-    python -m scripts.peers.steps job.json result.json
+    python -m scripts.bench.peers.steps job.json result.json
 
 runs in the environment of the path that the job names, so besides torch it imports only that
 path's library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
@@ -202,7 +202,7 @@ def _target(job: Job, inputs: Inputs) -> Any:
 
 
 def _ours(objective: Any, inputs: Inputs, compiled: bool) -> Training:
-    from train.loop.feed import on_device
+    from train.batch.feed import on_device
 
     if compiled:
         objective.compile_parts()

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from train.loop.rows import Batch, indexed
+from train.batch.rows import Batch, indexed
 from train.loss.losses import Sums
 
 

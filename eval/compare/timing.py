@@ -11,10 +11,10 @@ import torch
 from tqdm import tqdm
 
 from conf.schema_measure import SpeedupRun
+from eval.compare.methods import BASELINE, Method
 from eval.decode.engine import Generation
 from eval.measure import processes
 from eval.measure.bench import Bench, batches, seed_of
-from eval.measure.methods import BASELINE, Method
 from eval.measure.prompts import Prompt
 from eval.measure.stats import NUM_BOOTSTRAPS, PromptSteps, summary
 from heads.target.model import Target

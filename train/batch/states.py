@@ -6,7 +6,7 @@ from data.features import restore
 from data.layout import HIDDEN
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
-from train.loop.rows import DOCUMENTS, Batch
+from train.batch.rows import DOCUMENTS, Batch
 
 LAYER = "layers."
 

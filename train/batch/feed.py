@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from train.loop.rows import Batch, moved, tensors_of
+from train.batch.rows import Batch, moved, tensors_of
 
 
 class Dataset(Protocol):

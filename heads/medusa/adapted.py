@@ -1,0 +1,44 @@
+"""Medusa heads and the adapter of the target that they read: Medusa-2.
+
+Source: arXiv 2401.10774, section 2.2.2.
+"""
+
+import hashlib
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from heads.medusa.head import MedusaHead
+from heads.target.adapter import WEIGHTS, Adapter
+from heads.target.model import TargetOutput
+
+
+class AdaptedMedusa(nn.Module):
+    """Medusa heads and the adapter of the target that they read."""
+
+    def __init__(self, heads: MedusaHead, adapter: Adapter) -> None:
+        super().__init__()
+        self.heads = heads
+        self.adapter = adapter
+        self.reads = heads.reads
+
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """The heads' candidates, see `MedusaHead.candidates`."""
+        return self.heads.candidates(output, token_ids, first, depth, width)
+
+    def save(self, folder: Path, provenance: dict[str, object]) -> None:
+        """Writes the heads to `folder` and the adapter beside it, to `adapter`.
+
+        The heads' `headsmith.json` names the adapter that they belong to, and its checksum.
+
+        Raises:
+            InputError: the disk is full or not writable.
+        """
+        beside = folder.parent / "adapter"
+        self.adapter.save(beside, provenance)
+        with (beside / WEIGHTS).open("rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        belongs = {"adapter": {"path": str(beside), "sha256": checksum}}
+        self.heads.save(folder, {**provenance, **belongs})
