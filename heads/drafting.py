@@ -135,3 +135,13 @@ class Drafter(Protocol):
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only, the others have ended; perhaps before any was seen."""
+
+
+class DynamicDrafter(Drafter, Protocol):
+    """A drafter whose trees have another shape for every text."""
+
+    def expand(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
+
+        Parents are numbered from 1 in this order; 0 is the root.
+        """

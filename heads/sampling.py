@@ -126,3 +126,8 @@ def choose(logits: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
     if sampling.greedy:
         return logits.argmax(-1)
     return noise.race(sampling.probabilities(logits))
+
+
+def drafter_seeds(seeds: Sequence[int]) -> list[int]:
+    """Seeds of a drafter's own draws, which must not follow what the target draws."""
+    return [seed + (1 << 32) for seed in seeds]

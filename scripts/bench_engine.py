@@ -26,12 +26,12 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode
 from heads.drafting import Draft, Drafter, Seen
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.target.model import Target
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3

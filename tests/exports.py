@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from heads.export.layouts import FORMATS
 from safetensors.torch import load_file
 from toys import noisy_head, random_target
 
@@ -12,7 +13,6 @@ from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from conf.schema_export import ExportFormat
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
-from heads.export.layouts import FORMATS
 from heads.export.writer import export_head
 from heads.kinds import Head
 from heads.target.model import Target

@@ -18,11 +18,10 @@ from toys import VOCAB_SIZE, noisy_head, random_target
 from eval.decode import accept
 from eval.decode.accept import Verdict, judge
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.heads import drafter_seeds
 from heads.drafting import NOTHING, Draft, Seen, Siblings
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.sampling import Noise, Sampling, Typical
+from heads.sampling import Noise, Sampling, Typical, drafter_seeds
 from heads.target.model import Target
 from heads.tree import Tree
 

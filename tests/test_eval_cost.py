@@ -11,9 +11,9 @@ from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
 from eval.tune.advice import Advice, Point, chain_taus, full_batch, speedups
 from eval.tune.cost import CostCurve, load_curve, time_steps
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.medusa.drafter import MedusaDrafter
-from heads.tree import Tree
+from heads.tree import DynamicShape, Tree
 
 PROMPT = [5, 6, 7, 8]
 

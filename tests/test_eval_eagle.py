@@ -7,11 +7,11 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
 from heads.drafting import Seen
 from heads.eagle.branches import Branches, Stretch
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.sampling import Sampling
 from heads.target.model import Target
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 NAMES = ["eagle1", "eagle3", "eagle3 reduced", "eagle3.1"]

@@ -9,12 +9,12 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
 from eval.measure.replay import accepted_lengths, agreements, replay, walk
 from heads.drafting import Draft, Seen
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import Sampling
 from heads.target.model import Reads
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]

@@ -6,9 +6,8 @@ from eval.compare.methods import Method
 from eval.compare.timing import BatchRun, _origins, _pieces, _spread, summarise
 from eval.decode.engine import Generation, Step, Times
 from eval.measure.bench import Bench, batches, seed_of
-from eval.measure.heads import drafter_seeds
 from eval.measure.prompts import Prompt
-from heads.sampling import GREEDY
+from heads.sampling import GREEDY, drafter_seeds
 from heads.tree import Tree
 
 

@@ -21,10 +21,10 @@ from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, Costs
 from eval.tune.cost import CostCurve
 from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
-from heads.eagle.drafter import DynamicShape, EagleTree
+from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.load import load_target
-from heads.tree import Tree
+from heads.tree import DynamicShape, Tree
 
 PROMPTS = [Prompt("all", [n, 6, 7, 8]) for n in (5, 9, 30)]
 NOTHING = [[0, 0, 0]] * 2

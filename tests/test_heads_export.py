@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from exports import CELLS, EAGLE31, config_of, eagle, exported, make, stored, toy_target
+from heads.export.layouts import check_target, layout_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -15,7 +16,6 @@ from eval.parity.gate import verify
 from heads.eagle.head import EagleHead
 from heads.export import writer as export
 from heads.export.golden import golden
-from heads.export.layouts import check_target, layout_of
 from heads.export.serve import serve_command
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead

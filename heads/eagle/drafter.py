@@ -7,7 +7,6 @@ Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,22 +16,7 @@ from heads.drafting import Draft, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead
 from heads.sampling import GREEDY, Noise, Sampling
-from heads.tree import Tree
-
-
-@dataclass(frozen=True)
-class DynamicShape:
-    """How far EAGLE-2 looks and how much of it is checked.
-
-    Attributes:
-        depth: draft tokens of the longest path.
-        top_k: nodes expanded per level, and children drawn from each.
-        num_tokens: draft tokens kept, the likeliest of all that were drawn.
-    """
-
-    depth: int
-    top_k: int
-    num_tokens: int
+from heads.tree import DynamicShape, Tree
 
 
 class _Reader:
