@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from train.batch.rows import Batch, indexed
 from train.loss.losses import Sums
+from train.loss.memory import Counted, Setting
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Objective(nn.Module):
         """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
         del step
         return self.weights
+
+    def memory(self, setting: Setting) -> Counted | None:
+        """What training the head takes; None where no formula is known."""
+        del setting
+        return None
 
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what is learnt of it."""
