@@ -93,10 +93,12 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
     for name, kind in KINDS.items():
         head = kind.untrained(target, next(reversed(kind.forms)), vocab)
         head.attach(target, target.dtype).eval()
-        tree = default_tree(4, 8)
+        depth = min(4, kind.longest(head))
+        tree = default_tree(depth, 8)
         shapes: dict[str, Shape] = {
-            "chain of 4": Tree.chain(4), "tree of 8": tree if kind.static else DynamicShape(4, 2, 8)
-        }  # fmt: skip
+            f"chain of {depth}": Tree.chain(depth),
+            "tree of 8": tree if kind.static else DynamicShape(depth, 2, 8),
+        }
         for words, shape in shapes.items():
             make = partial(kind.drafter, head, shape, GREEDY, [0])
             found[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
