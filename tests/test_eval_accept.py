@@ -21,7 +21,7 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.drafting import NOTHING, Draft, Seen, Siblings
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.sampling import Noise, Sampling, Typical, drafter_seeds
+from heads.sampling import Generators, Sampling, Typical, drafter_seeds
 from heads.target.model import Target
 from heads.tree import Tree
 
@@ -42,7 +42,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class OneSource(Noise):
+class OneSource(Generators):
     """One generator for all texts: a generator each would take a minute for so many."""
 
     def __init__(self, generator: torch.Generator, num_texts: int) -> None:
@@ -50,17 +50,16 @@ class OneSource(Noise):
         self.num_texts = num_texts
 
     def uniform(self, num_nodes: int) -> Tensor:
-        return torch.rand(self.num_texts, num_nodes, generator=self.generators[0])
+        return torch.rand(self.num_texts, num_nodes, generator=self.per_text[0])
 
-    def race(self, probs: Tensor) -> Tensor:
-        clocks = torch.empty_like(probs).exponential_(generator=self.generators[0])
-        return (probs / clocks).argmax(-1)
+    def exponential(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like).exponential_(generator=self.per_text[0])
 
 
 def test_one_source_draws_as_a_generator_per_text_does() -> None:
-    ours, theirs = OneSource(generator(1), 1), Noise([generator(1)])
+    ours, theirs = OneSource(generator(1), 1), Generators([generator(1)])
     for probs in torch.rand(20, 1, V, generator=generator()):
-        assert torch.equal(ours.race(probs), theirs.race(probs))
+        assert torch.equal(ours.sample(probs), theirs.sample(probs))
 
 
 LOGITS = torch.randn(V, V, generator=generator(1))
@@ -69,7 +68,7 @@ DRAFT_LOGITS = LOGITS + torch.randn(V, V, generator=generator(2))
 
 Proposal = Callable[[Tensor, Tensor, torch.Generator], Draft]
 """Drafts below roots [B], from the drafter's distribution [V, V] by last token."""
-Rule = Callable[[Draft, Tensor, Tensor, Sampling, Noise], Verdict]
+Rule = Callable[[Draft, Tensor, Tensor, Sampling, Generators], Verdict]
 
 
 def ranked(tree: Tree, roots: Tensor, q: Tensor) -> Tensor:
@@ -149,8 +148,8 @@ def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
         """The tokens given [B, 2] and how many [B]; a third is forgotten."""
         draft = PROPOSALS[proposal](roots, q, luck)
         tokens = torch.cat([roots.unsqueeze(1), draft.tokens], 1)
-        noise = OneSource(draws, len(roots))
-        verdict = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, noise)
+        generators = OneSource(draws, len(roots))
+        verdict = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, generators)
         kept = tokens.gather(1, verdict.nodes[:, 1:3])
         bonus_at = torch.arange(2) == verdict.num_accepted.unsqueeze(1)
         return kept.where(~bonus_at, verdict.bonus.unsqueeze(1)), verdict.num_accepted + 1
@@ -202,10 +201,12 @@ def test_typical_acceptance_does_not_keep_the_distribution() -> None:
 def taken_for(siblings: Siblings) -> Rule:
     """`judge`, but told that the siblings were found in another way."""
 
-    def rule(draft, tokens, logits, sampling, noise) -> Verdict:
+    def rule(draft, tokens, logits, sampling, generators) -> Verdict:
         last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
         q = sampling.probabilities(DRAFT_LOGITS)[last]
-        return judge(replace(draft, siblings=siblings, probs=q), tokens, logits, sampling, noise)
+        return judge(
+            replace(draft, siblings=siblings, probs=q), tokens, logits, sampling, generators
+        )
 
     return rule
 
@@ -213,12 +214,14 @@ def taken_for(siblings: Siblings) -> Rule:
 def raw_bonus(at_leaves: bool) -> Rule:
     """`judge`, but the bonus is drawn from softmax of the logits: at leaves, or elsewhere."""
 
-    def rule(draft, tokens, logits, sampling, noise) -> Verdict:
-        verdict = judge(draft, tokens, logits, sampling, noise)
+    def rule(draft, tokens, logits, sampling, generators) -> Verdict:
+        verdict = judge(draft, tokens, logits, sampling, generators)
         end = verdict.nodes.gather(1, verdict.num_accepted.unsqueeze(1))
         raw = logits.take_along_dim(end.unsqueeze(2), 1)[:, 0].softmax(-1)
         inner = torch.isin(end[:, 0], torch.tensor(draft.tree.parents))
-        return replace(verdict, bonus=noise.race(raw).where(inner != at_leaves, verdict.bonus))
+        return replace(
+            verdict, bonus=generators.sample(raw).where(inner != at_leaves, verdict.bonus)
+        )
 
     return rule
 
@@ -283,7 +286,7 @@ class Drawn:
 
     def __init__(self, head: MedusaHead, tree: Tree, sampling: Sampling, seeds: list[int]) -> None:
         self.head, self.tree, self.sampling, self.reads = head, tree, sampling, head.reads
-        self.noise = Noise.seeded(drafter_seeds(seeds), torch.device("cpu"))
+        self.generators = Generators.seeded(drafter_seeds(seeds), torch.device("cpu"))
 
     def observe(self, seen: Seen) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
@@ -292,14 +295,14 @@ class Drawn:
         heads = [self.head.head_logits(k, self.hidden) for k in range(self.tree.depth)]
         q = self.sampling.probabilities(torch.stack(heads, 1))
         depths = self.tree.depths
-        tokens = [self.noise.race(q[:, depth - 1]) for depth in depths[1:]]
+        tokens = [self.generators.sample(q[:, depth - 1]) for depth in depths[1:]]
         probs = q[:, depths[: max(self.tree.parents) + 1]]
         return Draft(
             self.tree, torch.stack(tokens, 1), self.tree.depth, Siblings.independent, probs
         )
 
     def keep(self, rows: list[int]) -> None:
-        self.noise = self.noise.rows(rows)
+        self.generators = self.generators.rows(rows)
 
 
 def drafter(kind: str, head: MedusaHead, sampling: Sampling, seeds: list[int]):

@@ -1,7 +1,7 @@
 """What the target samples from, and which path a rule accepts: by hand, and as papers write it.
 
 Papers walk down from the root in a loop over one text; `judge` does all texts and nodes at once.
-With the same uniforms both must keep the same nodes, and with the same clocks give the same bonus.
+With the same uniforms both must keep the same nodes, and with the same draws give the same bonus.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from eval.decode.accept import Verdict, judge
 from heads.drafting import NOTHING, Draft, Layout, Siblings, tree_layout
-from heads.sampling import GREEDY, Noise, Sampling, Typical
+from heads.sampling import GREEDY, Generators, Sampling, Typical
 from heads.tree import Tree
 
 V = 6
@@ -30,8 +30,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def seeded(num_texts: int, first: int = 0) -> Noise:
-    return Noise.seeded(range(first, first + num_texts), torch.device("cpu"))
+def seeded(num_texts: int, first: int = 0) -> Generators:
+    return Generators.seeded(range(first, first + num_texts), torch.device("cpu"))
 
 
 def told(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Verdict:
@@ -159,11 +159,11 @@ def test_each_text_draws_from_its_own_generator() -> None:
     together, alone = seeded(3, first=7), [seeded(1, first=7 + text) for text in range(3)]
     for _ in range(2):
         assert torch.equal(together.uniform(5), torch.cat([one.uniform(5) for one in alone]))
-        raced = [one.race(row) for one, row in zip(alone, probs.split(1), strict=True)]
-        assert torch.equal(together.race(probs), torch.cat(raced))
+        sampled = [one.sample(row) for one, row in zip(alone, probs.split(1), strict=True)]
+        assert torch.equal(together.sample(probs), torch.cat(sampled))
     rest, probs = together.rows([2, 0]), probs[[2, 0]]
-    raced = [alone[text].race(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
-    assert torch.equal(rest.race(probs), torch.cat(raced))
+    sampled = [alone[text].sample(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
+    assert torch.equal(rest.sample(probs), torch.cat(sampled))
 
 
 def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
@@ -172,15 +172,15 @@ def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
     for _ in range(3):
         drawn.append(small.uniform(4))
         assert torch.equal(large.uniform(40)[:, :4], drawn[-1])
-        assert torch.equal(small.race(probs), large.race(probs))
+        assert torch.equal(small.sample(probs), large.sample(probs))
     assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every step draws anew
 
 
 def test_seeds_that_differ_above_32_bits_draw_differently() -> None:
     seeds = [1, 1 + (1 << 32), 1 + (1 << 33), 1 + (1 << 62)]
-    noise = Noise.seeded(seeds, torch.device("cpu"))
-    assert len(noise.uniform(1).unique()) == 4
-    assert len(noise.race(torch.ones(4, 10_000)).unique()) == 4
+    generators = Generators.seeded(seeds, torch.device("cpu"))
+    assert len(generators.uniform(1).unique()) == 4
+    assert len(generators.sample(torch.ones(4, 10_000)).unique()) == 4
 
 
 def random_parents(num_nodes: int) -> Tensor:
@@ -251,14 +251,16 @@ def walked(draft: Draft, text: int, p_rows: np.ndarray, hurdles: np.ndarray):
             return path, p
 
 
-def same(verdict: Verdict, paths: list[list[int]], rests: list[np.ndarray], noise: Noise) -> None:
+def same(
+    verdict: Verdict, paths: list[list[int]], rests: list[np.ndarray], generators: Generators
+) -> None:
     for nodes, n, path in zip(
         verdict.nodes.tolist(), verdict.num_accepted.tolist(), paths, strict=True
     ):
         assert nodes[: n + 1] == path
         assert not any(nodes[n + 1 :])
     assert {len(path) for path in paths} >= {1, 2, 3}  # so that paths say something
-    assert torch.equal(verdict.bonus, noise.race(torch.from_numpy(np.stack(rests)).float()))
+    assert torch.equal(verdict.bonus, generators.sample(torch.from_numpy(np.stack(rests)).float()))
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
@@ -276,10 +278,10 @@ def same(verdict: Verdict, paths: list[list[int]], rests: list[np.ndarray], nois
 def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(siblings, tree, sampling) -> None:
     draft, tokens, logits = random_draft(siblings, tree)
     verdict = judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
-    noise, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
-    hurdles = noise.uniform(tokens.shape[1]).double().numpy()
+    generators, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
+    hurdles = generators.uniform(tokens.shape[1]).double().numpy()
     found = [walked(draft, text, p[text], hurdles[text]) for text in range(NUM_TEXTS)]
-    same(verdict, [path for path, _ in found], [rest for _, rest in found], noise)
+    same(verdict, [path for path, _ in found], [rest for _, rest in found], generators)
 
 
 def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> list[int]:
@@ -305,10 +307,13 @@ def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> 
 def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) -> None:
     draft, tokens, logits = random_draft(Siblings.ranked, tree)
     sampling = replace(WARPED, typical=rule)
-    verdict, noise = judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS)), seeded(NUM_TEXTS)
+    verdict, generators = (
+        judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
+        seeded(NUM_TEXTS),
+    )
     p = sampling.probabilities(logits).double().numpy()
     paths = [likeliest_typical(draft, text, p[text], rule) for text in range(NUM_TEXTS)]
-    same(verdict, paths, [p[text, path[-1]] for text, path in enumerate(paths)], noise)
+    same(verdict, paths, [p[text, path[-1]] for text, path in enumerate(paths)], generators)
 
 
 def test_a_token_is_typical_above_the_bar_that_the_entropy_sets() -> None:

@@ -13,13 +13,13 @@ from transformers import GenerationConfig
 from eval.decode.drafters.draft_model import (
     DraftLength,
     DraftModel,
-    draw_distinct,
     fit,
     same_tokenizer,
+    sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.drafting import NOTHING, Draft, Seen
-from heads.sampling import GREEDY, Noise, Sampling
+from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Target
 from heads.tree import Tree
 
@@ -250,7 +250,7 @@ def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int) -
 def test_tokens_are_drawn_without_replacement() -> None:
     probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
     rows = probs.expand(2, 4000, 4).contiguous()
-    found = draw_distinct(rows, 4, Noise.seeded([1, 2], torch.device("cpu")))
+    found = sample_distinct(rows, 4, Generators.seeded([1, 2], torch.device("cpu")))
     assert (found[:, :, 3] == NOTHING).all()  # only three can be drawn
     assert (found[:, :, :3].sort(-1).values == torch.arange(3)).all()
     counts = torch.zeros(3, 3)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.drafting import Draft, Layout, Siblings
-from heads.sampling import Noise, Sampling, Typical, choose
+from heads.sampling import Generators, Sampling, Typical, sample_tokens
 from heads.tree import Tree
 
 
@@ -36,7 +36,7 @@ class Verdict:
 
 
 def judge(
-    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, noise: Noise
+    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
 ) -> Verdict:
     """The accepted path of each tree and the bonus token, without waiting for the device.
 
@@ -45,11 +45,11 @@ def judge(
         tokens: [B, N] int64, those of `draft` behind the root.
         logits: [B, N, V], the target's after each node.
         sampling: how the target chooses.
-        noise: used if anything is drawn.
+        generators: used if anything is drawn.
     """
     if tokens.shape[1] == 1 and sampling.greedy:
         nothing = torch.zeros_like(tokens)
-        return Verdict(nothing, nothing[:, 0], choose(logits[:, 0], sampling, noise))
+        return Verdict(nothing, nothing[:, 0], sample_tokens(logits[:, 0], sampling, generators))
     layout = draft.layout()
     if sampling.greedy:
         choices = logits.argmax(-1)
@@ -60,8 +60,8 @@ def judge(
     if sampling.typical is not None:
         passes, liking = _typical(layout, tokens, probs, sampling.typical)
         nodes, end = _descend(layout, passes, liking)
-        return Verdict(nodes, _at(layout.depths, end), noise.race(_at(probs, end)))
-    hurdles = noise.uniform(tokens.shape[1])
+        return Verdict(nodes, _at(layout.depths, end), generators.sample(_at(probs, end)))
+    hurdles = generators.uniform(tokens.shape[1])
     if draft.siblings is Siblings.ranked:
         passes = ranked_pass(layout, tokens, probs, hurdles)
         nodes, end = _descend(layout, _first(layout, passes))
@@ -70,7 +70,7 @@ def judge(
         passes, probs = drawn_pass(draft, layout, tokens, probs, hurdles)
         nodes, end = _descend(layout, _first(layout, passes))
         rest = _at(probs, end)
-    return Verdict(nodes, _at(layout.depths, end), noise.race(rest))
+    return Verdict(nodes, _at(layout.depths, end), generators.sample(rest))
 
 
 def ranked_pass(layout: Layout, tokens: Tensor, probs: Tensor, hurdles: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from eval.decode.accept import Verdict, judge
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
-from heads.sampling import GREEDY, Noise, Sampling, choose
+from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Tree
 
@@ -168,7 +168,7 @@ class _Batch:
         self.steps: list[list[Step]] = [[] for _ in prompts]
         self.paths: list[list[tuple[int, ...]]] = [[] for _ in prompts]
         self.alive = list(range(len(prompts)))
-        self.noise = Noise.seeded(seeds or [0] * len(prompts), target.device)
+        self.generators = Generators.seeded(seeds or [0] * len(prompts), target.device)
 
     @torch.no_grad()
     def run(self) -> Iterator[dict[int, list[int]]]:
@@ -214,7 +214,9 @@ class _Batch:
         cache.commit([list(range(len(prompt))) for prompt in self.prompts])
         last = upload([len(prompt) - 1 for prompt in self.prompts], device)
         states = output.at(last.unsqueeze(1)).hidden_states[:, 0]
-        return output, choose(self.target.logits(states), self.sampling, self.noise).tolist()
+        return output, sample_tokens(
+            self.target.logits(states), self.sampling, self.generators
+        ).tolist()
 
     def _verify(self, draft: Draft, cache: TreeCache) -> tuple[TargetOutput, Tensor, Tensor]:
         """One target pass over the trees: states, tokens [B, N], logits [B, N, V]."""
@@ -230,7 +232,7 @@ class _Batch:
         self, draft: Draft, tokens: Tensor, logits: Tensor, output: TargetOutput, cache: TreeCache
     ) -> tuple[TargetOutput, list[list[int]], dict[int, list[int]]]:
         """States at the kept nodes, their tokens, and the new tokens by text."""
-        verdict = judge(draft, tokens, logits, self.sampling, self.noise)
+        verdict = judge(draft, tokens, logits, self.sampling, self.generators)
         paths, run, bonus = _fetch(verdict, tokens)
         cache.commit(paths)
         nodes = verdict.nodes[:, : max(map(len, paths))]
@@ -267,7 +269,7 @@ class _Batch:
         rows = [self.alive.index(text) for text in going]
         cache.keep(rows)
         self.drafter.keep(rows)
-        self.noise = self.noise.rows(rows)
+        self.generators = self.generators.rows(rows)
         self.alive = going
         index = upload(rows, self.target.device)
         return (

@@ -18,7 +18,7 @@ from eval.decode.accept import judge
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
 from heads.drafting import Draft, Drafter, Seen
-from heads.sampling import GREEDY, Noise
+from heads.sampling import GREEDY, Generators
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Tree
 
@@ -158,7 +158,7 @@ def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, si
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
     output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
-    verdict = judge(draft, tokens, target.logits(output.hidden_states), GREEDY, Noise([]))
+    verdict = judge(draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([]))
     verdict.bonus.tolist()
 
 
