@@ -18,7 +18,7 @@ from eval.decode.drafters.draft_model import (
     sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import NOTHING, Draft, Seen
+from heads.drafting import PAD, Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Target
 from heads.tree import Tree
@@ -251,7 +251,7 @@ def test_tokens_are_drawn_without_replacement() -> None:
     probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
     rows = probs.expand(2, 4000, 4).contiguous()
     found = sample_distinct(rows, 4, Generators.seeded([1, 2], torch.device("cpu")))
-    assert (found[:, :, 3] == NOTHING).all()  # only three can be drawn
+    assert (found[:, :, 3] == PAD).all()  # only three can be drawn
     assert (found[:, :, :3].sort(-1).values == torch.arange(3)).all()
     counts = torch.zeros(3, 3)
     for first, second, *_ in found.flatten(0, 1).tolist():
@@ -268,12 +268,12 @@ def test_a_sampled_tree_gives_what_it_was_drawn_from() -> None:
     states = target.read_text(PROMPTS[0])
     drafter.observe(Seen([PROMPTS[0]], states, target.new_cache(1)))
     draft = drafter.propose([50])
-    assert draft.probs.shape == (1, 4, VOCAB_SIZE)
+    assert draft.draft_probs.shape == (1, 4, VOCAB_SIZE)
     for node, path in [(0, []), (3, [int(draft.tokens[0, 2])])]:
         logits = target.model(torch.tensor([[*PROMPTS[0], 50, *path]])).logits[0, -1]
-        torch.testing.assert_close(draft.probs[0, node], WARM.probabilities(logits))
-    assert not draft.probs[0, 1:3].any()
-    assert (draft.probs[0, 0, draft.tokens[0, :3]] > 0).all()
+        torch.testing.assert_close(draft.draft_probs[0, node], WARM.probabilities(logits))
+    assert not draft.draft_probs[0, 1:3].any()
+    assert (draft.draft_probs[0, 0, draft.tokens[0, :3]] > 0).all()
     assert len(set(draft.tokens[0, :3].tolist())) == 3
 
 

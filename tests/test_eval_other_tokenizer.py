@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.decode.drafters.other_tokenizer import OtherTokenizer, Translation, Translator
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import NOTHING, Draft
+from heads.drafting import PAD, Draft
 from heads.sampling import Sampling
 from heads.target.model import Target
 
@@ -108,7 +108,7 @@ class Checked(OtherTokenizer):
 
     def propose(self, roots: list[int]) -> Draft:
         draft = super().propose(roots)
-        self.proposed += int((draft.tokens != NOTHING).sum())
+        self.proposed += int((draft.tokens != PAD).sum())
         return draft
 
 

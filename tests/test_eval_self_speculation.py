@@ -8,7 +8,7 @@ from toys import FAMILIES, random_model
 from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.drafting import NOTHING, Seen
+from heads.drafting import PAD, Seen
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -186,7 +186,7 @@ def test_an_unsure_text_waits_for_the_others(target) -> None:
     for bar in torch.linspace(0.02, 0.98, 25).tolist():
         drafter.confidence = bar
         found = drafter.propose([prompt[-1] for prompt in prompts]).tokens
-        there = found != NOTHING
+        there = found != PAD
         ends = there.sum(1)
         assert ends.min() >= 1
         assert ends.max() == found.shape[1]

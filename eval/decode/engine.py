@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eval.decode.accept import Verdict, judge
+from eval.decode.accept import Accepted, verify
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
@@ -232,17 +232,17 @@ class _Batch:
         self, draft: Draft, tokens: Tensor, logits: Tensor, output: TargetOutput, cache: TreeCache
     ) -> tuple[TargetOutput, list[list[int]], dict[int, list[int]]]:
         """States at the kept nodes, their tokens, and the new tokens by text."""
-        verdict = judge(draft, tokens, logits, self.sampling, self.generators)
-        paths, run, bonus = _fetch(verdict, tokens)
+        accepted = verify(draft, tokens, logits, self.sampling, self.generators)
+        paths, run, bonus = _fetch(accepted, tokens)
         cache.commit(paths)
-        nodes = verdict.nodes[:, : max(map(len, paths))]
+        nodes = accepted.nodes[:, : max(map(len, paths))]
         kept = [found[: len(path)] for found, path in zip(run, paths, strict=True)]
         new = {}
         for text, path, found, token in zip(self.alive, paths, kept, bonus, strict=True):
             room = self.max_new_tokens - len(self.texts[text])
             new[text] = _cut([*found[1:], token][:room], self.stops)
-            accepted = min(len(path) - 1, len(new[text]))
-            self.steps[text].append(Step(accepted, len(new[text]), room))
+            num_accepted = min(len(path) - 1, len(new[text]))
+            self.steps[text].append(Step(num_accepted, len(new[text]), room))
             self.paths[text].append(tuple(path[1:]))
         return output.at(nodes), kept, new
 
@@ -279,14 +279,16 @@ class _Batch:
         )
 
 
-def _fetch(verdict: Verdict, tokens: Tensor) -> tuple[list[list[int]], list[list[int]], list[int]]:
+def _fetch(
+    accepted: Accepted, tokens: Tensor
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """The accepted path and its tokens per text, and the bonus tokens: the wait of a step."""
     parts = [
-        verdict.nodes, tokens.gather(1, verdict.nodes),
-        verdict.num_accepted.unsqueeze(1), verdict.bonus.unsqueeze(1),
+        accepted.nodes, tokens.gather(1, accepted.nodes),
+        accepted.num_accepted.unsqueeze(1), accepted.bonus.unsqueeze(1),
     ]  # fmt: skip
     rows = torch.cat(parts, dim=1).tolist()
-    width = verdict.nodes.shape[1]
+    width = accepted.nodes.shape[1]
     paths = [row[: row[-2] + 1] for row in rows]
     return paths, [row[width : 2 * width] for row in rows], [row[-1] for row in rows]
 

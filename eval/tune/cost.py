@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import InputError
-from eval.decode.accept import judge
+from eval.decode.accept import verify
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
 from heads.drafting import Draft, Drafter, Seen
@@ -158,8 +158,8 @@ def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, si
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
     output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
-    verdict = judge(draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([]))
-    verdict.bonus.tolist()
+    accepted = verify(draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([]))
+    accepted.bonus.tolist()
 
 
 def _draft(drafter: Drafter, seen: Seen, roots: list[int]) -> None:

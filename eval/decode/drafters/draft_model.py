@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.cache import TreeCache, upload
-from heads.drafting import NOTHING, Draft, Seen
+from heads.drafting import PAD, Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -160,7 +160,7 @@ class DraftModel:
             return Draft.of(self.tree, self.tokens, q)
         places = torch.arange(self.depth, device=self.tokens.device)
         over = places >= upload(self.drafted, self.tokens.device).unsqueeze(1)
-        return Draft.of(Tree.chain(self.depth), self.tokens.masked_fill(over, NOTHING), q)
+        return Draft.of(Tree.chain(self.depth), self.tokens.masked_fill(over, PAD), q)
 
 
 def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
@@ -181,11 +181,11 @@ def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
 def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:
     """[B, n, num_tokens] int64 sampled without replacement from [B, n, V], in their order.
 
-    As `Generators.sample`, of the best and not just the first. NOTHING stands where no
+    As `Generators.sample`, of the best and not just the first. PAD stands where no
     probability is left.
     """
     keys, tokens = (probs / generators.exponential(probs)).topk(num_tokens)
-    return tokens.masked_fill(keys == 0, NOTHING)
+    return tokens.masked_fill(keys == 0, PAD)
 
 
 def fit(logits: Tensor, vocab_size: int) -> Tensor:

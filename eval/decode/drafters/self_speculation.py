@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import TreeCache, upload
-from heads.drafting import NOTHING, Draft, Seen
+from heads.drafting import PAD, Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -95,7 +95,7 @@ class SelfDraft:
     def _sample(self, logits: Tensor, going: list[int], probs: list[Tensor]) -> Tensor:
         """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V].
 
-        A text whose chain has ended gets NOTHING and draws nothing, as if it were alone.
+        A text whose chain has ended gets PAD and draws nothing, as if it were alone.
         """
         rows = upload(going, logits.device)
         if self.sampling.greedy:
@@ -103,7 +103,7 @@ class SelfDraft:
         else:
             probs.append(self.sampling.probabilities(logits))
             found = self.generators.rows(going).sample(probs[-1][rows])
-        return found.new_full((len(logits),), NOTHING).index_copy(0, rows, found)
+        return found.new_full((len(logits),), PAD).index_copy(0, rows, found)
 
 
 class OwnText:
