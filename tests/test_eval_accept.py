@@ -333,7 +333,7 @@ def test_decoding_keeps_the_targets_distribution(kind: str) -> None:
     for generation in found:
         counts[tuple(generation.token_ids)] += 1
     # So that drafts, and not the bonus alone, make the text.
-    assert sum(step.accepted for g in found for step in g.steps) > NUM_DECODES / 2
+    assert sum(step.num_accepted for g in found for step in g.steps) > NUM_DECODES / 2
     assert fits(counts, three_token_probs(target, sampling))
 
 

@@ -156,7 +156,7 @@ def test_a_text_that_repeats_itself_takes_few_passes(
     # Its own text stands in the prompt, so that the copy begins where the text begins.
     found = decode(target, drafter(10), PROMPT + text[:-2], 30)
     assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 30).token_ids
-    assert max(step.accepted for step in found.steps) >= 5
+    assert max(step.num_accepted for step in found.steps) >= 5
     assert len(found.steps) < 20
 
 

@@ -121,8 +121,8 @@ def test_a_model_that_says_the_same_is_accepted(models_by_tokenizer, name: str) 
         assert text.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
     steps = [step for text in texts for step in text.steps]
     # What is cut at the end of a text was proposed too.
-    assert sum(step.accepted for step in steps) > 0.9 * drafter.proposed
-    assert sum(step.emitted for step in steps) > 4.5 * len(steps)
+    assert sum(step.num_accepted for step in steps) > 0.9 * drafter.proposed
+    assert sum(step.num_emitted for step in steps) > 4.5 * len(steps)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_texts_are_the_targets_alone_and_in_a_batch(models_by_tokenizer, mine, i
         alone = decode(target, OtherTokenizer(draft, target.tokenizer, 4, 10), prompt, 60)
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
         assert found.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
-    assert sum(step.accepted for text in together for step in text.steps) > 20
+    assert sum(step.num_accepted for text in together for step in text.steps) > 20
 
 
 @pytest.mark.parametrize("its", ["wordy", "bytes"])

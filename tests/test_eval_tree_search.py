@@ -95,7 +95,7 @@ def test_static_steps_are_those_of_decoding(target) -> None:
         found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
         assert texts.steps(tree) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.accepted for text in texts.steps(widest(3)) for step in text)
+    assert any(step.num_accepted for text in texts.steps(widest(3)) for step in text)
 
 
 def test_what_was_drawn_is_followed_by_hand() -> None:
@@ -120,7 +120,7 @@ def test_dynamic_steps_are_those_of_decoding(target, eagle, top_k: int) -> None:
         found = [decode(target, EagleTree(eagle, shape), p.token_ids, 24) for p in PROMPTS]
         assert texts.steps(shape) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.accepted > 1 for text in texts.steps(shape) for step in text)
+    assert any(step.num_accepted > 1 for text in texts.steps(shape) for step in text)
 
 
 def test_what_a_step_costs_by_hand() -> None:
