@@ -123,7 +123,7 @@ class Tree:
             children[parent].append(node)
         return tuple(tuple(nodes) for nodes in children)
 
-    def sees(self) -> list[list[bool]]:
+    def mask_rows(self) -> list[list[bool]]:
         """[N][N], whom each node sees: itself and its ancestors."""
         # In torch every row would be a kernel launch of its own.
         mask = np.eye(self.num_nodes, dtype=bool)
@@ -133,7 +133,7 @@ class Tree:
 
     def mask(self) -> Tensor:
         """[N, N] bool on the CPU, the same."""
-        return torch.tensor(self.sees())
+        return torch.tensor(self.mask_rows())
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:

@@ -107,7 +107,7 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
 
 def tau(text: Generation) -> float:
     """Tokens per verify pass."""
-    return sum(step.emitted for step in text.steps) / len(text.steps)
+    return sum(step.num_emitted for step in text.steps) / len(text.steps)
 
 
 def measure(

@@ -19,8 +19,7 @@ import random
 import resource
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conf.schema import Dtype, LogConfig, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
+from eval.clock import timed
 from heads.kinds import forms
 from heads.target.model import Target
 from heads.vocab import DraftVocab
@@ -121,15 +121,6 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     times = [timed(lambda: a @ a, device) for _ in range(8)]
     return 2 * size**3 / statistics.median(times[2:])
-
-
-def timed(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds that something takes, the device's work included."""
-    began = time.perf_counter()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
 
 
 def shares(run: loop.Run, num_steps: int) -> dict[str, float]:

@@ -48,7 +48,7 @@ def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name
         decoded = decode(target, EagleChain(heads[name], 4), prompt, 60)
         assert decoded.token_ids == text
         assert replay(target, heads[name], Tree.chain(4), prompt, text) == decoded.steps
-        num_accepted += sum(step.accepted for step in decoded.steps)
+        num_accepted += sum(step.num_accepted for step in decoded.steps)
     assert num_accepted > 20
 
 
@@ -59,7 +59,7 @@ def test_dynamic_trees_are_lossless(target, prompts, heads, name: str, shape: Dy
         text = decode(target, NoDraft(), prompt, 40).token_ids
         decoded = decode(target, EagleTree(heads[name], shape), prompt, 40)
         assert decoded.token_ids == text
-        assert any(step.accepted for step in decoded.steps) or prompt == prompts[-1]
+        assert any(step.num_accepted for step in decoded.steps) or prompt == prompts[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,7 +181,7 @@ def test_sampled_drafts_keep_the_targets_distribution(target, prompts, heads, ki
             else EagleTree(head, DynamicShape(2, 2, 4))
         )
         drawn = decode(target, drafter, prompt, 2, warm, seed)
-        num_accepted += sum(step.accepted for step in drawn.steps)
+        num_accepted += sum(step.num_accepted for step in drawn.steps)
         counts[tuple(drawn.token_ids)] = counts.get(tuple(drawn.token_ids), 0) + 1
     exact = pair_probabilities(target, prompt, warm)
     assert set(counts) <= set(exact)

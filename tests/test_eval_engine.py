@@ -82,7 +82,7 @@ def test_accepted_branches_of_a_tree_keep_the_text(family: str) -> None:
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
     drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 40)
     assert drafted.token_ids == text
-    assert max(step.accepted for step in drafted.steps) == 3
+    assert max(step.num_accepted for step in drafted.steps) == 3
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -128,7 +128,7 @@ def test_the_text_ends_with_its_stop_token_inside_an_accepted_run() -> None:
     tree = Tree.from_paths([[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [0]])
     drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 30)
     assert drafted.token_ids == text[:end]
-    assert sum(step.emitted for step in drafted.steps) == end - 1
+    assert sum(step.num_emitted for step in drafted.steps) == end - 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
@@ -164,7 +164,7 @@ def test_replay_equals_decoding_step_for_step(family: str, tree: Tree) -> None:
         text = decode(target, NoDraft(), prompt, 60).token_ids
         decoded = decode(target, MedusaDrafter(head, tree), prompt, 60)
         assert replay(target, head, tree, prompt, text) == decoded.steps
-    assert any(step.accepted for step in decoded.steps)
+    assert any(step.num_accepted for step in decoded.steps)
 
 
 class Waits(TorchFunctionMode):

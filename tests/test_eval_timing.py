@@ -2,9 +2,10 @@ import pytest
 from toys import tokenizer
 
 from conf.schema_measure import SpeedupRun
+from eval.clock import Times
 from eval.compare.methods import Method
 from eval.compare.timing import BatchRun, _origins, _pieces, _spread, summarise
-from eval.decode.engine import Generation, Step, Times
+from eval.decode.engine import Generation, Step
 from eval.measure.bench import Bench, batches, seed_of
 from eval.measure.prompts import Prompt
 from heads.sampling import GREEDY, drafter_seeds

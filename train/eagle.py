@@ -28,7 +28,7 @@ from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
 from train.batch.states import states_of, with_states
-from train.loop import command, same
+from train.loop import command, resume
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
 from train.loss.losses import Sums
@@ -58,10 +58,10 @@ class EagleObjective(Objective):
         self.weights = step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
         self.slow_logits = len(self.weights) * len(head.vocab.ids)
-        self.same = same.settings("head", config, "path", "revision")
+        self.resume_settings = resume.settings("head", config)
         if not head.vocab.ids.is_meta:  # of which memory alone is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
-            self.same["checksum of the draft vocabulary"] = crc32(ids)
+            self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
 
     def compile_parts(self) -> None:
         """From now on compiles the loss, and the parts of the layer that fuse well."""

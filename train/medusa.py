@@ -17,7 +17,7 @@ from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import LEARNT, Batch
 from train.batch.states import with_states
-from train.loop import command, same
+from train.loop import command, resume
 from train.loss.losses import Sums, medusa_loss, medusa_weights
 from train.loss.memory import (
     FLOAT32,
@@ -43,7 +43,7 @@ class MedusaObjective(Objective):
         self.target = target
         self.soft = config.labels is Labels.soft
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
-        self.same = same.settings("head", config, "path")
+        self.resume_settings = resume.settings("head", config)
         self.compiled = False
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 

@@ -35,7 +35,7 @@ class Objective(nn.Module):
         weights: [K] float32, the weight of each term, in evaluations throughout.
         measures: names of the rows of `Sums.terms` after losses and tokens.
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
-        same: settings, by key, that must not change when a run continues.
+        resume_settings: by key, those, that must not change when a run continues.
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
     """
 
@@ -48,7 +48,7 @@ class Objective(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.same: dict[str, Any] = {}
+        self.resume_settings: dict[str, Any] = {}
 
     @property
     def depth(self) -> int:
