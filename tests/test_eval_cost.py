@@ -1,18 +1,24 @@
 import json
 
 import pytest
-from toys import eagle_head, noisy_head, random_target
+import torch
+from toys import Clock, eagle_head, noisy_head, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
+from conf.schema_measure import TreeSearchRun
+from eval import clock as eval_clock
 from eval.decode.engine import NoDraft, decode
+from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
-from eval.tune.advice import Advice, Point, chain_taus, full_batch, speedups
-from eval.tune.cost import CostCurve, load_curve, time_steps
+from eval.tune import advice
+from eval.tune.advice import Advice, Point, chain_taus, check, full_batch, speedups
+from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, time_steps
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.medusa.drafter import MedusaDrafter
+from heads.sampling import GREEDY
 from heads.tree import DynamicShape, Tree
 
 PROMPT = [5, 6, 7, 8]
@@ -94,9 +100,39 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int) -> None:
         assert (curve.device, curve.batch_size, curve.context) == ("cpu", batch_size, 4)
         assert curve.sizes == [1, 2, 3, 7]
         assert len(curve.seconds) == 4
-        assert min(curve.seconds) > 0
         assert drafts.keys() == drafters.keys()
-        assert min(drafts.values()) > 0
+
+
+def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> None:
+    """A pass takes a second per token; behind the drafter "b", which takes 4 and not 2, one more.
+
+    What comes before the rounds and in the first of them takes 100 more.
+    """
+    target, clock, passes, behind = random_target(), Clock(), [0], [""]
+    rounds = 2 + 2 * (NUM_PLAIN + 3)  # passes: two that read, then a round of two drafters
+
+    def pass_seconds(_cache, tokens: torch.Tensor, *_: object) -> float:
+        passes[0] += 1
+        num_tokens = tokens.shape[1]
+        extra = behind[0] == "b" and num_tokens > 1
+        return num_tokens + extra + (100 if passes[0] <= rounds else 0)
+
+    def draft_seconds(name: str, seconds: float):
+        def found(_roots: list[int]) -> float:
+            behind[0] = name
+            return seconds + (100 if passes[0] < rounds else 0)
+
+        return found
+
+    drafters = {"a": NoDraft(), "b": NoDraft()}
+    for (name, drafter), seconds in zip(drafters.items(), (2.0, 4.0), strict=True):
+        drafter.propose = clock.taking(draft_seconds(name, seconds), drafter.propose)
+    monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.extend))
+    monkeypatch.setattr(eval_clock, "time", clock)
+    curve, drafts = time_steps(target, drafters, PROMPT, 1, (2, 3, 7), num_rounds=3)
+    assert curve.sizes == [1, 2, 3, 7]
+    assert curve.seconds == [1.0, 2.5, 3.5, 7.5]
+    assert drafts == {"a": 2.0, "b": 4.0}
 
 
 def test_the_speedup_of_chains_by_hand() -> None:
@@ -123,11 +159,43 @@ def test_the_best_length_is_that_of_the_greatest_speedup_if_it_pays() -> None:
     ],
 )
 def test_where_drafting_stops_paying(best: dict[int, float], stops: int | None) -> None:
-    advice = Advice([Point(size, [0.5, speedup]) for size, speedup in best.items()])
-    assert advice.stops_paying == stops
-    assert advice.described()["stops_paying_at_batch_size"] == stops
-    lengths = [point["best_length"] for point in advice.described()["points"]]
+    found = Advice([Point(size, [0.5, speedup]) for size, speedup in best.items()])
+    assert found.stops_paying == stops
+    assert found.described()["stops_paying_at_batch_size"] == stops
+    lengths = [point["best_length"] for point in found.described()["points"]]
     assert lengths == [2 if speedup > 1 else 0 for speedup in best.values()]
+
+
+def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monkeypatch) -> None:
+    """Seconds of 10 tokens: plain, drafted; in turns, the first pair of each size a warm-up."""
+    seconds = {1: [9, 1, 4, 2, 6, 2, 5, 5], 2: [7, 1, 3, 2, 3, 2, 3, 2], 4: []}
+    lengths = []
+
+    def batch(_target, drafter, prompts: list[list[int]], max_new_tokens: int):
+        lengths.append((len(prompts), 0 if isinstance(drafter, NoDraft) else drafter.tree.depth))
+        assert max_new_tokens == 9
+        return 10, seconds[len(prompts)].pop(0)
+
+    monkeypatch.setattr(advice, "full_batch", batch)
+    bench_head = BenchHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
+    bench = Bench(target, [bench_head], [], GREEDY, {}, True)
+    prompts = [Prompt("all", [number]) for number in range(2)]
+    points = [Point(1, [1.1, 1.3, 1.2]), Point(1, [2.0]), Point(2, [1.5, 1.2]), Point(4, [2.0])]
+    config = TreeSearchRun(max_new_tokens=9, num_repeats=3)
+    seconds[1] = [s for s in seconds[1] for _ in prompts]  # two batches of one text
+    found = check(Advice(points), bench, config, prompts).points
+    # Of 4/2, 6/2 and 5/5; of batch size 4 there are too few prompts.
+    assert [point.measured for point in found] == [{2: 2.0}, {}, {1: 1.5}, {}]
+    assert lengths[:4] == [(1, 0), (1, 0), (1, 2), (1, 2)]
+    assert lengths[16:18] == [(2, 0), (2, 1)]
+
+
+def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
+    monkeypatch.setattr(advice, "full_batch", lambda *_: (0, 0.0))
+    bench_head = BenchHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
+    bench = Bench(target, [bench_head], [], GREEDY, {}, True)
+    found = check(Advice([Point(1, [2.0])]), bench, TreeSearchRun(), [Prompt("all", [5])])
+    assert found.points == [Point(1, [2.0], {})]
 
 
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
@@ -159,11 +227,13 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
         assert found[length - 1] == tau(steps)
 
 
-def test_a_batch_is_timed_until_its_first_text_ends(target) -> None:
-    prompts = [PROMPT, [9, 10, 11]]
-    num_tokens, seconds = full_batch(target, NoDraft(), prompts, 7)
-    assert num_tokens == 2 * 6  # the prompts give the first
-    assert seconds > 0
+def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None:
+    prompts, clock = [PROMPT, [9, 10, 11]], Clock()
+    with monkeypatch.context() as patch:  # passes of a second
+        patch.setattr(eval_clock, "time", clock)
+        patch.setattr(target, "extend", clock.taking(lambda *_: 1.0, target.extend))
+        # The prompts give the first token of each.
+        assert full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)
     drafter = MedusaDrafter(noisy_head(target), Tree.chain(3))
     assert 0 < full_batch(target, drafter, prompts, 7)[0] <= 2 * 6
     text = decode(target, NoDraft(), PROMPT, 5).token_ids

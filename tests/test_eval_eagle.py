@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 import torch
 from toys import FAMILIES, eagle_head, random_target, texts
@@ -166,29 +168,45 @@ def test_sampling_from_one_candidate_is_greedy(target, prompts, heads) -> None:
     assert tree.token_ids == text
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle1", "eagle3 reduced"])
+def test_a_sampled_chain_says_what_it_was_drawn_from(target, heads, name: str) -> None:
+    head, warm = heads[name], Sampling(temperature=0.7)
+    drafter = EagleChain(head, 3, warm, [4])
+    committed = texts(target, 1, 9)[0]
+    output = target.read_text(committed[:-1], head.reads)
+    drafter.observe(Seen([committed[:-1]], output, target.new_cache(1)))
+    draft = drafter.propose([committed[-1]])
+    path = draft.tokens[0].tolist()
+    for depth in range(3):
+        expected = torch.zeros(target.vocab_size)
+        logits = torch.tensor(log_probs(head, committed, path[:depth])) / 0.7
+        expected[head.vocab.ids] = logits.softmax(-1)
+        torch.testing.assert_close(draft.draft_probs[0, depth], expected, rtol=1e-4, atol=1e-6)
+        assert expected[path[depth]] > 0
+
+
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_sampled_drafts_keep_the_targets_distribution(target, prompts, heads, kind: str) -> None:
     """Frequencies of the first two tokens, drafted against exact probabilities of the target."""
-    warm = Sampling(temperature=0.7, top_p=0.9)
-    prompt, draws = prompts[1], 800
+    warm = Sampling(temperature=2.0, top_k=3)  # so few pairs that draws tell of each
+    prompt, draws = prompts[1], 2000
     head = heads["eagle3"]
-    counts: dict[tuple[int, ...], int] = {}
-    num_accepted = 0
-    for seed in range(draws):
-        drafter = (
-            EagleChain(head, 2, warm, [seed + (1 << 32)])
-            if kind == "chain"
-            else EagleTree(head, DynamicShape(2, 2, 4))
-        )
-        drawn = decode(target, drafter, prompt, 2, warm, seed)
-        num_accepted += sum(step.num_accepted for step in drawn.steps)
-        counts[tuple(drawn.token_ids)] = counts.get(tuple(drawn.token_ids), 0) + 1
+    drafter = (
+        EagleChain(head, 2, warm, range(1 << 32, (1 << 32) + draws))
+        if kind == "chain"
+        else EagleTree(head, DynamicShape(2, 2, 4))
+    )
+    drawn = decode_batch(target, drafter, [prompt] * draws, 2, warm, range(draws))
+    counts = Counter(tuple(text.token_ids) for text in drawn)
     exact = pair_probabilities(target, prompt, warm)
     assert set(counts) <= set(exact)
-    distance = 0.5 * sum(abs(counts.get(pair, 0) / draws - p) for pair, p in exact.items())
-    # E|count/n - p| <= sqrt(p (1 - p) / n): twice the sum of that bounds the distance by far.
-    assert distance < sum((p * (1 - p) / draws) ** 0.5 for p in exact.values())
-    assert num_accepted > 50
+    assert len(exact) == 9
+    distance = 0.5 * sum(abs(counts[pair] / draws - p) for pair, p in exact.items())
+    # E|count/n - p| <= sqrt(p (1 - p) / n), and the sum of that over 9 pairs is at most
+    # sqrt(8 / n): twice what is expected is allowed.
+    assert distance < (8 / draws) ** 0.5 < 0.064
+    assert sum(step.num_accepted for text in drawn for step in text.steps) > 200
 
 
 @torch.no_grad()

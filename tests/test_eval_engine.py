@@ -1,10 +1,12 @@
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from toys import FAMILIES, noisy_head, random_target
+from toys import FAMILIES, Clock, noisy_head, random_target
 from transformers import GenerationConfig
 
 from conf.schema_eagle import EagleConfig
+from eval import clock as eval_clock
+from eval.decode import engine
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
 from eval.measure.replay import accepted_lengths, agreements, replay, walk
@@ -104,6 +106,27 @@ def test_a_batch_gives_every_text_that_it_gives_alone(family: str) -> None:
         assert (found.token_ids, found.steps) == (one.token_ids, one.steps)
     for drafter in (NoDraft(), Oracle(texts, prompts, tree)):
         assert [g.token_ids for g in decode_batch(target, drafter, prompts, 40)] == texts
+
+
+def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
+    target, clock, drafter = random_target(), Clock(), NoDraft()
+    target.model.generation_config.eos_token_id = None
+    for owner, name, seconds in (
+        (target, "extend", lambda _, tokens, *__: 100.0 if tokens.shape[1] > 1 else 10.0),
+        (target, "new_cache", lambda _: 0.5),
+        (drafter, "propose", lambda _: 2.0),
+        (drafter, "observe", lambda _: 0.25),
+        (engine, "verify", lambda *_: 0.125),
+    ):
+        monkeypatch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
+    monkeypatch.setattr(eval_clock, "time", clock)
+    passes = 5
+    times = decode(target, drafter, PROMPT, passes + 1).times
+    assert (times.prefill, times.verify, times.draft) == (100.5, passes * 10, passes * 2)
+    assert times.accept == passes * 0.375
+    assert times.total == 100.5 + passes * 12.375
+    assert times.decode == passes * 12.375
+    assert times.host == 0  # nothing without a name took any
 
 
 def test_tokens_are_streamed_as_they_are_accepted() -> None:

@@ -1,7 +1,15 @@
 import pytest
 
 from eval.decode.engine import Step
-from eval.measure.stats import PromptSteps, alpha, per_position, summary, tau, tau_interval
+from eval.measure.stats import (
+    PromptSteps,
+    alpha,
+    per_position,
+    summary,
+    tau,
+    tau_interval,
+    tree_figures,
+)
 
 # Three passes: both depths kept; first refused; first kept and the text then ends.
 STEPS = PromptSteps("a", [Step(2, 3, 5), Step(0, 1, 2), Step(1, 1, 1)])
@@ -20,15 +28,49 @@ def test_per_position_counts_every_pass() -> None:
     assert per_position([STEPS], 2) == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
 
 
-def test_categories_and_intervals() -> None:
+def test_categories_are_summed_up_by_themselves() -> None:
     other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)])
     result = summary([STEPS, other], 2, seed=0)
-    assert result["by_category"]["b"]["tau"] == 1.0
-    assert result["by_category"]["a"]["num_prompts"] == 1
-    assert (result["num_tokens"], result["num_steps"], result["num_prompts"]) == (7, 5, 2)
-    low, high = tau_interval([STEPS, other], seed=0)
-    assert (low, high) == (1.0, pytest.approx(5 / 3))
+    assert result == {
+        "tau": pytest.approx(7 / 5),
+        "tau_ci95": (1.0, pytest.approx(5 / 3)),
+        "alpha": [pytest.approx(2 / 5), 1.0],
+        "per_position": [pytest.approx(2 / 5), pytest.approx(1 / 5)],
+        "by_category": {
+            "a": {
+                "tau": pytest.approx(5 / 3),
+                "ci95": (pytest.approx(5 / 3), pytest.approx(5 / 3)),
+                "alpha": [pytest.approx(2 / 3), 1.0],
+                "num_prompts": 1,
+            },
+            "b": {"tau": 1.0, "ci95": (1.0, 1.0), "alpha": [0.0, 0.0], "num_prompts": 1},
+        },
+        "num_prompts": 2,
+        "num_tokens": 7,
+        "num_steps": 5,
+    }
+
+
+def test_the_interval_of_tau_leaves_out_a_fortieth_at_each_end() -> None:
+    # Eight prompts drawn from four of tau 1 and four of tau 2: tau is 1 + k / 8 with k binomial,
+    # of which 0.4% lie below 1, 3.5% below 2 and 14.5% below 3, and as many at the other end.
+    one, two = PromptSteps("a", [Step(0, 1, 9)]), PromptSteps("a", [Step(1, 2, 9)])
+    assert tau_interval([one, two] * 4, seed=0) == (1.125, 1.875)
+
+
+def test_the_interval_of_tau_is_that_of_its_seed() -> None:
+    prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)]) for n in range(12)]
+    assert tau_interval(prompts, seed=1) == tau_interval(prompts, seed=1)
+    assert tau_interval(prompts, seed=1) != tau_interval(prompts, seed=2)
+    found = summary(prompts, 0, seed=1)
+    assert found["tau_ci95"] == found["by_category"]["a"]["ci95"] == tau_interval(prompts, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["static_tree", "dynamic_tree"])
+def test_a_result_tells_of_its_one_tree(kind: str) -> None:
+    assert tree_figures({"tau": 1.5, kind: {"tau": 2.0}}) == {"tau": 2.0}
 
 
 def test_nothing_to_verify_is_one_token_per_pass() -> None:
     assert tau([PromptSteps("a", [])]) == 1.0
+    assert per_position([PromptSteps("a", [])], 2) == [0.0, 0.0]

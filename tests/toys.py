@@ -1,5 +1,6 @@
 """Small random targets and a tokenizer, made on the spot."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
         if parameter.dim() > 1:
             parameter.data.mul_(4.0)
     return model.eval()
+
+
+class Clock:
+    """In place of the module `time`: seconds pass in what is said to take some, nowhere else."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def taking(self, seconds: Callable[..., float], work: Callable[..., Any]) -> Any:
+        """`work`, which takes as long as `seconds` says of the same arguments."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds(*args, **kwargs)
+            return work(*args, **kwargs)
+
+        return wrapped
 
 
 def random_target(family: str = "llama", seed: int = 0, **changes: Any) -> Target:

@@ -1,0 +1,110 @@
+"""Mutation testing with mutmut: does a test fail when a line is wrong?
+
+`python tests/mutants.py [file ...]`, all of `TESTS` unless told. What is done is kept under
+`.mutants/`: a further run goes on, tries survivors again, and starts anew for changed functions.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / ".mutants"
+SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
+# The tests that cover a file; in each of them only those that call the mutated function are run.
+TESTS = {
+    "train/schedule.py": "train_loop",
+    "eval/measure/stats.py": "eval_stats",
+    "eval/measure/replay.py": "eval_engine",
+    "heads/sampling.py": "eval_accept_rules eval_accept eval_engine",
+    "eval/decode/accept.py": "eval_accept_rules eval_accept eval_engine",
+    "eval/compare/timing.py": "eval_timing eval_report",
+    "train/loss/divergences.py": "train_fused train_eagle_losses",
+    "train/loss/losses.py": "train_losses train_eagle_losses train_fused",
+    "train/loss/eagle.py": "train_fused train_eagle_losses",
+    "train/loss/fused.py": "train_fused train_losses",
+    "train/medusa.py": "train_losses train_medusa2 heads_medusa",
+    "train/eagle.py": "train_eagle_losses",
+    "data/pack.py": "data_pack",
+    "data/chat.py": "data_chat",
+    "train/dist/checkpoint.py": "train_checkpoint",
+    "eval/decode/engine.py": "eval_engine eval_accept eval_timing",
+}
+SURVIVED = (0, 5, 33)  # no test failed; no test was found
+SETTINGS = """\
+[mutmut]
+source_paths =
+    {sources}
+only_mutate = {path}
+also_copy =
+    {others}
+pytest_add_cli_args_test_selection =
+    {tests}
+pytest_add_cli_args =
+    -p
+    no:cacheprovider
+process_isolation = forkserver
+timeout_multiplier = 4.0
+timeout_constant = 2.0
+"""
+
+
+def prepare(path: str) -> Path:
+    """A copy of the repository with settings for one file."""
+    work = WORK / path.replace("/", ".")
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    for name in names:
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, work / name)
+    lists = {
+        "sources": SOURCES,
+        "others": sorted({name.split("/")[0] for name in names} - {*SOURCES}),
+        "tests": [f"tests/test_{name}.py" for name in TESTS[path].split()],
+    }
+    lines = {key: "\n    ".join(values) for key, values in lists.items()}
+    (work / "setup.cfg").write_text(SETTINGS.format(path=path, **lines))
+    return work
+
+
+def forget(work: Path, path: str) -> None:
+    """Tests may be new since the last run: who survived is tried again."""
+    (work / "mutants/mutmut-stats.json").unlink(missing_ok=True)
+    meta = work / f"mutants/{path}.meta"
+    if meta.exists():
+        found = json.loads(meta.read_text())
+        codes = found["exit_code_by_key"]
+        found["exit_code_by_key"] = {k: None if c in SURVIVED else c for k, c in codes.items()}
+        meta.write_text(json.dumps(found))
+
+
+def mutate(path: str) -> str:
+    """Runs what is left of a file's mutants; its line of the table."""
+    work = prepare(path)
+    forget(work, path)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "mutmut", "run"]
+    subprocess.run(command, cwd=work, env=environ, check=True)
+    codes = json.loads((work / f"mutants/{path}.meta").read_text())["exit_code_by_key"]
+    survived = [name for name, code in codes.items() if code in SURVIVED]
+    for name in survived:
+        shown = subprocess.run(
+            [sys.executable, "-m", "mutmut", "show", name],
+            cwd=work, env=environ, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        print(shown.stdout)
+    killed = len(codes) - len(survived)
+    return f"{path}\t{killed}/{len(codes)} killed"
+
+
+def main() -> None:
+    """A table of killed and all mutants by file."""
+    print("\n".join([mutate(path) for path in sys.argv[1:] or TESTS]))
+
+
+if __name__ == "__main__":
+    main()
