@@ -216,4 +216,4 @@ def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, EagleRun, "eagle")
+    entry.run(main, EagleRun, "eagle", recipe="eagle3")
