@@ -38,12 +38,7 @@ def run(
         name: of the command.
         recipe: of `conf/head/`, unless argv names another; None for a command without.
     """
-    store = ConfigStore.instance()
-    store.store(name=f"{name}_schema", node=schema)
-    head = [] if recipe is None else [{"head": recipe}]
-    silent = [{f"override hydra/{each}": "disabled"} for each in ("job_logging", "hydra_logging")]
-    defaults = [f"{name}_schema", "_self_", *head, *silent]
-    store.store(name=name, node={"defaults": defaults, "hydra": HYDRA})
+    register(schema, name, recipe)
 
     def job(composed: DictConfig) -> None:
         try:
@@ -55,6 +50,16 @@ def run(
             sys.exit(2)
 
     hydra.main(version_base=None, config_path=CONF, config_name=name)(job)()
+
+
+def register(schema: type[Any], name: str, recipe: str | None) -> None:
+    """Tells Hydra what a command's configuration is composed from; arguments as of `run`."""
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    head = [] if recipe is None else [{"head": recipe}]
+    silent = [{f"override hydra/{each}": "disabled"} for each in ("job_logging", "hydra_logging")]
+    defaults = [f"{name}_schema", "_self_", *head, *silent]
+    store.store(name=name, node={"defaults": defaults, "hydra": HYDRA})
 
 
 def _checked(composed: DictConfig) -> Any:
