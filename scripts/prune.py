@@ -43,7 +43,7 @@ from heads.tree import Tree
 from heads.vocab import DraftVocab, share
 from scripts.publish.staging import read_json
 from train.batch.feed import on_device
-from train.batch.rows import LEARNT, indexed
+from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
 from train.loop.command import check_data, fill_defaults
 from train.loop.replay import heldout_prompts
@@ -206,7 +206,7 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
         batch = on_device(indexed(row, 0), target.device)
         hidden = with_states(target, batch, Reads())[HIDDEN][0]
-        for states in hidden[batch[LEARNT].places].split(ROWS_PER_CHUNK):
+        for states in hidden[batch[SUPERVISION].places].split(ROWS_PER_CHUNK):
             best = target.logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))
     return counts.cpu()

@@ -16,7 +16,7 @@ from heads.medusa.head import MedusaHead
 from heads.target.load import attention_for
 from heads.target.model import Target
 from heads.vocab import DraftVocab
-from train.batch.rows import LEARNT
+from train.batch.rows import SUPERVISION
 from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96
@@ -116,7 +116,7 @@ def eagle_head(
     objective = EagleObjective(head, target, config)
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
     batch = objective.indexed(packed(texts(target, 6, 40)))
-    scale = objective.weights / batch[LEARNT].counts[1:].clamp_min(1)
+    scale = objective.weights / batch[SUPERVISION].counts[1:].clamp_min(1)
     batch = objective.prepare(objective.indexed(batch))
     for _ in range(num_updates):
         optimizer.zero_grad()

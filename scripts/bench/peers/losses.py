@@ -82,7 +82,7 @@ def ours(inputs: Inputs) -> Loss:
     from conf.schema_eagle import EagleConfig
     from heads.projection import Projection
     from heads.vocab import DraftVocab
-    from train.batch.rows import Rising
+    from train.batch.rows import SortedIndices
     from train.loss.eagle import EagleCriterion
     from train.loss.fused import Part, fused_linear
     from train.loss.teachers import HiddenTeacher
@@ -92,7 +92,7 @@ def ours(inputs: Inputs) -> Loss:
     target: Any = _OutputHead(inputs.output_head)
     teacher = HiddenTeacher(target, vocab, inputs.teacher)
     numbers = torch.arange(len(inputs.student))
-    rows = Rising(numbers, numbers.to(device))
+    rows = SortedIndices(numbers, numbers.to(device))
     ones = torch.ones(len(numbers), device=device)
     criterion = EagleCriterion(EagleConfig(), vocab)
 
