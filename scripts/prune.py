@@ -42,7 +42,7 @@ from heads.target.model import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab, share
 from scripts.publish.staging import read_json
-from train.batch.feed import on_device
+from train.batch.prefetch import on_device
 from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
 from train.loop.command import check_data, fill_defaults

@@ -202,7 +202,7 @@ def _target(job: Job, inputs: Inputs) -> Any:
 
 
 def _ours(objective: Any, inputs: Inputs, compiled: bool) -> Training:
-    from train.batch.feed import on_device
+    from train.batch.prefetch import on_device
 
     if compiled:
         objective.compile_parts()
