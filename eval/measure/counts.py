@@ -43,7 +43,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDifference:
     """Where a text is another one; None where one of them has ended."""
 
     prompt: int
@@ -52,14 +52,14 @@ class Divergence:
     engine: int | None
 
 
-def divergences(ours: list[Drafted], engine: list[Drafted]) -> list[Divergence]:
+def divergences(ours: list[Drafted], engine: list[Drafted]) -> list[FirstDifference]:
     """The first different token of each text that has one, prompts and tokens counted from 0."""
     found = []
     for prompt, (mine, theirs) in enumerate(zip(ours, engine, strict=True)):
         pairs = enumerate(zip_longest(mine.text, theirs.text))
         first = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
         if first is not None:
-            found.append(Divergence(prompt, *first))
+            found.append(FirstDifference(prompt, *first))
     return found
 
 
