@@ -27,7 +27,6 @@ COLUMNS = (
     ("equal texts", "num_equal", "{:,}"),
     ("tokens", "num_tokens", "{:,}"),
     ("passes", "num_steps", "{:,}"),
-    ("waits per pass", "num_waits_per_step", "{:.2f}"),
 )
 
 
