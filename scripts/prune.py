@@ -53,7 +53,7 @@ RESULT = "prune.json"
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredPrompt:
     """A held-out prompt and the target's own greedy text after it."""
 
     prompt: Prompt
@@ -166,7 +166,9 @@ def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDa
     return train, heldout, report
 
 
-def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int) -> list[Answer]:
+def answer(
+    config: PruneRun, target: Target, heldout: PackedDataset, depth: int
+) -> list[AnsweredPrompt]:
     """The target's greedy text after held-out prompts.
 
     Raises:
@@ -180,7 +182,7 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int)
     prompts = [Prompt("heldout", token_ids) for token_ids in found]
     check_window(config.max_new_tokens, prompts, target, depth)
     texts = greedy_responses(target, prompts, config.max_new_tokens)
-    return [Answer(*pair) for pair in zip(prompts, texts, strict=True)]
+    return [AnsweredPrompt(*pair) for pair in zip(prompts, texts, strict=True)]
 
 
 @torch.no_grad()
@@ -213,7 +215,7 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
 
 
 def measure(
-    target: Target, heads: Sequence[DraftHead], answers: Sequence[Answer], depth: int
+    target: Target, heads: Sequence[DraftHead], answers: Sequence[AnsweredPrompt], depth: int
 ) -> list[dict[str, Any]]:
     """tau of each head on the same text, and what a draft of it costs.
 
@@ -247,7 +249,7 @@ def measure(
 
 
 def replay(
-    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[Answer]
+    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[AnsweredPrompt]
 ) -> list[list[PromptSteps]]:
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from toys import VOCAB_SIZE, noisy_head, random_target
+from toys import VOCAB_SIZE, noisy_head, random_target, tree_of
 
 from eval.decode import accept
 from eval.decode.accept import Accepted, verify
@@ -108,7 +108,7 @@ def shapes(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
     parents = [(0, 0, 0, 1, 1, 2), (0, 1, 2, 0, 2, 1), (0, 0, 2, 2, 2, 0)]
     which = (roots + torch.randint(2, roots.shape, generator=luck)) % 3
     texts = torch.arange(len(roots))
-    tokens = torch.stack([ranked(Tree.from_parents(each), roots, q) for each in parents])
+    tokens = torch.stack([ranked(tree_of(each), roots, q) for each in parents])
     return Draft(torch.tensor(parents)[which], tokens[which, texts], depth=3)
 
 

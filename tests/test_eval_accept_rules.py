@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toys import tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eval.decode.accept import Accepted, verify
@@ -21,7 +22,7 @@ from heads.tree import Tree
 V = 6
 NUM_TEXTS = 1000
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
-DEEP = Tree.from_parents((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
+DEEP = tree_of((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
 PLAIN = Sampling(temperature=1.0)
 WARPED = Sampling(temperature=0.8, top_p=0.9, top_k=4)
 
@@ -107,7 +108,7 @@ def test_a_certain_target_is_followed_to_the_leaf() -> None:
 
 
 def test_a_refused_token_is_not_the_bonus() -> None:
-    draft = drafted(Tree.from_parents((0, 0)), [1, 2], num_texts=300)
+    draft = drafted(tree_of((0, 0)), [1, 2], num_texts=300)
     found = outcomes(told(draft, torch.zeros(3, 4)))
     assert found == {((1,), x) for x in range(4)} | {((2,), x) for x in range(4)} | {
         ((), 0), ((), 3)
@@ -115,12 +116,12 @@ def test_a_refused_token_is_not_the_bonus() -> None:
 
 
 def test_a_sibling_that_says_the_same_again_has_no_second_chance() -> None:
-    draft = drafted(Tree.from_parents((0, 0, 0)), [1, 1, 1], num_texts=200)
+    draft = drafted(tree_of((0, 0, 0)), [1, 1, 1], num_texts=200)
     assert outcomes(told(draft, torch.zeros(4, 2))) == {((1,), 0), ((1,), 1), ((), 0)}
 
 
 def test_what_is_not_there_is_not_accepted_and_takes_nothing_away() -> None:
-    draft = drafted(Tree.from_parents((0, 0, 1)), [PAD, 1, PAD], num_texts=200)
+    draft = drafted(tree_of((0, 0, 1)), [PAD, 1, PAD], num_texts=200)
     certain = 200 * torch.eye(3)[[0, 1, 1, 1]]  # token 0 is what PAD might be taken for
     for sampling in (GREEDY, PLAIN, replace(PLAIN, typical=Typical())):
         assert outcomes(told(draft, certain, sampling)) == {((), 0)}
@@ -190,7 +191,7 @@ def random_parents(num_nodes: int) -> Tensor:
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
     parents = random_parents(9)
-    layouts = [tree_layout(Tree.from_parents(tuple(p)), parents.device) for p in parents.tolist()]
+    layouts = [tree_layout(tree_of(tuple(p)), parents.device) for p in parents.tolist()]
     found = TreeLayout.of(parents, depth=int(max(layout.depths.max() for layout in layouts)))
     for name in ("parents", "mask", "depths"):
         expected = torch.cat([getattr(layout, name) for layout in layouts])

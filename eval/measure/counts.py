@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from data.engine_counts import Drafted
+from data.engine_counts import DraftCounts
 from eval.decode.engine import decode
 from heads.drafting import Drafter
 from heads.target.model import Target
@@ -11,7 +11,7 @@ from heads.target.model import Target
 
 def drafted(
     target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, depth: int
-) -> Drafted:
+) -> DraftCounts:
     """One greedy text by our own decoder, its drafts counted as engines count them.
 
     Unlike the steps of a decode, the paths go on beyond the end of the text.
@@ -25,7 +25,7 @@ def drafted(
     """
     generation = decode(target, drafter, prompt_ids, max_new_tokens)
     lengths = [len(path) for path in generation.paths]
-    return Drafted.of(generation.token_ids, lengths, depth)
+    return DraftCounts.of(generation.token_ids, lengths, depth)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Totals:
     accepted: list[int]
 
     @classmethod
-    def of(cls, texts: list[Drafted]) -> "Totals":
+    def of(cls, texts: list[DraftCounts]) -> "Totals":
         """The sums."""
         columns = zip(*(text.accepted for text in texts), strict=True)
         return cls(sum(text.drafts for text in texts), [sum(column) for column in columns])
@@ -52,7 +52,7 @@ class FirstDifference:
     engine: int | None
 
 
-def divergences(ours: list[Drafted], engine: list[Drafted]) -> list[FirstDifference]:
+def divergences(ours: list[DraftCounts], engine: list[DraftCounts]) -> list[FirstDifference]:
     """The first different token of each text that has one, prompts and tokens counted from 0."""
     found = []
     for prompt, (mine, theirs) in enumerate(zip(ours, engine, strict=True)):
@@ -63,7 +63,7 @@ def divergences(ours: list[Drafted], engine: list[Drafted]) -> list[FirstDiffere
     return found
 
 
-def problems(ours: list[Drafted], engine: list[Drafted], tolerance: float) -> list[str]:
+def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: float) -> list[str]:
     """Says what falls apart: nothing, if an engine computes what we do.
 
     Args:

@@ -88,12 +88,10 @@ class SkipSearch:
 
     Attributes:
         choices: the best first, replayed at full depth.
-        costs: what they were measured by.
         num_tried: sets of layers that were looked at.
     """
 
     choices: list[SkipChoice]
-    costs: PassCosts
     num_tried: int
 
 
@@ -124,7 +122,7 @@ def search_layers(
         tried = {choice.skip: choice for choice in _tried(trial)}
         best = sorted(tried.values(), key=lambda choice: choice.order)[:NUM_REPLAYED]
         choices = [trial.replayed(choice.skip) for choice in best]
-    return SkipSearch(sorted(choices, key=lambda choice: choice.order), costs, len(tried))
+    return SkipSearch(sorted(choices, key=lambda choice: choice.order), len(tried))
 
 
 def _tried(trial: "_Trial") -> list[SkipChoice]:
