@@ -114,7 +114,7 @@ class Slots:
         """Slots in use with so many pending tokens."""
         return max(self.lengths) + num_pending
 
-    def visible(self, mask: Tensor, width: int) -> Tensor:
+    def attention_mask(self, mask: Tensor, width: int) -> Tensor:
         """[B, n, S] bool: every committed token of its own text, and what `mask` says.
 
         Args:

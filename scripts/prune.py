@@ -29,7 +29,7 @@ from eval.measure import processes
 from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
-from eval.measure.replay import accepted_lengths, ranked_drafts, walk
+from eval.measure.replay import accepted_lengths, ranked_drafts, verify_steps
 from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
@@ -260,7 +260,7 @@ def replay(
             accepted = accepted_lengths(
                 chain, ranked_drafts(head, chain, output, prompt, text), text
             )
-            prompts.append(PromptSteps(each.prompt.category, walk(accepted, len(text))))
+            prompts.append(PromptSteps(each.prompt.category, verify_steps(accepted, len(text))))
     return found
 
 

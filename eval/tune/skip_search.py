@@ -21,7 +21,8 @@ from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.drafters.self_speculation import OwnText, early_exit
 from eval.decode.engine import Step
-from eval.measure.replay import accepted_lengths, walk
+from eval.decode.prefill import prefill
+from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
 from heads.cache import TreeCache
 from heads.target.model import Target
@@ -190,7 +191,7 @@ class _Trial:
 
 
 def _steps(accepted: list[int], num_tokens: int) -> list[Step]:
-    return walk([min(length, num_tokens) for length in accepted], len(accepted))
+    return verify_steps([min(length, num_tokens) for length in accepted], len(accepted))
 
 
 def _runs(right: list[int]) -> list[int]:
@@ -210,8 +211,7 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
         num_tokens: draft tokens of the largest verify pass.
     """
     cache = target.new_cache(1)
-    _seconds(target, cache, token_ids)
-    cache.commit([list(range(len(token_ids)))])
+    prefill(target, cache, [token_ids])
     bare: list[float] = []
     verify: list[list[float]] = [[] for _ in range(num_tokens + 1)]
     for _ in range(NUM_REPEATS):

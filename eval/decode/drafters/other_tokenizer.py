@@ -20,7 +20,7 @@ from heads.target.model import Reads, Target
 from heads.tree import Tree
 
 CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
-MOST_BYTES = 4  # of a character
+MAX_CHARACTER_BYTES = 4
 
 
 class Translator:
@@ -69,7 +69,7 @@ class Translator:
 
     def _split(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
         """The ids of whole characters, and those of a last one that is not complete."""
-        for end in range(len(target_ids), max(len(target_ids) - MOST_BYTES, 0), -1):
+        for end in range(len(target_ids), max(len(target_ids) - MAX_CHARACTER_BYTES, 0), -1):
             if not _decode(self.target, target_ids[:end]).endswith(CUT):
                 return target_ids[:end], target_ids[end:]
         return target_ids, []
