@@ -15,6 +15,7 @@ from torch import Tensor
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
 from eval.decode.prefill import prefill
+from eval.decode.texts import truncated
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
@@ -274,11 +275,3 @@ def _left_at_end(steps: list[Step]) -> list[Step]:
         left += step.num_emitted
         ended.append(Step(step.num_accepted, step.num_emitted, left))
     return ended[::-1]
-
-
-def truncated(tokens: list[int], stops: set[int]) -> list[int]:
-    """Tokens up to and with the first stop token."""
-    for index, token in enumerate(tokens):
-        if token in stops:
-            return tokens[: index + 1]
-    return tokens

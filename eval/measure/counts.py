@@ -1,10 +1,10 @@
 """What an engine must count of the drafts of a head, and where its counts fall apart from that."""
 
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from data.engine_counts import DraftCounts
 from eval.decode.engine import decode
+from eval.decode.texts import common_prefix
 from heads.drafting import Drafter
 from heads.target.model import Target
 
@@ -56,10 +56,10 @@ def divergences(ours: list[DraftCounts], engine: list[DraftCounts]) -> list[Firs
     """The first different token of each text that has one, prompts and tokens counted from 0."""
     found = []
     for prompt, (mine, theirs) in enumerate(zip(ours, engine, strict=True)):
-        pairs = enumerate(zip_longest(mine.text, theirs.text))
-        first = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
-        if first is not None:
-            found.append(FirstDifference(prompt, *first))
+        if mine.text != theirs.text:
+            token = common_prefix(mine.text, theirs.text)
+            ended = (*mine.text, None), (*theirs.text, None)
+            found.append(FirstDifference(prompt, token, *(text[token] for text in ended)))
     return found
 
 
