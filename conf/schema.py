@@ -237,16 +237,23 @@ class HeadRef:
 
 
 @dataclass
-class MedusaRun:
-    """`train/medusa.py`."""
+class TrainRun:
+    """What every training command is told; beside it comes `head`, of its own kind."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    head: MedusaConfig = field(default_factory=MedusaConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    out_dir: str = "outputs/medusa"
+    out_dir: str = "outputs/head"
     seed: int = 0
+
+
+@dataclass
+class MedusaRun(TrainRun):
+    """`train/medusa.py`."""
+
+    head: MedusaConfig = field(default_factory=MedusaConfig)
+    out_dir: str = "outputs/medusa"
 
 
 @dataclass

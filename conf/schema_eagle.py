@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from conf.schema import DataConfig, InputError, LogConfig, TargetConfig, TrainConfig, positive
+from conf.schema import InputError, TrainRun, positive
 
 
 class EagleForm(Enum):
@@ -122,13 +122,8 @@ class EagleConfig:
 
 
 @dataclass
-class EagleRun:
+class EagleRun(TrainRun):
     """`train/eagle.py`."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     head: EagleConfig = field(default_factory=EagleConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/eagle"
-    seed: int = 0

@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.schema import (
-    DataConfig,
     InputError,
-    LogConfig,
     MedusaConfig,
     TargetConfig,
     TrainConfig,
+    TrainRun,
     positive,
 )
 
@@ -75,18 +74,14 @@ class JointConfig:
 
 
 @dataclass
-class Medusa2Run:
+class Medusa2Run(TrainRun):
     """`train/medusa2.py`."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     head: MedusaConfig = field(default_factory=MedusaConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     joint: JointConfig = field(default_factory=JointConfig)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2.5e-4))
-    log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/medusa2"
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.joint.heads_only_steps is None:

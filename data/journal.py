@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -146,16 +146,29 @@ def _check_manifest(out_dir: Path, manifest: dict[str, object], has_rows: bool) 
         before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}): choose another out_dir") from error
-    keys = dict.fromkeys([*before, *manifest])
+    check_unchanged(f"out_dir={out_dir} holds rows", before, manifest)
+
+
+def check_unchanged(holds: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Refuses to continue with other settings.
+
+    Args:
+        holds: which folder holds what, the beginning of the message.
+        before: what decided the content so far.
+        now: what would decide the rest.
+
+    Raises:
+        InputError: naming each value that differs.
+    """
     differ = [
-        f"{key} was {before.get(key)!r}, is {manifest.get(key)!r}"
-        for key in keys
-        if before.get(key) != manifest.get(key)
+        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
     ]
     if differ:
         raise InputError(
-            f"{out_dir}: holds rows made in another way: {'; '.join(differ)}. Choose another "
-            "out_dir, or restore the setting to continue"
+            f"{holds} made in another way: {'; '.join(differ)}. Name another out_dir, or restore "
+            "the setting to continue"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from conf.retry import retried
 from conf.schema import Form, InputError
-from data.journal import write_whole
+from data.journal import check_unchanged, write_whole
 from data.layout import Contents
 from data.pack import DataReport
 from data.provenance import plain
@@ -165,17 +165,7 @@ def check_plan(folder: Path, plan: Plan) -> None:
             )
         return
     before = _flat(read_json(folder / PLAN, f"out_dir={folder}"))
-    now = _flat(plan.as_json())
-    differ = [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-        for key in {**before, **now}
-        if before.get(key) != now.get(key)
-    ]
-    if differ:
-        raise InputError(
-            f"out_dir={folder} holds a capture made in another way: {'; '.join(differ)}. Name "
-            "another out_dir, or restore the setting to continue"
-        )
+    check_unchanged(f"out_dir={folder} holds a capture", before, _flat(plan.as_json()))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

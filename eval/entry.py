@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 
 from conf.schema import InputError
 
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
 Config = TypeVar("Config")
 
 
@@ -39,7 +40,7 @@ def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None
                 print(f"error: {error}", file=sys.stderr)  # noqa: T201
             sys.exit(2)
 
-    hydra.main(version_base=None, config_path=str(Path(__file__).parent), config_name=name)(job)()
+    hydra.main(version_base=None, config_path=CONF, config_name=name)(job)()
 
 
 def _checked(composed: DictConfig) -> Any:

@@ -27,23 +27,22 @@ from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
-from eval.measure.heads import EAGLE_LONGEST, SHAPE_FILE, BenchHead, usual_shape, usual_tree
+from eval.measure.heads import SHAPE_FILE, BenchHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import plot_tree_search
 from eval.tune.advice import Advice, advise, check
 from eval.tune.cost import CostCurve, load_curve, time_steps
 from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
-from heads.eagle.drafter import DynamicShape
-from heads.eagle.head import EagleHead
 from heads.sampling import GREEDY
-from heads.tree import Tree
+from heads.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tree
 
 NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Draft tokens of the dynamic trees that are tried."""
-ENDS = (1, EAGLE_LONGEST)
+LONGEST = 8
+"""Depth of the deepest of them."""
+ENDS = (1, LONGEST)
 """Depths at which drafting dynamic trees is timed; each level between them costs the same."""
-Shape = Tree | DynamicShape
 Texts = StaticTexts | DynamicTexts
 
 
@@ -69,7 +68,7 @@ class Costs:
     Attributes:
         curve: of a pass, on this machine or recorded on another.
         drafts: seconds of a draft here: of the widest tree of each depth, or of dynamic trees
-            of depth 1 and EAGLE_LONGEST for each top-k.
+            of depth 1 and LONGEST for each top-k.
         scale: the recorded pass over one token over the same pass here. Drafting is taken to be
             as many times slower or faster, which holds if both machines are bound by the same
             and the recorded target is as large beside this head as the target here; a curve
@@ -87,7 +86,7 @@ class Costs:
         if isinstance(shape, Tree):
             return self.scale * self.drafts[widest(shape.depth)]
         first, last = (self.drafts[replace(shape, depth=d, num_tokens=1)] for d in ENDS)
-        share = (shape.depth - 1) / (EAGLE_LONGEST - 1)
+        share = (shape.depth - 1) / (LONGEST - 1)
         return self.scale * (first + (last - first) * share)
 
     def step_s(self, shape: Shape) -> float:
@@ -133,11 +132,15 @@ class Candidate:
 
 def read_texts(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Texts:
     """What the head would have drafted along the target's own texts."""
-    head, length = bench.head.head, config.max_new_tokens
-    if isinstance(head, EagleHead):
-        top_ks = sorted({*config.top_ks, _usual_shape(config).top_k})
-        return DynamicTexts.read(bench.target, head, prompts, length, EAGLE_LONGEST, top_ks)
-    return StaticTexts.read(bench.target, head, prompts, length, widest(head.num_heads))
+    head, length = bench.head, config.max_new_tokens
+    if isinstance(head.tree, Tree):
+        return StaticTexts.read(bench.target, head.head, prompts, length, widest(head.longest))
+
+    def make(shape: DynamicShape) -> Any:
+        return replace(head, tree=shape).drafter("tree", GREEDY, [0])
+
+    top_ks = sorted({*config.top_ks, usual_dynamic_shape(_gpu(config)).top_k})
+    return DynamicTexts.read(bench.target, make, prompts, length, LONGEST, top_ks)
 
 
 def measure_costs(
@@ -164,10 +167,10 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
         InputError: there are none.
     """
     if isinstance(texts, DynamicTexts):
-        return _usual_shape(config), [
+        return usual_dynamic_shape(_gpu(config)), [
             DynamicShape(depth, top_k, size)
             for top_k in config.top_ks
-            for depth in range(1, EAGLE_LONGEST + 1)
+            for depth in range(1, LONGEST + 1)
             for size in NUM_TOKENS
             if depth <= size <= min(config.max_nodes, top_k + (depth - 1) * top_k**2)
         ]
@@ -185,10 +188,6 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
 def _gpu(config: TreeSearchRun) -> bool | None:
     """Whether the usual shape is that of a GPU; recorded curves are of such."""
     return True if config.curve else None
-
-
-def _usual_shape(config: TreeSearchRun) -> DynamicShape:
-    return usual_shape(_gpu(config))
 
 
 def search(

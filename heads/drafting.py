@@ -4,7 +4,6 @@ Letters: B texts, N tree nodes (root included), P nodes that have children, D hi
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from typing import Protocol
 
@@ -15,19 +14,8 @@ from heads.cache import TreeCache, upload
 from heads.target.model import Reads, TargetOutput
 from heads.tree import Tree
 
-NOTHING = -1
+PAD = -1
 """A node that is not there: trees of a batch are filled up with it to the same size."""
-
-
-class Siblings(Enum):
-    """How the children of a node were found, which decides how they may be accepted."""
-
-    ranked = "ranked"
-    """Not drawn: the drafter's best, or copied from somewhere."""
-    distinct = "distinct"
-    """Drawn without replacement."""
-    independent = "independent"
-    """Drawn with replacement."""
 
 
 @dataclass(frozen=True)
@@ -37,36 +25,34 @@ class Draft:
     Attributes:
         tree: the shape of all of them; or the parents [B, N - 1] int64 of their nodes without
             the root, parents before children, for shapes that differ.
-        tokens: [B, N - 1] int64 on the target's device, the nodes without the root, or NOTHING.
+        tokens: [B, N - 1] int64 on the target's device, the nodes without the root, or PAD.
         depth: of the deepest node, or more.
-        siblings: how the tokens were found.
-        probs: [B, P, V] float32, row n is the very distribution that the children of node n
-            were drawn from, by randomness other than `decode`'s seed gives, and no node beyond
-            P has children; None if they are ranked. A token of probability 0 there was not
-            drawn: NOTHING must stand in its place.
+        draft_probs: [B, P, V] float32, row n is the very distribution that the children of node
+            n were sampled from, without replacement and by randomness other than `decode`'s seed
+            gives, and no node beyond P has children. A token of probability 0 there was not
+            sampled: PAD must stand in its place. None if the tokens were not sampled: they are
+            the drafter's best, or copied from somewhere.
     """
 
     tree: Tree | Tensor
     tokens: Tensor
     depth: int
-    siblings: Siblings = Siblings.ranked
-    probs: Tensor | None = None
+    draft_probs: Tensor | None = None
 
     @classmethod
-    def of(cls, tree: Tree, tokens: Tensor, probs: Tensor | None = None) -> "Draft":
-        """A tree that all texts share; drawn tokens without replacement."""
-        siblings = Siblings.ranked if probs is None else Siblings.distinct
-        return cls(tree, tokens, tree.depth, siblings, probs)
+    def of(cls, tree: Tree, tokens: Tensor, draft_probs: Tensor | None = None) -> "Draft":
+        """A tree that all texts share."""
+        return cls(tree, tokens, tree.depth, draft_probs)
 
-    def layout(self) -> "Layout":
+    def layout(self) -> "TreeLayout":
         """Its shape as tensors."""
         if isinstance(self.tree, Tree):
             return tree_layout(self.tree, self.tokens.device)
-        return Layout.of(self.tree, self.depth)
+        return TreeLayout.of(self.tree, self.depth)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """Shapes of trees as tensors; their batch is B, or 1 if all are the same.
 
     Attributes:
@@ -80,7 +66,7 @@ class Layout:
     depths: Tensor
 
     @classmethod
-    def of(cls, parents: Tensor, depth: int) -> "Layout":
+    def of(cls, parents: Tensor, depth: int) -> "TreeLayout":
         """From the parents [B, N - 1] of trees no deeper than `depth`."""
         parents = torch.nn.functional.pad(parents, (1, 0))
         num_nodes = parents.shape[1]
@@ -92,10 +78,10 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def tree_layout(tree: Tree, device: torch.device) -> Layout:
+def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
     """The layout [1, N] of a tree, kept for the next step."""
-    shape = ([0, *tree.parents[1:]], tree.sees(), tree.depths)
-    return Layout(*(upload([each], device) for each in shape))
+    shape = ([0, *tree.parents[1:]], tree.mask_rows(), tree.depths)
+    return TreeLayout(*(upload([each], device) for each in shape))
 
 
 @dataclass(frozen=True)
@@ -135,3 +121,13 @@ class Drafter(Protocol):
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only, the others have ended; perhaps before any was seen."""
+
+
+class DynamicDrafter(Drafter, Protocol):
+    """A drafter whose trees have another shape for every text."""
+
+    def expand(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
+
+        Parents are numbered from 1 in this order; 0 is the root.
+        """

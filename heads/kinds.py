@@ -1,43 +1,57 @@
-"""Loading a head of any kind."""
+"""The table of draft heads, and what finds them: a new kind is a folder and a line here."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from conf.schema import InputError
-from heads.eagle.formats import read_eagle
-from heads.eagle.head import EagleHead
-from heads.medusa.head import MedusaHead, is_medusa
+from heads.eagle.kind import EagleKind
+from heads.kind import DraftHead, Kind
+from heads.medusa.kind import MedusaKind
 from heads.storage import locate
 
-Head = MedusaHead | EagleHead
+KINDS: dict[str, Kind[Any]] = {
+    "eagle": EagleKind(),  # first, so asked last: its files have no sign of their own
+    "medusa": MedusaKind(),
+}
+"""By the name of the folder, the entry script `train/{name}.py`, and its ways to draft."""
 
 
-def kind_of(head: Head) -> str:
-    """`medusa`, `eagle1` or `eagle3`."""
-    return "medusa" if isinstance(head, MedusaHead) else head.config.form.value
+def name_of(head: DraftHead) -> str:
+    """The name of a head's line in the table."""
+    return next(name for name, kind in KINDS.items() if isinstance(head, kind.head))
 
 
-def load_head(path: str, revision: str | None = None, layers: Sequence[int] | None = None) -> Head:
-    """Loads a Medusa or EAGLE head, trained, exported or published; float32, not attached.
+def kind_of(head: DraftHead) -> Kind[Any]:
+    """The kind of a head."""
+    return KINDS[name_of(head)]
+
+
+def forms() -> dict[str, Kind[Any]]:
+    """The kind of each form, as files and benchmarks name it: `medusa`, `eagle1`, `eagle3`."""
+    return {form: kind for kind in KINDS.values() for form in kind.forms}
+
+
+def load_head(
+    path: str, revision: str | None = None, layers: Sequence[int] | None = None
+) -> DraftHead:
+    """Loads a head, trained, exported or published; float32, not attached.
 
     Args:
         path: folder or Hub id.
         revision: of a Hub id.
-        layers: see `load_eagle`.
+        layers: see `Kind.read`.
 
     Raises:
-        InputError: as `MedusaHead.load` and `load_eagle`; `layers` for a Medusa head.
+        InputError: as `Kind.read`; nothing there, or nothing that any kind reads.
     """
     # Once: a second look at the Hub could find another commit.
     return read_head(locate(path, revision), path, layers)
 
 
-def read_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> Head:
+def read_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
     """`load_head` of a folder that `locate` has found for `path`."""
-    if not is_medusa(folder):
-        return read_eagle(folder, path, layers)
-    if layers is not None:
-        raise InputError(
-            f"head.path={path}: a Medusa head reads the last hidden state: leave head.layers unset"
-        )
-    return MedusaHead.read(folder, path)
+    for kind in reversed(KINDS.values()):
+        if kind.holds(folder):
+            return kind.read(folder, path, layers)
+    raise InputError(f"head.path={path}: no head there; known are {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""How a next token is chosen: greedily, or drawn, each text with randomness of its own.
+"""How a next token is chosen: greedily, or sampled, each text with randomness of its own.
 
 Letters: B texts, N tree nodes, V vocabulary.
 """
@@ -73,27 +73,27 @@ GREEDY = Sampling()
 
 
 @dataclass
-class Noise:
-    """The randomness of texts, a generator for each, so that no text depends on another.
+class Generators:
+    """The randomness of texts, a generator each, so that no text depends on another.
 
     Attributes:
-        generators: one per text.
+        per_text: one generator per text.
         num_steps: calls of `uniform` so far.
     """
 
-    generators: list[torch.Generator]
+    per_text: list[torch.Generator]
     num_steps: int = 0
 
     @classmethod
-    def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Noise":
+    def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
         """One seed per text, at least 0."""
         # The CPU's generator reads 32 bits of a seed, so the ones above are mixed into them.
         mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
         return cls([torch.Generator(device).manual_seed(seed) for seed in mixed])
 
-    def rows(self, rows: list[int]) -> "Noise":
-        """That of some texts."""
-        return Noise([self.generators[row] for row in rows], self.num_steps)
+    def rows(self, rows: list[int]) -> "Generators":
+        """Those of some texts."""
+        return Generators([self.per_text[row] for row in rows], self.num_steps)
 
     def uniform(self, num_nodes: int) -> Tensor:
         """[B, N] float32 in [0, 1), once per step.
@@ -103,26 +103,36 @@ class Noise:
         """
         self.num_steps += 1
         rows = []
-        for generator in self.generators:
+        for generator in self.per_text:
             seed = (generator.initial_seed() * 1_000_003 + self.num_steps) % (1 << 63)
             own = torch.Generator(generator.device).manual_seed(seed)
             rows.append(torch.rand(num_nodes, generator=own, device=generator.device))
         return torch.stack(rows)
 
-    def race(self, probs: Tensor) -> Tensor:
-        """[B] int64 drawn from [B, V], which need not add up to 1.
-
-        The first of V exponential clocks to ring; unlike `torch.multinomial` it never waits for
-        the device.
-        """
-        clocks = torch.empty_like(probs)
-        for row, generator in zip(clocks, self.generators, strict=True):
+    def exponential(self, like: Tensor) -> Tensor:
+        """Exponential draws of the shape [B, ...] of `like`."""
+        draws = torch.empty_like(like)
+        for row, generator in zip(draws, self.per_text, strict=True):
             row.exponential_(generator=generator)
-        return (probs / clocks).argmax(-1)
+        return draws
+
+    def sample(self, probs: Tensor) -> Tensor:
+        """[B] int64 sampled from [B, V], which need not add up to 1.
+
+        Unlike `torch.multinomial` it never waits for the device.
+
+        Source: gpt-fast `generate.py`, `multinomial_sample_one_no_sync`.
+        """
+        return (probs / self.exponential(probs)).argmax(-1)
 
 
-def choose(logits: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
+def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) -> Tensor:
     """[B] int64, one token each by [B, V] logits."""
     if sampling.greedy:
         return logits.argmax(-1)
-    return noise.race(sampling.probabilities(logits))
+    return generators.sample(sampling.probabilities(logits))
+
+
+def drafter_seeds(seeds: Sequence[int]) -> list[int]:
+    """Seeds of a drafter's own draws, which must not follow what the target draws."""
+    return [seed + (1 << 32) for seed in seeds]

@@ -123,7 +123,7 @@ class Tree:
             children[parent].append(node)
         return tuple(tuple(nodes) for nodes in children)
 
-    def sees(self) -> list[list[bool]]:
+    def mask_rows(self) -> list[list[bool]]:
         """[N][N], whom each node sees: itself and its ancestors."""
         # In torch every row would be a kernel launch of its own.
         mask = np.eye(self.num_nodes, dtype=bool)
@@ -133,7 +133,7 @@ class Tree:
 
     def mask(self) -> Tensor:
         """[N, N] bool on the CPU, the same."""
-        return torch.tensor(self.sees())
+        return torch.tensor(self.mask_rows())
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:
@@ -146,3 +146,40 @@ def default_tree(num_heads: int, num_nodes: int) -> Tree:
     ranks = [1.0, 0.22, 0.10, 0.06, 0.04, 0.03, 0.02, 0.02]
     accuracy = [[top1[min(k, len(top1) - 1)] * share for share in ranks] for k in range(num_heads)]
     return Tree.best(accuracy, num_nodes)
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """How far EAGLE-2 looks and how much of it is checked.
+
+    Attributes:
+        depth: draft tokens of the longest path.
+        top_k: nodes expanded per level, and children drawn from each.
+        num_tokens: draft tokens kept, the likeliest of all that were drawn.
+    """
+
+    depth: int
+    top_k: int
+    num_tokens: int
+
+
+Shape = Tree | DynamicShape
+
+
+def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
+    """A static tree for drafts nobody has measured; nodes cost time on CPU, hardly any on CUDA.
+
+    Args:
+        depth: of the deepest node.
+        gpu: what it is for; this machine unless told.
+    """
+    return default_tree(depth, 32 if _is_gpu(gpu) else 8)
+
+
+def usual_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
+    """EAGLE-2's settings on CUDA, and some that a CPU can afford; `gpu` as in `usual_tree`."""
+    return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(5, 4, 8)
+
+
+def _is_gpu(gpu: bool | None) -> bool:
+    return torch.cuda.is_available() if gpu is None else gpu

@@ -28,6 +28,12 @@ class DraftVocab:
     ids: Tensor
     size: int
 
+    def described(self) -> str:
+        """Its size, in words."""
+        if self.full:
+            return f"vocabulary {self.size}"
+        return f"draft vocabulary {len(self.ids)} of the target's {self.size}"
+
     @classmethod
     def everything(cls, size: int) -> "DraftVocab":
         """All `size` ids of the target, on the CPU."""

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +22,14 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema_eagle import EagleConfig
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode
 from heads.drafting import Draft, Drafter, Seen
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
-from heads.eagle.head import EagleHead
-from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.head import MedusaHead
+from heads.kinds import KINDS
+from heads.sampling import GREEDY
 from heads.target.model import Target
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Shape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3
@@ -83,28 +81,33 @@ def random_target(dtype: torch.dtype, num_layers: int = 32) -> Target:
 
 def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
     """A fresh drafter of each kind, with drafts that are accepted at the rate."""
-    medusa = MedusaHead.from_target(target, 4, 1).attach(target, target.dtype).eval()
-    vocab = DraftVocab.everything(target.vocab_size)
-    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
-    eagle.attach(target, target.dtype).eval()
 
     def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
         return lambda: Corrected(make(), Oracle([text], tree, rate, target.vocab_size))
 
-    chain, tree = Tree.chain(4), default_tree(4, 8)
-    return {
-        "prompt lookup, 4": corrected(lambda: PromptLookup(4), chain),
+    found = {
+        "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.chain(4)),
         "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
-        "Medusa chain of 4": corrected(lambda: MedusaDrafter(medusa, chain), chain),
-        "Medusa tree of 8": corrected(lambda: MedusaDrafter(medusa, tree), tree),
-        "EAGLE chain of 4": corrected(lambda: EagleChain(eagle, 4), chain),
-        "EAGLE tree of 8": corrected(lambda: EagleTree(eagle, DynamicShape(4, 2, 8)), tree),
     }
+    vocab = DraftVocab.everything(target.vocab_size)
+    for name, kind in KINDS.items():
+        head = kind.untrained(target, next(reversed(kind.forms)), vocab)
+        head.attach(target, target.dtype).eval()
+        depth = min(4, kind.longest(head))
+        tree = default_tree(depth, 8)
+        shapes: dict[str, Shape] = {
+            f"chain of {depth}": Tree.chain(depth),
+            "tree of 8": tree if kind.static else DynamicShape(depth, 2, 8),
+        }
+        for words, shape in shapes.items():
+            make = partial(kind.drafter, head, shape, GREEDY, [0])
+            found[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
+    return found
 
 
 def tau(text: Generation) -> float:
     """Tokens per verify pass."""
-    return sum(step.emitted for step in text.steps) / len(text.steps)
+    return sum(step.num_emitted for step in text.steps) / len(text.steps)
 
 
 def measure(

@@ -26,21 +26,17 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
-from conf.schema_eagle import EagleConfig
+from conf.schema import Dtype, LogConfig, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
-from heads.eagle.config import EagleHeadConfig, default_layers, llama_like
-from heads.eagle.head import EagleHead
-from heads.medusa.head import MedusaHead, MedusaHeadConfig
 from heads.target.model import Target
 from heads.vocab import DraftVocab
+from scripts.bench.objectives import fresh_objective
 from train.dist import processes
-from train.eagle import EagleObjective
 from train.loop import loop
 from train.loop.job import Job
-from train.loop.memory import Parts, Setting, estimate
-from train.medusa import MedusaObjective
+from train.loop.memory import Parts, estimate
+from train.loss.memory import Setting
 
 HEADS = ("medusa", "eagle3")
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
@@ -69,19 +65,7 @@ def make_objective(name: str, config: LlamaConfig, size: int, device: torch.devi
         model: Any = LlamaForCausalLM(config)
         model.to(DTYPE)
         target = Target(model, None, "random")
-        shape = target.hidden_size, target.vocab_size
-        if name == "medusa":
-            medusa = MedusaHead(MedusaHeadConfig(*shape, 4, 1, "random"))
-            for head in medusa.heads:
-                head[-1].weight.data.normal_(std=0.02)  # type: ignore[index]
-            return MedusaObjective(medusa, target, MedusaConfig())
-        layers = default_layers(target.num_layers)
-        settings = EagleConfig()
-        shape_of_head = EagleHeadConfig(
-            settings.form, llama_like(target.config, shape[1]), "random", shape[0], layers
-        )
-        vocab = DraftVocab(torch.arange(size), shape[1])
-        return EagleObjective(EagleHead(shape_of_head, vocab).attach(target), target, settings)
+        return fresh_objective(name, target, DraftVocab(torch.arange(size), target.vocab_size))
 
 
 def documents(num_sequences: int, length: int, vocab_size: int) -> Iterator[Sample]:

@@ -1,6 +1,6 @@
 """How fast heads train, where the time goes, and how much of the hardware is used.
 
-`python scripts/bench_train.py [medusa|eagle1|eagle3] [--hidden 4096 --layers 32 ...]` runs the
+`python scripts/bench_train.py [HEAD] [--hidden 4096 --layers 32 ...]` runs the
 training loop itself on a random target of that shape and on random documents of chat-like
 lengths. It prints tokens per second (padding not counted), peak memory, padding, the share of
 time in each part, and model FLOP utilisation: the FLOPs of the target's forward pass and of
@@ -19,8 +19,7 @@ import random
 import resource
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +30,17 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
-from conf.schema_eagle import EagleConfig, EagleForm
+from conf.schema import Dtype, LogConfig, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
-from heads.eagle.head import EagleHead
-from heads.medusa.head import MedusaHead
+from eval.clock import timed
+from heads.kinds import forms
 from heads.target.model import Target
 from heads.vocab import DraftVocab
+from scripts.bench.objectives import fresh_objective
 from train.dist import processes
-from train.eagle import EagleObjective
 from train.loop import loop
 from train.loop.job import Job
-from train.medusa import MedusaObjective
 
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
 NUM_WARM_UP = 2
@@ -53,7 +50,7 @@ MEAN_DOCUMENT_TOKENS = 400
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("head", nargs="?", default="eagle3", choices=("medusa", "eagle1", "eagle3"))
+    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(forms()))
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=4096)
@@ -96,15 +93,8 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
 
 def make_objective(options: argparse.Namespace, target: Target, train: PackedDataset) -> Any:
     """What the entry scripts train."""
-    if options.head == "medusa":
-        head = MedusaHead.from_target(target, MedusaConfig().num_heads, 1)
-        return MedusaObjective(head, target, MedusaConfig())
-    eagle1 = options.head == "eagle1"
-    first = EagleConfig(form=EagleForm.eagle1, num_steps=1, regression_weight=1.0)
-    config = first if eagle1 else EagleConfig()
-    size = None if eagle1 else options.draft_vocab
-    vocab = DraftVocab.choose(train.token_counts(target.vocab_size), size, [])
-    return EagleObjective(EagleHead.from_target(target, config, vocab, 0), target, config)
+    counts = train.token_counts(target.vocab_size)
+    return fresh_objective(options.head, target, DraftVocab.choose(counts, options.draft_vocab, []))
 
 
 def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
@@ -131,15 +121,6 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     times = [timed(lambda: a @ a, device) for _ in range(8)]
     return 2 * size**3 / statistics.median(times[2:])
-
-
-def timed(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds that something takes, the device's work included."""
-    began = time.perf_counter()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
 
 
 def shares(run: loop.Run, num_steps: int) -> dict[str, float]:

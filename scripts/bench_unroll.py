@@ -14,17 +14,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from eval.clock import timed
 from heads.documents import Documents
 from heads.eagle.branch_attention import branch_attention, plain_attention
 from heads.eagle.branches import Branches, causal_rows
+from scripts.bench.footprint import peak_bytes
 
 STEPS = (1, 3, 5, 7)
 
@@ -63,32 +63,6 @@ def full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def _places(query: Tensor) -> Tensor:
     return torch.arange(query.shape[1], device=query.device)
-
-
-def peak_mib(run: Callable[[], None], device: torch.device) -> float:
-    """Peak of memory that a run allocates beyond what was there before, in MiB."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        run()
-    live = peak = 0
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak / 2**20
-
-
-def seconds_of(run: Callable[[], None]) -> float:
-    """Of one run."""
-    started = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -136,8 +110,8 @@ def measured(
 
     ways = (partial(unrolled, branch_attention), partial(unrolled, plain_attention), full_masks)
     runs = [partial(run, way) for way in ways]
-    mib = [peak_mib(each, device) for each in runs]
-    turns = [[seconds_of(each) for each in runs] for _ in range(options.repeats)]
+    mib = [peak_bytes(each, device) / 2**20 for each in runs]
+    turns = [[timed(each, device) for each in runs] for _ in range(options.repeats)]
     return mib, [statistics.median(column) for column in zip(*turns, strict=True)]
 
 

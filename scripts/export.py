@@ -15,13 +15,11 @@ import torch
 from conf.schema import InputError, TargetConfig
 from conf.schema_export import ExportRun
 from eval.entry import run
-from heads.eagle.config import UNKNOWN
 from heads.export.golden import golden
-from heads.export.layouts import check_target, layout_of
 from heads.export.serve import serve_command
-from heads.export.writer import export_head
-from heads.kinds import Head, read_head
-from heads.medusa.head import MedusaHead
+from heads.export.writer import check_format, check_target, export_head
+from heads.kind import UNKNOWN, DraftHead
+from heads.kinds import read_head
 from heads.storage import PROVENANCE, locate
 from heads.target.load import load_target
 from heads.target.model import Target
@@ -50,20 +48,20 @@ def _check_out_dir(out_dir: Path) -> None:
         )
 
 
-def _load(config: ExportRun) -> tuple[Head, dict[str, Any]]:
+def _load(config: ExportRun) -> tuple[DraftHead, dict[str, Any]]:
     """The head and how it was trained; refuses here what no target could change."""
     if config.head.path is None:
         raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
     folder = locate(config.head.path, config.head.revision)
     head = read_head(folder, config.head.path, config.head.layers)
-    layout_of(head, config.format)
+    check_format(head, config.format)
     provenance = read_json(folder / PROVENANCE) or {}
     # Of an earlier export, which this one is not.
     provenance.pop("export", None)
     return head, provenance
 
 
-def _target_config(config: ExportRun, head: Head) -> TargetConfig:
+def _target_config(config: ExportRun, head: DraftHead) -> TargetConfig:
     path = config.target.path or head.config.target
     if path == UNKNOWN:
         raise InputError(
@@ -77,11 +75,10 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _attach(head: Head, target: Target, config: ExportRun) -> None:
+def _attach(head: DraftHead, target: Target, config: ExportRun) -> None:
     """Gives the head the dtype of the export and the target by the name of today."""
     head.attach(target, getattr(torch, config.dtype.value)).eval()
-    if isinstance(head, MedusaHead):
-        head.config = replace(head.config, target=target.name)
+    head.config = replace(head.config, target=target.name)
 
 
 def _verify(out_dir: Path) -> None:

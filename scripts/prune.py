@@ -27,14 +27,14 @@ from data.provenance import provenance
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import check_window, greedy_responses
-from eval.measure.heads import EAGLE_DEPTH, BenchHead, device_name
+from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
 from eval.measure.replay import accepted_lengths, ranked_drafts, walk
 from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
-from heads.kinds import Head, load_head
-from heads.medusa.head import MedusaHead
+from heads.kind import DraftHead, check_depth
+from heads.kinds import kind_of, load_head
 from heads.sampling import GREEDY
 from heads.storage import PROVENANCE, locate
 from heads.target.load import load_target
@@ -139,25 +139,18 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
         )
 
 
-def chain_depth(config: PruneRun, head: Head) -> int:
+def chain_depth(config: PruneRun, head: DraftHead) -> int:
     """Draft tokens of the chain that is replayed.
 
     Raises:
         InputError: the head cannot be pruned, or cannot draft as many tokens.
     """
-    if isinstance(head, MedusaHead):
-        if (config.depth or 0) > head.num_heads:
-            raise InputError(
-                f"depth={config.depth}: this head drafts at most {head.num_heads} tokens"
-            )
-        return config.depth or head.num_heads
-    if head.lm_head is None:
-        raise InputError(
-            f"head.path={config.head.path}: this {head.config.form.value} head drafts through the "
-            "target's output head, of which no row can go; allowed: EAGLE-3 heads with an "
-            "lm_head of their own, and Medusa heads"
-        )
-    return config.depth or EAGLE_DEPTH
+    kind = kind_of(head)
+    check_depth(config.depth, kind.most_tokens(head))
+    problem = kind.pruning_problem(head)
+    if problem is not None:
+        raise InputError(f"head.path={config.head.path}: {problem}")
+    return config.depth or kind.usual_depth(head)
 
 
 def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDataset, DataReport]:
@@ -220,7 +213,7 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
 
 
 def measure(
-    target: Target, heads: Sequence[Head], answers: Sequence[Answer], depth: int
+    target: Target, heads: Sequence[DraftHead], answers: Sequence[Answer], depth: int
 ) -> list[dict[str, Any]]:
     """tau of each head on the same text, and what a draft of it costs.
 
@@ -254,7 +247,7 @@ def measure(
 
 
 def replay(
-    target: Target, heads: Sequence[Head], chain: Tree, answers: Sequence[Answer]
+    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[Answer]
 ) -> list[list[PromptSteps]]:
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]
@@ -269,7 +262,7 @@ def replay(
     return found
 
 
-def weight_bytes(head: Head) -> int:
+def weight_bytes(head: DraftHead) -> int:
     """Bytes of the weights that drafting one token reads, embeddings left out."""
     return sum(
         weight.numel() * weight.element_size()
@@ -295,7 +288,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def write(
-    config: PruneRun, result: dict[str, Any], heads: Sequence[Head], trained: dict[str, Any]
+    config: PruneRun, result: dict[str, Any], heads: Sequence[DraftHead], trained: dict[str, Any]
 ) -> None:
     """Writes the heads, then the picture and the figures.
 

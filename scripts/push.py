@@ -17,10 +17,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from conf.schema import InputError, Layout, PushRun
 from eval.entry import run
-from heads.kinds import Head, load_head
-from heads.medusa.head import MedusaHead
+from heads.kind import DraftHead
+from heads.kinds import kind_of, load_head
 from heads.storage import PROVENANCE
-from scripts.publish.card_facts import CardFacts, ExportFacts, copied_weights, head_facts, is_hub_id
+from scripts.publish.card_facts import CardFacts, ExportFacts, copied_weights, is_hub_id
 from scripts.publish.hub import Terms, ask_terms, files_of, upload
 from scripts.publish.model_card import model_card
 from scripts.publish.push_exports import Export, check_same, open_exports, stage_export, verified
@@ -164,19 +164,20 @@ def _stage_export(config: PushRun, export: Export, repos: dict[str, Path]) -> Ex
     return verified(export, staged, repo_id, folder)
 
 
-def _facts(config: PushRun, head: Head, folder: Path, provenance: dict[str, Any]) -> CardFacts:
+def _facts(config: PushRun, head: DraftHead, folder: Path, provenance: dict[str, Any]) -> CardFacts:
     """What a card says of the head alone."""
     places = _places(config, folder)
-    num_heads = head.num_heads if isinstance(head, MedusaHead) else None
-    acceptance = scrubbed(_measurement(places, "acceptance", folder, num_heads))
+    kind = kind_of(head)
+    most = kind.most_tokens(head)
+    acceptance = scrubbed(_measurement(places, "acceptance", folder, most))
     return CardFacts(
         repo_id=config.repo_id,
-        head=head_facts(head, provenance, acceptance),
+        head=kind.facts(head, provenance, acceptance),
         target=_target_name(provenance, head.config.target),
         provenance=published(provenance),
         license=config.license.lower() if config.license else None,
         acceptance=acceptance,
-        speedup=scrubbed(_measurement(places, "speedup", folder, num_heads)),
+        speedup=scrubbed(_measurement(places, "speedup", folder, most)),
     )
 
 
@@ -215,7 +216,7 @@ def _figures(config: PushRun, folder: Path) -> list[Path]:
 
 
 def _measurement(
-    places: list[Path], name: str, folder: Path, num_heads: int | None
+    places: list[Path], name: str, folder: Path, most: int | None
 ) -> dict[str, Any] | None:
     """Reads `acceptance.json` or `speedup.json`.
 
@@ -223,7 +224,7 @@ def _measurement(
         places: folders, the first that has the file counts.
         name: without its suffix.
         folder: of the head.
-        num_heads: depths of a Medusa head; None for an EAGLE head, which drafts to any depth.
+        most: draft tokens of the head; None for one that drafts to any depth.
 
     Raises:
         InputError: it lacks what the card quotes, or measured another head.
@@ -244,9 +245,10 @@ def _measurement(
     other = found.get("head")
     if isinstance(other, str) and Path(other).is_dir() and not Path(other).samefile(folder):
         raise InputError(f"{path}: measures another head, {other}; set measured=")
-    if num_heads is not None and len(found.get("alpha", [])) > num_heads:
+    if most is not None and len(found.get("alpha", [])) > most:
         raise InputError(
-            f"{path}: measures {len(found['alpha'])} heads, and this one has {num_heads}"
+            f"{path}: measures drafts of {len(found['alpha'])} tokens, and this head drafts at "
+            f"most {most}"
         )
     return found
 

@@ -10,20 +10,24 @@ from toys import noisy_head, random_target
 
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from conf.schema_export import ExportFormat
+from heads.eagle import layouts as eagle_layouts
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
-from heads.export.layouts import FORMATS
 from heads.export.writer import export_head
-from heads.kinds import Head
+from heads.kind import DraftHead
+from heads.medusa import export as medusa
 from heads.target.model import Target
 from heads.vocab import DraftVocab
 
 KINDS = ("medusa", "eagle1", "eagle3", "eagle3.1")
+LAYOUTS = {("medusa", engine) for engine in medusa.LAYOUTS} | {
+    (form.value, engine) for engine, forms in eagle_layouts.LAYOUTS.items() for form in forms
+}
 CELLS = [
     (engine.value, kind)
     for engine in ExportFormat
     for kind in KINDS
-    if kind.split(".")[0] in FORMATS[engine] and (engine.value, kind) != ("original", "eagle3.1")
+    if (kind.split(".")[0], engine) in LAYOUTS and (engine.value, kind) != ("original", "eagle3.1")
 ]
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 
@@ -49,7 +53,7 @@ def eagle(target: Target, form: EagleForm = EagleForm.eagle3, num_ids: int = 24,
     return head.eval()
 
 
-def make(target: Target, kind: str) -> Head:
+def make(target: Target, kind: str) -> DraftHead:
     if kind == "medusa":
         return noisy_head(target, num_heads=2)
     if kind == "eagle1":
@@ -57,7 +61,7 @@ def make(target: Target, kind: str) -> Head:
     return eagle(target, **(EAGLE31 if kind == "eagle3.1" else {}))
 
 
-def exported(head: Head, target: Target, engine: str, folder: Path) -> Path:
+def exported(head: DraftHead, target: Target, engine: str, folder: Path) -> Path:
     values = golden(head, target, num_rows=3, depth=2)
     export_head(head, ExportFormat(engine), values, folder, {"git": "abc"})
     return folder

@@ -17,7 +17,8 @@ from eval.measure.counts import drafted
 from eval.measure.prompts import first_turns
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain
-from heads.kinds import Head, load_head
+from heads.kind import DraftHead
+from heads.kinds import load_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.target.load import load_tokenizer
@@ -61,7 +62,7 @@ def exported(head: Path, engine: str, out_dir: Path) -> Path:
     return out_dir
 
 
-def chain(head: Head) -> Drafter:
+def chain(head: DraftHead) -> Drafter:
     if isinstance(head, MedusaHead):
         return MedusaDrafter(head, Tree.chain(DEPTH))
     return EagleChain(head, DEPTH)

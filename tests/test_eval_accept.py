@@ -16,13 +16,13 @@ from torch import Tensor
 from toys import VOCAB_SIZE, noisy_head, random_target
 
 from eval.decode import accept
-from eval.decode.accept import Verdict, judge
+from eval.decode.accept import Accepted, verify
+from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.heads import drafter_seeds
-from heads.drafting import NOTHING, Draft, Seen, Siblings
+from heads.drafting import PAD, Draft, Seen
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.sampling import Noise, Sampling, Typical
+from heads.sampling import Generators, Sampling, Typical, drafter_seeds
 from heads.target.model import Target
 from heads.tree import Tree
 
@@ -43,7 +43,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class OneSource(Noise):
+class OneSource(Generators):
     """One generator for all texts: a generator each would take a minute for so many."""
 
     def __init__(self, generator: torch.Generator, num_texts: int) -> None:
@@ -51,17 +51,16 @@ class OneSource(Noise):
         self.num_texts = num_texts
 
     def uniform(self, num_nodes: int) -> Tensor:
-        return torch.rand(self.num_texts, num_nodes, generator=self.generators[0])
+        return torch.rand(self.num_texts, num_nodes, generator=self.per_text[0])
 
-    def race(self, probs: Tensor) -> Tensor:
-        clocks = torch.empty_like(probs).exponential_(generator=self.generators[0])
-        return (probs / clocks).argmax(-1)
+    def exponential(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like).exponential_(generator=self.per_text[0])
 
 
 def test_one_source_draws_as_a_generator_per_text_does() -> None:
-    ours, theirs = OneSource(generator(1), 1), Noise([generator(1)])
+    ours, theirs = OneSource(generator(1), 1), Generators([generator(1)])
     for probs in torch.rand(20, 1, V, generator=generator()):
-        assert torch.equal(ours.race(probs), theirs.race(probs))
+        assert torch.equal(ours.sample(probs), theirs.sample(probs))
 
 
 LOGITS = torch.randn(V, V, generator=generator(1))
@@ -70,7 +69,7 @@ DRAFT_LOGITS = LOGITS + torch.randn(V, V, generator=generator(2))
 
 Proposal = Callable[[Tensor, Tensor, torch.Generator], Draft]
 """Drafts below roots [B], from the drafter's distribution [V, V] by last token."""
-Rule = Callable[[Draft, Tensor, Tensor, Sampling, Noise], Verdict]
+Rule = Callable[[Draft, Tensor, Tensor, Sampling, Generators], Accepted]
 
 
 def ranked(tree: Tree, roots: Tensor, q: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ def padded(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
     """`best`, but nodes are missing, others in every text."""
     draft = best(roots, q, luck)
     missing = torch.rand(draft.tokens.shape, generator=luck) < 0.3
-    return replace(draft, tokens=draft.tokens.masked_fill(missing, NOTHING))
+    return replace(draft, tokens=draft.tokens.masked_fill(missing, PAD))
 
 
 def shapes(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
@@ -113,20 +112,18 @@ def shapes(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
     return Draft(torch.tensor(parents)[which], tokens[which, texts], depth=3)
 
 
-def drawn(tree: Tree, siblings: Siblings, roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
-    """Siblings drawn from q; without replacement only as many as q has tokens."""
+def sampled(tree: Tree, roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+    """Siblings sampled from q without replacement; only as many as q has tokens."""
     tokens = torch.zeros(len(roots), tree.num_nodes, dtype=torch.int64)
     tokens[:, 0] = roots
-    replacement = siblings is Siblings.independent
     num_inner = max(tree.parents) + 1
     for parent, children in enumerate(tree.children[:num_inner]):
         if children:
             rows, gone = q[tokens[:, parent].clamp_min(0)], tokens[:, parent] < 0
-            found = torch.multinomial(rows, len(children), replacement, generator=luck)
+            found = torch.multinomial(rows, len(children), generator=luck)
             gone = gone.unsqueeze(1) | (rows.gather(1, found) == 0)
-            tokens[:, children] = found.masked_fill(gone, NOTHING)
-    probs = q[tokens[:, :num_inner].clamp_min(0)]
-    return Draft(tree, tokens[:, 1:], tree.depth, siblings, probs)
+            tokens[:, children] = found.masked_fill(gone, PAD)
+    return Draft.of(tree, tokens[:, 1:], q[tokens[:, :num_inner].clamp_min(0)])
 
 
 PROPOSALS: dict[str, Proposal] = {
@@ -135,10 +132,9 @@ PROPOSALS: dict[str, Proposal] = {
     "repeating": repeating,
     "padded": padded,
     "shapes": shapes,
-    "chain": partial(drawn, CHAIN, Siblings.distinct),
-    "chain of one": partial(drawn, Tree.chain(1), Siblings.distinct),
-    "distinct": partial(drawn, TREE, Siblings.distinct),
-    "independent": partial(drawn, TREE, Siblings.independent),
+    "chain": partial(sampled, CHAIN),
+    "chain of one": partial(sampled, Tree.chain(1)),
+    "tree": partial(sampled, TREE),
 }
 
 
@@ -150,11 +146,11 @@ def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
         """The tokens given [B, 2] and how many [B]; a third is forgotten."""
         draft = PROPOSALS[proposal](roots, q, luck)
         tokens = torch.cat([roots.unsqueeze(1), draft.tokens], 1)
-        noise = OneSource(draws, len(roots))
-        verdict = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, noise)
-        kept = tokens.gather(1, verdict.nodes[:, 1:3])
-        bonus_at = torch.arange(2) == verdict.num_accepted.unsqueeze(1)
-        return kept.where(~bonus_at, verdict.bonus.unsqueeze(1)), verdict.num_accepted + 1
+        generators = OneSource(draws, len(roots))
+        accepted = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, generators)
+        kept = tokens.gather(1, accepted.nodes[:, 1:3])
+        bonus_at = torch.arange(2) == accepted.num_accepted.unsqueeze(1)
+        return kept.where(~bonus_at, accepted.bonus.unsqueeze(1)), accepted.num_accepted + 1
 
     text, length = step(torch.full((NUM_TEXTS,), ROOT))
     short = length == 1
@@ -190,76 +186,71 @@ def keeps_distribution(proposal: str, rule: Rule, sampling: Sampling) -> bool:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_sampling_keeps_the_distribution(proposal: str, sampling: Sampling) -> None:
-    assert keeps_distribution(proposal, judge, sampling)
+    assert keeps_distribution(proposal, verify, sampling)
 
 
 def test_typical_acceptance_does_not_keep_the_distribution() -> None:
     lossy = replace(PLAIN, typical=Typical())
-    assert not keeps_distribution("ranked", judge, lossy)
+    assert not keeps_distribution("ranked", verify, lossy)
     assert lossy.lossy
     assert not any(sampling.lossy for sampling in SAMPLINGS.values())
 
 
-def taken_for(siblings: Siblings) -> Rule:
-    """`judge`, but told that the siblings were found in another way."""
-
-    def rule(draft, tokens, logits, sampling, noise) -> Verdict:
-        last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
-        q = sampling.probabilities(DRAFT_LOGITS)[last]
-        return judge(replace(draft, siblings=siblings, probs=q), tokens, logits, sampling, noise)
-
-    return rule
+def as_if_sampled(draft, tokens, logits, sampling, generators) -> Accepted:
+    """`verify`, but told that the tokens were sampled from q."""
+    last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
+    q = sampling.probabilities(DRAFT_LOGITS)[last]
+    return verify(replace(draft, draft_probs=q), tokens, logits, sampling, generators)
 
 
 def raw_bonus(at_leaves: bool) -> Rule:
-    """`judge`, but the bonus is drawn from softmax of the logits: at leaves, or elsewhere."""
+    """`verify`, but the bonus is drawn from softmax of the logits: at leaves, or elsewhere."""
 
-    def rule(draft, tokens, logits, sampling, noise) -> Verdict:
-        verdict = judge(draft, tokens, logits, sampling, noise)
-        end = verdict.nodes.gather(1, verdict.num_accepted.unsqueeze(1))
+    def rule(draft, tokens, logits, sampling, generators) -> Accepted:
+        accepted = verify(draft, tokens, logits, sampling, generators)
+        end = accepted.nodes.gather(1, accepted.num_accepted.unsqueeze(1))
         raw = logits.take_along_dim(end.unsqueeze(2), 1)[:, 0].softmax(-1)
         inner = torch.isin(end[:, 0], torch.tensor(draft.tree.parents))
-        return replace(verdict, bonus=noise.race(raw).where(inner != at_leaves, verdict.bonus))
+        return replace(
+            accepted, bonus=generators.sample(raw).where(inner != at_leaves, accepted.bonus)
+        )
 
     return rule
 
 
 def with_part(name: str, broken: Callable[..., Tensor]) -> Rule:
-    """`judge`, but with one of its parts replaced."""
+    """`verify`, but with one of its parts replaced."""
 
-    def rule(*arguments) -> Verdict:
+    def rule(*arguments) -> Accepted:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(accept, name, broken)
-            return judge(*arguments)
+            return verify(*arguments)
 
     return rule
 
 
-def offered_in_full(layout, tokens, probs, hurdles) -> Tensor:
-    """`ranked_pass`, but what was refused stays in p."""
-    return hurdles < accept._offered(layout, tokens, probs)
+def p_in_full(layout, tokens, probs, uniforms) -> Tensor:
+    """`accept_ranked`, but what was rejected stays in p."""
+    return uniforms < accept._token_probs(layout, tokens, probs)
 
 
 AT_LEAVES = raw_bonus(at_leaves=True)
-WHEN_REFUSED = raw_bonus(at_leaves=False)
-NOTHING_TAKEN = with_part("_normed", lambda weights, otherwise: otherwise)
+WHEN_REJECTED = raw_bonus(at_leaves=False)
+Q_STAYS = with_part("_normed", lambda weights, otherwise: otherwise)
 NOT_DIVIDED = with_part("_normed", lambda weights, otherwise: weights)
 BROKEN: dict[str, tuple[str, Rule, Sampling]] = {
-    "p/q for children not drawn": ("ranked", taken_for(Siblings.distinct), PLAIN),
-    "p/q for a greedy chain": ("one-hot", taken_for(Siblings.distinct), PLAIN),
-    "distinct as independent": ("distinct", taken_for(Siblings.independent), PLAIN),
-    "independent as distinct": ("independent", taken_for(Siblings.distinct), PLAIN),
-    "refused child stays in p": ("ranked", with_part("ranked_pass", offered_in_full), PLAIN),
-    "q stays in p: chain": ("chain", NOTHING_TAKEN, PLAIN),
-    "q stays in p: independent": ("independent", NOTHING_TAKEN, PLAIN),
-    "p - q not divided": ("independent", NOT_DIVIDED, PLAIN),
-    "bonus from p, not the rest: ranked": ("ranked", WHEN_REFUSED, PLAIN),
-    "bonus from p, not the rest: chain": ("chain", WHEN_REFUSED, PLAIN),
-    "bonus from p, not the rest: distinct": ("distinct", WHEN_REFUSED, PLAIN),
-    "bonus from p, not the rest: independent": ("independent", WHEN_REFUSED, PLAIN),
+    "p/q for children not sampled": ("ranked", as_if_sampled, PLAIN),
+    "p/q for a greedy chain": ("one-hot", as_if_sampled, PLAIN),
+    "rejected child stays in p": ("ranked", with_part("accept_ranked", p_in_full), PLAIN),
+    "q stays in p: chain": ("chain", Q_STAYS, PLAIN),
+    "q stays in p: tree": ("tree", Q_STAYS, PLAIN),
+    "p - q not divided": ("tree", NOT_DIVIDED, PLAIN),
+    "bonus from p, not the rest: ranked": ("ranked", WHEN_REJECTED, PLAIN),
+    "bonus from p, not the rest: chain": ("chain", WHEN_REJECTED, PLAIN),
+    "bonus from p, not the rest: tree": ("tree", WHEN_REJECTED, PLAIN),
     "bonus without the temperature: ranked": ("ranked", AT_LEAVES, WARM),
     "bonus without the temperature: chain": ("chain of one", AT_LEAVES, WARM),
-    "bonus without the temperature: distinct": ("distinct", AT_LEAVES, WARM),
+    "bonus without the temperature: tree": ("tree", AT_LEAVES, WARM),
 }
 
 
@@ -269,22 +260,22 @@ def test_the_check_finds_a_wrong_rule(proposal: str, rule: Rule, sampling: Sampl
 
 
 def test_the_check_accepts_what_is_replaced_by_the_same() -> None:
-    assert keeps_distribution("distinct", taken_for(Siblings.distinct), PLAIN)
-    assert keeps_distribution("ranked", with_part("ranked_pass", accept.ranked_pass), PLAIN)
+    assert keeps_distribution("tree", as_if_sampled, PLAIN)
+    assert keeps_distribution("ranked", with_part("accept_ranked", accept.accept_ranked), PLAIN)
     assert keeps_distribution("ranked", AT_LEAVES, PLAIN)
 
 
 PROMPT = [5, 17, 40, 8, 77]
 NUM_DECODES = 3000
-KINDS = ["ranked", "chain", "independent"]
+KINDS = ["ranked", "chain", "tree"]
 
 
-class Drawn:
-    """Draws the tokens at depth k from head k, each by itself, by randomness of its own."""
+class SampledMedusa:
+    """Samples the children of a node from the head of their depth, by randomness of its own."""
 
     def __init__(self, head: MedusaHead, tree: Tree, sampling: Sampling, seeds: list[int]) -> None:
         self.head, self.tree, self.sampling, self.reads = head, tree, sampling, head.reads
-        self.noise = Noise.seeded(drafter_seeds(seeds), torch.device("cpu"))
+        self.generators = Generators.seeded(drafter_seeds(seeds), torch.device("cpu"))
 
     def observe(self, seen: Seen) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
@@ -292,21 +283,22 @@ class Drawn:
     def propose(self, roots: list[int]) -> Draft:
         heads = [self.head.head_logits(k, self.hidden) for k in range(self.tree.depth)]
         q = self.sampling.probabilities(torch.stack(heads, 1))
-        depths = self.tree.depths
-        tokens = [self.noise.race(q[:, depth - 1]) for depth in depths[1:]]
-        probs = q[:, depths[: max(self.tree.parents) + 1]]
-        return Draft(
-            self.tree, torch.stack(tokens, 1), self.tree.depth, Siblings.independent, probs
-        )
+        probs = q[:, self.tree.depths[: max(self.tree.parents) + 1]]
+        tokens = torch.empty(len(roots), self.tree.num_nodes, dtype=torch.int64)
+        for node, children in enumerate(self.tree.children):
+            if children:
+                own = sample_distinct(probs[:, [node]], len(children), self.generators)
+                tokens[:, children] = own[:, 0]
+        return Draft.of(self.tree, tokens[:, 1:], probs)
 
     def keep(self, rows: list[int]) -> None:
-        self.noise = self.noise.rows(rows)
+        self.generators = self.generators.rows(rows)
 
 
 def drafter(kind: str, head: MedusaHead, sampling: Sampling, seeds: list[int]):
     if kind == "ranked":
         return MedusaDrafter(head, TREE)
-    return Drawn(head, CHAIN if kind == "chain" else TREE, sampling, seeds)
+    return SampledMedusa(head, CHAIN if kind == "chain" else TREE, sampling, seeds)
 
 
 def endless_target() -> Target:
@@ -341,7 +333,7 @@ def test_decoding_keeps_the_targets_distribution(kind: str) -> None:
     for generation in found:
         counts[tuple(generation.token_ids)] += 1
     # So that drafts, and not the bonus alone, make the text.
-    assert sum(step.accepted for g in found for step in g.steps) > NUM_DECODES / 2
+    assert sum(step.num_accepted for g in found for step in g.steps) > NUM_DECODES / 2
     assert fits(counts, three_token_probs(target, sampling))
 
 

@@ -1,7 +1,7 @@
 """What the target samples from, and which path a rule accepts: by hand, and as papers write it.
 
-Papers walk down from the root in a loop over one text; `judge` does all texts and nodes at once.
-With the same uniforms both must keep the same nodes, and with the same clocks give the same bonus.
+Papers walk down from the root in a loop over one text; `verify` does all texts and nodes at once.
+With the same uniforms both must keep the same nodes, and with the same draws give the same bonus.
 """
 
 from dataclasses import replace
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eval.decode.accept import Verdict, judge
-from heads.drafting import NOTHING, Draft, Layout, Siblings, tree_layout
-from heads.sampling import GREEDY, Noise, Sampling, Typical
+from eval.decode.accept import Accepted, verify
+from heads.drafting import PAD, Draft, TreeLayout, tree_layout
+from heads.sampling import GREEDY, Generators, Sampling, Typical
 from heads.tree import Tree
 
 V = 6
@@ -30,15 +30,15 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def seeded(num_texts: int, first: int = 0) -> Noise:
-    return Noise.seeded(range(first, first + num_texts), torch.device("cpu"))
+def seeded(num_texts: int, first: int = 0) -> Generators:
+    return Generators.seeded(range(first, first + num_texts), torch.device("cpu"))
 
 
-def told(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Verdict:
+def told(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
     """Of the same draft and logits [N, V] in every text."""
     root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
     every = logits.expand(len(root), -1, -1)
-    return judge(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))
+    return verify(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))
 
 
 def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int = 1) -> Draft:
@@ -47,9 +47,9 @@ def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int =
     return Draft.of(tree, torch.tensor(tokens).repeat(num_texts, 1), rows)
 
 
-def outcomes(verdict: Verdict) -> set[tuple[tuple[int, ...], int]]:
+def outcomes(accepted: Accepted) -> set[tuple[tuple[int, ...], int]]:
     """All pairs of accepted nodes, without the root, and bonus."""
-    columns = (verdict.nodes.tolist(), verdict.num_accepted.tolist(), verdict.bonus.tolist())
+    columns = (accepted.nodes.tolist(), accepted.num_accepted.tolist(), accepted.bonus.tolist())
     return {(tuple(nodes[1 : n + 1]), bonus) for nodes, n, bonus in zip(*columns, strict=True)}
 
 
@@ -120,16 +120,15 @@ def test_a_sibling_that_says_the_same_again_has_no_second_chance() -> None:
 
 
 def test_what_is_not_there_is_not_accepted_and_takes_nothing_away() -> None:
-    draft = drafted(Tree.from_parents((0, 0, 1)), [NOTHING, 1, NOTHING], num_texts=200)
-    certain = 200 * torch.eye(3)[[0, 1, 1, 1]]  # token 0 is what NOTHING might be taken for
+    draft = drafted(Tree.from_parents((0, 0, 1)), [PAD, 1, PAD], num_texts=200)
+    certain = 200 * torch.eye(3)[[0, 1, 1, 1]]  # token 0 is what PAD might be taken for
     for sampling in (GREEDY, PLAIN, replace(PLAIN, typical=Typical())):
         assert outcomes(told(draft, certain, sampling)) == {((), 0)}
     assert outcomes(told(draft, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1), ((), 0)}
     q = torch.full((200, 1, 2), 0.5)
-    for siblings in (Siblings.distinct, Siblings.independent):
-        # p = q: the first that is there is always kept.
-        of_drawn = replace(draft, siblings=siblings, probs=torch.cat([q, q], 1))
-        assert outcomes(told(of_drawn, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1)}
+    # p = q: the first that is there is always kept.
+    sampled = replace(draft, draft_probs=torch.cat([q, q], 1))
+    assert outcomes(told(sampled, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1)}
 
 
 def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> None:
@@ -159,11 +158,11 @@ def test_each_text_draws_from_its_own_generator() -> None:
     together, alone = seeded(3, first=7), [seeded(1, first=7 + text) for text in range(3)]
     for _ in range(2):
         assert torch.equal(together.uniform(5), torch.cat([one.uniform(5) for one in alone]))
-        raced = [one.race(row) for one, row in zip(alone, probs.split(1), strict=True)]
-        assert torch.equal(together.race(probs), torch.cat(raced))
+        sampled = [one.sample(row) for one, row in zip(alone, probs.split(1), strict=True)]
+        assert torch.equal(together.sample(probs), torch.cat(sampled))
     rest, probs = together.rows([2, 0]), probs[[2, 0]]
-    raced = [alone[text].race(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
-    assert torch.equal(rest.race(probs), torch.cat(raced))
+    sampled = [alone[text].sample(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
+    assert torch.equal(rest.sample(probs), torch.cat(sampled))
 
 
 def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
@@ -172,15 +171,15 @@ def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
     for _ in range(3):
         drawn.append(small.uniform(4))
         assert torch.equal(large.uniform(40)[:, :4], drawn[-1])
-        assert torch.equal(small.race(probs), large.race(probs))
+        assert torch.equal(small.sample(probs), large.sample(probs))
     assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every step draws anew
 
 
 def test_seeds_that_differ_above_32_bits_draw_differently() -> None:
     seeds = [1, 1 + (1 << 32), 1 + (1 << 33), 1 + (1 << 62)]
-    noise = Noise.seeded(seeds, torch.device("cpu"))
-    assert len(noise.uniform(1).unique()) == 4
-    assert len(noise.race(torch.ones(4, 10_000)).unique()) == 4
+    generators = Generators.seeded(seeds, torch.device("cpu"))
+    assert len(generators.uniform(1).unique()) == 4
+    assert len(generators.sample(torch.ones(4, 10_000)).unique()) == 4
 
 
 def random_parents(num_nodes: int) -> Tensor:
@@ -192,28 +191,28 @@ def random_parents(num_nodes: int) -> Tensor:
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
     parents = random_parents(9)
     layouts = [tree_layout(Tree.from_parents(tuple(p)), parents.device) for p in parents.tolist()]
-    found = Layout.of(parents, depth=int(max(layout.depths.max() for layout in layouts)))
+    found = TreeLayout.of(parents, depth=int(max(layout.depths.max() for layout in layouts)))
     for name in ("parents", "mask", "depths"):
         expected = torch.cat([getattr(layout, name) for layout in layouts])
         assert torch.equal(getattr(found, name), expected), name
 
 
-def random_draft(siblings: Siblings, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
+def random_draft(sampled: bool, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
     """Tokens by chance, a fifth of them missing: the draft, its tokens [B, N], logits [B, N, V]."""
     num_nodes = tree.num_nodes if isinstance(tree, Tree) else tree.shape[1] + 1
     luck, shape = generator(1), (NUM_TEXTS, num_nodes)
     tokens = torch.randint(V, shape, generator=luck)
-    if siblings is Siblings.distinct:  # V nodes in a row hold V tokens
+    if sampled:  # V nodes in a row hold V tokens
         order = torch.rand(NUM_TEXTS, V, generator=luck).argsort(1)
         tokens = order[:, torch.arange(num_nodes) % V]
-    tokens[torch.rand(shape, generator=luck) < 0.2] = NOTHING
+    tokens[torch.rand(shape, generator=luck) < 0.2] = PAD
     tokens[:, 0] = 0
     logits = torch.randn(*shape, V, generator=luck)
     depth = tree.depth if isinstance(tree, Tree) else num_nodes - 1
-    draft = Draft(tree, tokens[:, 1:], depth, siblings)
-    if siblings is not Siblings.ranked:
+    draft = Draft(tree, tokens[:, 1:], depth)
+    if sampled:
         near = logits + torch.randn(*shape, V, generator=luck)
-        draft = replace(draft, probs=near.softmax(-1)[:, : max(tree.parents) + 1])
+        draft = replace(draft, draft_probs=near.softmax(-1)[:, : max(tree.parents) + 1])
     return draft, tokens, logits
 
 
@@ -222,64 +221,65 @@ def children_of(draft: Draft, text: int) -> list[list[int]]:
     shape = draft.tree.parents[1:] if isinstance(draft.tree, Tree) else draft.tree[text].tolist()
     children: list[list[int]] = [[] for _ in range(len(shape) + 1)]
     for node, parent in enumerate(shape, start=1):
-        if draft.tokens[text, node - 1] != NOTHING:
+        if draft.tokens[text, node - 1] != PAD:
             children[parent].append(node)
     return children
 
 
-def walked(draft: Draft, text: int, p_rows: np.ndarray, hurdles: np.ndarray):
+def walked(draft: Draft, text: int, p_rows: np.ndarray, uniforms: np.ndarray):
     """The accepted path of one text, and what its bonus is drawn from, as papers write it."""
     tokens, children, path = [0, *draft.tokens[text].tolist()], children_of(draft, text), [0]
     while True:
         p = p_rows[path[-1]]
-        q = None if draft.probs is None or not children[path[-1]] else (
-            draft.probs[text, path[-1]].double().numpy()
+        q = None if draft.draft_probs is None or not children[path[-1]] else (
+            draft.draft_probs[text, path[-1]].double().numpy()
         )  # fmt: skip
         for child in children[path[-1]]:
             x = tokens[child]
-            if draft.siblings is Siblings.ranked:
+            if draft.draft_probs is None:
                 q = np.eye(V)[x]
-            if hurdles[child] * q[x] < p[x]:
+            if uniforms[child] * q[x] < p[x]:
                 path.append(child)
                 break
             p = np.maximum(p - q, 0)
             p = p / p.sum()
-            if draft.siblings is Siblings.distinct:
+            if draft.draft_probs is not None:
                 q = np.where(np.arange(V) == x, 0, q)
                 q = q / q.sum()
         else:
             return path, p
 
 
-def same(verdict: Verdict, paths: list[list[int]], rests: list[np.ndarray], noise: Noise) -> None:
+def same(
+    accepted: Accepted, paths: list[list[int]], rests: list[np.ndarray], generators: Generators
+) -> None:
     for nodes, n, path in zip(
-        verdict.nodes.tolist(), verdict.num_accepted.tolist(), paths, strict=True
+        accepted.nodes.tolist(), accepted.num_accepted.tolist(), paths, strict=True
     ):
         assert nodes[: n + 1] == path
         assert not any(nodes[n + 1 :])
     assert {len(path) for path in paths} >= {1, 2, 3}  # so that paths say something
-    assert torch.equal(verdict.bonus, noise.race(torch.from_numpy(np.stack(rests)).float()))
+    assert torch.equal(accepted.bonus, generators.sample(torch.from_numpy(np.stack(rests)).float()))
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
 @pytest.mark.parametrize(
-    ("siblings", "tree"),
+    ("sampled", "tree"),
     [
-        (Siblings.ranked, TREE),
-        (Siblings.ranked, random_parents(9)),
-        (Siblings.distinct, Tree.chain(4)),
-        (Siblings.distinct, DEEP),
-        (Siblings.independent, DEEP),
+        (False, TREE),
+        (False, random_parents(9)),
+        (True, Tree.chain(4)),
+        (True, DEEP),
     ],
-    ids=["ranked", "ranked, trees differ", "chain", "distinct", "independent"],
+    ids=["ranked", "ranked, trees differ", "chain", "tree"],
 )
-def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(siblings, tree, sampling) -> None:
-    draft, tokens, logits = random_draft(siblings, tree)
-    verdict = judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
-    noise, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
-    hurdles = noise.uniform(tokens.shape[1]).double().numpy()
-    found = [walked(draft, text, p[text], hurdles[text]) for text in range(NUM_TEXTS)]
-    same(verdict, [path for path, _ in found], [rest for _, rest in found], noise)
+def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(sampled, tree, sampling) -> None:
+    draft, tokens, logits = random_draft(sampled, tree)
+    accepted = verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
+    generators, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
+    uniforms = generators.uniform(tokens.shape[1]).double().numpy()
+    found = [walked(draft, text, p[text], uniforms[text]) for text in range(NUM_TEXTS)]
+    same(accepted, [path for path, _ in found], [rest for _, rest in found], generators)
 
 
 def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> list[int]:
@@ -289,29 +289,32 @@ def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> 
     while paths:
         path = paths.pop(0)
         paths += [[*path, child] for child in children[path[-1]]]
-        length, liking = 0, 0.0
+        length, log_prob = 0, 0.0
         for parent, node in pairwise(path):
             entropy = -(p[parent] * np.log(p[parent] + 1e-5)).sum()
             if p[parent][tokens[node]] <= min(rule.threshold, rule.alpha * np.exp(-entropy)):
                 break
-            length, liking = length + 1, liking + np.log(p[parent][tokens[node]])
-        if (length, liking) > best[:2] or length > best[0]:
-            best = (length, liking, path[: length + 1])
+            length, log_prob = length + 1, log_prob + np.log(p[parent][tokens[node]])
+        if (length, log_prob) > best[:2] or length > best[0]:
+            best = (length, log_prob, path[: length + 1])
     return best[2]
 
 
 @pytest.mark.parametrize("rule", [Typical(), Typical(threshold=0.3, alpha=0.7)])
 @pytest.mark.parametrize("tree", [DEEP, random_parents(9)], ids=["tree", "trees differ"])
 def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) -> None:
-    draft, tokens, logits = random_draft(Siblings.ranked, tree)
+    draft, tokens, logits = random_draft(False, tree)
     sampling = replace(WARPED, typical=rule)
-    verdict, noise = judge(draft, tokens, logits, sampling, seeded(NUM_TEXTS)), seeded(NUM_TEXTS)
+    accepted, generators = (
+        verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
+        seeded(NUM_TEXTS),
+    )
     p = sampling.probabilities(logits).double().numpy()
     paths = [likeliest_typical(draft, text, p[text], rule) for text in range(NUM_TEXTS)]
-    same(verdict, paths, [p[text, path[-1]] for text, path in enumerate(paths)], noise)
+    same(accepted, paths, [p[text, path[-1]] for text, path in enumerate(paths)], generators)
 
 
-def test_a_token_is_typical_above_the_bar_that_the_entropy_sets() -> None:
+def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
     even = torch.zeros(2, 4)  # entropy log 4: alpha / 4 = 0.075 is below the threshold of 0.09
     sure = torch.tensor([0.915, 0.085]).log().expand(2, -1)  # alpha * exp(-0.29) is above it
     chain = Tree.chain(1)

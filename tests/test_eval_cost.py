@@ -7,18 +7,19 @@ from toys import Clock, eagle_head, noisy_head, random_target
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import TreeSearchRun
+from eval import clock as eval_clock
 from eval.decode.engine import NoDraft, decode
 from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
-from eval.tune import advice, cost
+from eval.tune import advice
 from eval.tune.advice import Advice, Point, chain_taus, check, full_batch, speedups
 from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, time_steps
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import GREEDY
-from heads.tree import Tree
+from heads.tree import DynamicShape, Tree
 
 PROMPT = [5, 6, 7, 8]
 
@@ -105,10 +106,10 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int) -> None:
 def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> None:
     """A pass takes a second per token; behind the drafter "b", which takes 4 and not 2, one more.
 
-    What comes before the rounds and in the first of them takes 100 more.
+    All but the last of three rounds takes 100 more.
     """
     target, clock, passes, behind = random_target(), Clock(), [0], [""]
-    rounds = 2 + 2 * (NUM_PLAIN + 3)  # passes: two that read, then a round of two drafters
+    rounds = 2 + 2 * 2 * (NUM_PLAIN + 3)  # passes: two that read, then two rounds of two drafters
 
     def pass_seconds(_cache, tokens: torch.Tensor, *_: object) -> float:
         passes[0] += 1
@@ -127,7 +128,7 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
     for (name, drafter), seconds in zip(drafters.items(), (2.0, 4.0), strict=True):
         drafter.propose = clock.taking(draft_seconds(name, seconds), drafter.propose)
     monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.extend))
-    monkeypatch.setattr(cost, "time", clock)
+    monkeypatch.setattr(eval_clock, "time", clock)
     curve, drafts = time_steps(target, drafters, PROMPT, 1, (2, 3, 7), num_rounds=3)
     assert curve.sizes == [1, 2, 3, 7]
     assert curve.seconds == [1.0, 2.5, 3.5, 7.5]
@@ -229,7 +230,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
 def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None:
     prompts, clock = [PROMPT, [9, 10, 11]], Clock()
     with monkeypatch.context() as patch:  # passes of a second
-        patch.setattr(advice, "time", clock)
+        patch.setattr(eval_clock, "time", clock)
         patch.setattr(target, "extend", clock.taking(lambda *_: 1.0, target.extend))
         # The prompts give the first token of each.
         assert full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)

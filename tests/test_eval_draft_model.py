@@ -13,13 +13,13 @@ from transformers import GenerationConfig
 from eval.decode.drafters.draft_model import (
     DraftLength,
     DraftModel,
-    draw_distinct,
     fit,
     same_tokenizer,
+    sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import NOTHING, Draft, Seen
-from heads.sampling import GREEDY, Noise, Sampling
+from heads.drafting import PAD, Draft, Seen
+from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Target
 from heads.tree import Tree
 
@@ -88,7 +88,7 @@ def test_greedy_text_is_the_targets_alone_and_in_a_batch(family: str) -> None:
             alone = decode(target, DraftModel(draft, tree, length=length), prompt, 24)
             assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
             assert found.token_ids == text
-        assert len({step.accepted for found in together for step in found.steps}) > 1
+        assert len({step.num_accepted for found in together for step in found.steps}) > 1
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -110,7 +110,7 @@ def test_the_target_accepts_all_that_it_drafts_itself(sampling: Sampling) -> Non
     target = endless()
     drafter = DraftModel(target, Tree.chain(4), sampling, range(10, 14))
     for found in decode_batch(target, drafter, PROMPTS, 31, sampling, range(4)):
-        assert [step.emitted for step in found.steps] == [5] * 6
+        assert [step.num_emitted for step in found.steps] == [5] * 6
 
 
 class Checked(DraftModel):
@@ -150,7 +150,7 @@ def test_drafts_are_those_of_a_model_that_reads_everything_anew(family: str, sha
     assert set(found[tree.depth :: tree.depth]) <= {1, 2}  # the root, and a leaf that was kept
     assert found[1] == (1 if shape == "chain" else 2)  # of the root's children, those that have any
     drafted = decode_batch(target, Checked(draft, tree), PROMPTS, 24)
-    assert any(step.accepted == tree.depth for text in drafted for step in text.steps)
+    assert any(step.num_accepted == tree.depth for text in drafted for step in text.steps)
 
 
 def passes_of_generate(target: Target, draft: Target, text: list[int], **settings) -> int:
@@ -213,7 +213,7 @@ def test_an_unsure_model_drafts_less() -> None:
         length = DraftLength(confidence=1.1)
         one = decode(target, DraftModel(draft, Tree.chain(6), length=length), PROMPTS[0], 40)
     assert len(single) == len(one.steps)
-    assert max(step.accepted for step in one.steps) == 1
+    assert max(step.num_accepted for step in one.steps) == 1
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree", "gaps", "both"])
@@ -232,7 +232,7 @@ def test_decoding_keeps_the_targets_distribution(shape: str) -> None:
     assert fits(
         torch.tensor([float(counts[text]) for text in exact]), torch.tensor(list(exact.values()))
     )
-    accepted = sum(step.accepted for text in drawn for step in text.steps)
+    accepted = sum(step.num_accepted for text in drawn for step in text.steps)
     assert accepted > draws / 3
 
 
@@ -250,8 +250,8 @@ def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int) -
 def test_tokens_are_drawn_without_replacement() -> None:
     probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
     rows = probs.expand(2, 4000, 4).contiguous()
-    found = draw_distinct(rows, 4, Noise.seeded([1, 2], torch.device("cpu")))
-    assert (found[:, :, 3] == NOTHING).all()  # only three can be drawn
+    found = sample_distinct(rows, 4, Generators.seeded([1, 2], torch.device("cpu")))
+    assert (found[:, :, 3] == PAD).all()  # only three can be drawn
     assert (found[:, :, :3].sort(-1).values == torch.arange(3)).all()
     counts = torch.zeros(3, 3)
     for first, second, *_ in found.flatten(0, 1).tolist():
@@ -268,12 +268,12 @@ def test_a_sampled_tree_gives_what_it_was_drawn_from() -> None:
     states = target.read_text(PROMPTS[0])
     drafter.observe(Seen([PROMPTS[0]], states, target.new_cache(1)))
     draft = drafter.propose([50])
-    assert draft.probs.shape == (1, 4, VOCAB_SIZE)
+    assert draft.draft_probs.shape == (1, 4, VOCAB_SIZE)
     for node, path in [(0, []), (3, [int(draft.tokens[0, 2])])]:
         logits = target.model(torch.tensor([[*PROMPTS[0], 50, *path]])).logits[0, -1]
-        torch.testing.assert_close(draft.probs[0, node], WARM.probabilities(logits))
-    assert not draft.probs[0, 1:3].any()
-    assert (draft.probs[0, 0, draft.tokens[0, :3]] > 0).all()
+        torch.testing.assert_close(draft.draft_probs[0, node], WARM.probabilities(logits))
+    assert not draft.draft_probs[0, 1:3].any()
+    assert (draft.draft_probs[0, 0, draft.tokens[0, :3]] > 0).all()
     assert len(set(draft.tokens[0, :3].tolist())) == 3
 
 

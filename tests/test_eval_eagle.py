@@ -9,11 +9,11 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
 from heads.drafting import Seen
 from heads.eagle.branches import Branches, Stretch
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.sampling import Sampling
 from heads.target.model import Target
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 NAMES = ["eagle1", "eagle3", "eagle3 reduced", "eagle3.1"]
@@ -50,7 +50,7 @@ def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name
         decoded = decode(target, EagleChain(heads[name], 4), prompt, 60)
         assert decoded.token_ids == text
         assert replay(target, heads[name], Tree.chain(4), prompt, text) == decoded.steps
-        num_accepted += sum(step.accepted for step in decoded.steps)
+        num_accepted += sum(step.num_accepted for step in decoded.steps)
     assert num_accepted > 20
 
 
@@ -61,7 +61,7 @@ def test_dynamic_trees_are_lossless(target, prompts, heads, name: str, shape: Dy
         text = decode(target, NoDraft(), prompt, 40).token_ids
         decoded = decode(target, EagleTree(heads[name], shape), prompt, 40)
         assert decoded.token_ids == text
-        assert any(step.accepted for step in decoded.steps) or prompt == prompts[-1]
+        assert any(step.num_accepted for step in decoded.steps) or prompt == prompts[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,7 +182,7 @@ def test_a_sampled_chain_says_what_it_was_drawn_from(target, heads, name: str) -
         expected = torch.zeros(target.vocab_size)
         logits = torch.tensor(log_probs(head, committed, path[:depth])) / 0.7
         expected[head.vocab.ids] = logits.softmax(-1)
-        torch.testing.assert_close(draft.probs[0, depth], expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(draft.draft_probs[0, depth], expected, rtol=1e-4, atol=1e-6)
         assert expected[path[depth]] > 0
 
 
@@ -206,7 +206,7 @@ def test_sampled_drafts_keep_the_targets_distribution(target, prompts, heads, ki
     # E|count/n - p| <= sqrt(p (1 - p) / n), and the sum of that over 9 pairs is at most
     # sqrt(8 / n): twice what is expected is allowed.
     assert distance < (8 / draws) ** 0.5 < 0.064
-    assert sum(step.accepted for text in drawn for step in text.steps) > 200
+    assert sum(step.num_accepted for text in drawn for step in text.steps) > 200
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from toys import random_target
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.cache import TreeCache
-from heads.drafting import NOTHING, Seen
+from heads.drafting import PAD, Seen
 from heads.sampling import Sampling
 from heads.target.model import Target, TargetOutput
 
@@ -38,7 +38,7 @@ def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]
         for token, parent in zip(tokens, parents, strict=True):
             assert parent < len(paths)
             paths.append((*paths[parent], token))
-        found.append([path for path in paths[1:] if NOTHING not in path])
+        found.append([path for path in paths[1:] if PAD not in path])
     return found
 
 
@@ -71,7 +71,7 @@ def test_smaller_trees_are_filled_up() -> None:
     drafter = Lookahead(window=1, level=3, num_guesses=2)
     drafter.observe(seen([[8, 8], [9, 9, 3, 4], [8, 8]]))
     draft = drafter.propose([5, 9, 6])
-    sizes = [sum(token != NOTHING for token in row) for row in draft.tokens.tolist()]
+    sizes = [sum(token != PAD for token in row) for row in draft.tokens.tolist()]
     assert sizes[0] == sizes[2] < sizes[1] == draft.tokens.shape[1]
     tokens = draft.tokens.tolist()[1]
     drafter.keep([1])
@@ -134,7 +134,7 @@ def test_guesses_are_accepted(seed: int) -> None:
     text = decode(target, NoDraft(), PROMPT, 60).token_ids
     found = decode(target, Lookahead(), PROMPT + text[:-2], 40)
     assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 40).token_ids
-    assert max(step.accepted for step in found.steps) >= 4
+    assert max(step.num_accepted for step in found.steps) >= 4
     assert len(found.steps) < 25
 
 

@@ -10,7 +10,7 @@ from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generate import hf_generate
 from heads.cache import TreeCache
-from heads.drafting import NOTHING, Seen
+from heads.drafting import PAD, Seen
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Target, TargetOutput
 
@@ -78,7 +78,7 @@ def test_texts_that_find_less_are_filled_up() -> None:
     drafter = PromptLookup(3)
     drafter.observe(seen([1, 2, 3, 4], [7, 8], [6]))
     draft = drafter.propose([1, 7, 5])
-    gap = NOTHING
+    gap = PAD
     assert draft.tokens.tolist() == [[2, 3, 4], [8, 7, gap], [gap, gap, gap]]
     drafter.keep([1])
     drafter.observe(seen([7, 8]))
@@ -156,7 +156,7 @@ def test_a_text_that_repeats_itself_takes_few_passes(
     # Its own text stands in the prompt, so that the copy begins where the text begins.
     found = decode(target, drafter(10), PROMPT + text[:-2], 30)
     assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 30).token_ids
-    assert max(step.accepted for step in found.steps) >= 5
+    assert max(step.num_accepted for step in found.steps) >= 5
     assert len(found.steps) < 20
 
 

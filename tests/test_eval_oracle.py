@@ -76,8 +76,8 @@ def test_a_batch_gives_the_targets_texts(family: str) -> None:
     for tree in (Tree.chain(4), TREE):
         found = decode_batch(target, Oracle(texts, tree, 0.6, 96), PROMPTS, 40)
         assert [one.token_ids for one in found] == texts
-        assert any(step.accepted == tree.depth for one in found for step in one.steps)
-        assert any(step.accepted == 0 for one in found for step in one.steps)
+        assert any(step.num_accepted == tree.depth for one in found for step in one.steps)
+        assert any(step.num_accepted == 0 for one in found for step in one.steps)
 
 
 def test_a_perfect_draft_takes_the_fewest_passes() -> None:
@@ -85,7 +85,7 @@ def test_a_perfect_draft_takes_the_fewest_passes() -> None:
     target.model.generation_config.eos_token_id = None
     text = decode(target, NoDraft(), PROMPT, 41).token_ids
     found = decode(target, Oracle([text], Tree.chain(4), 1.0, 96), PROMPT, 41)
-    assert [step.accepted for step in found.steps] == [4] * 8
+    assert [step.num_accepted for step in found.steps] == [4] * 8
 
 
 def test_mistakes_depend_on_seed_text_and_place_alone() -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.decode.drafters.other_tokenizer import OtherTokenizer, Translation, Translator
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import NOTHING, Draft
+from heads.drafting import PAD, Draft
 from heads.sampling import Sampling
 from heads.target.model import Target
 
@@ -108,7 +108,7 @@ class Checked(OtherTokenizer):
 
     def propose(self, roots: list[int]) -> Draft:
         draft = super().propose(roots)
-        self.proposed += int((draft.tokens != NOTHING).sum())
+        self.proposed += int((draft.tokens != PAD).sum())
         return draft
 
 
@@ -121,8 +121,8 @@ def test_a_model_that_says_the_same_is_accepted(models_by_tokenizer, name: str) 
         assert text.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
     steps = [step for text in texts for step in text.steps]
     # What is cut at the end of a text was proposed too.
-    assert sum(step.accepted for step in steps) > 0.9 * drafter.proposed
-    assert sum(step.emitted for step in steps) > 4.5 * len(steps)
+    assert sum(step.num_accepted for step in steps) > 0.9 * drafter.proposed
+    assert sum(step.num_emitted for step in steps) > 4.5 * len(steps)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_texts_are_the_targets_alone_and_in_a_batch(models_by_tokenizer, mine, i
         alone = decode(target, OtherTokenizer(draft, target.tokenizer, 4, 10), prompt, 60)
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
         assert found.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
-    assert sum(step.accepted for text in together for step in text.steps) > 20
+    assert sum(step.num_accepted for text in together for step in text.steps) > 20
 
 
 @pytest.mark.parametrize("its", ["wordy", "bytes"])

@@ -8,7 +8,7 @@ from toys import FAMILIES, random_model
 from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.drafting import NOTHING, Seen
+from heads.drafting import PAD, Seen
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -73,7 +73,7 @@ def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
         drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 32)
         assert drafted.token_ids == text
         assert replay(each, SelfReplay(each, skip), Tree.chain(3), PROMPT, text) == drafted.steps
-        num_accepted += sum(step.accepted for step in drafted.steps)
+        num_accepted += sum(step.num_accepted for step in drafted.steps)
     assert num_accepted > 0
 
 
@@ -104,7 +104,7 @@ def check_batch(target: Target, prompts: list[list[int]]) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_with_all_layers_everything_is_accepted(target, sampling: Sampling) -> None:
     drafted = decode(target, SelfDraft(target, (), 3, sampling=sampling), PROMPT, 41, sampling)
-    assert [(step.accepted, step.emitted) for step in drafted.steps] == [(3, 4)] * 10
+    assert [(step.num_accepted, step.num_emitted) for step in drafted.steps] == [(3, 4)] * 10
 
 
 def proposed(target: Target, skip: tuple[int, ...], num_tokens: int, **settings) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_an_unsure_text_waits_for_the_others(target) -> None:
     for bar in torch.linspace(0.02, 0.98, 25).tolist():
         drafter.confidence = bar
         found = drafter.propose([prompt[-1] for prompt in prompts]).tokens
-        there = found != NOTHING
+        there = found != PAD
         ends = there.sum(1)
         assert ends.min() >= 1
         assert ends.max() == found.shape[1]
@@ -206,7 +206,7 @@ def test_sampled_drafts_keep_the_targets_distribution(target) -> None:
         seeds = range(start, start + 100)
         drafter = SelfDraft(target, skip, 2, 0.4, hot, [seed + (1 << 32) for seed in seeds])
         for text in decode_batch(target, drafter, [PROMPT] * 100, 3, hot, seeds):
-            num_accepted += sum(step.accepted for step in text.steps)
+            num_accepted += sum(step.num_accepted for step in text.steps)
             counts[tuple(text.token_ids)] = counts.get(tuple(text.token_ids), 0) + 1
     exact = {(): 1.0}
     for _ in range(3):

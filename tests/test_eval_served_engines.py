@@ -18,7 +18,7 @@ from eval.parity.gate import TOLERANCE, verify
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
-from heads.kinds import Head
+from heads.kind import DraftHead
 from heads.target.model import Target
 from heads.vocab import DraftVocab
 
@@ -51,7 +51,7 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def heads(target: Target) -> dict[str, Head]:
+def heads(target: Target) -> dict[str, DraftHead]:
     plain = eagle(target, num_ids=40, layers=LAYERS)
 
     def changed(**settings: Any) -> EagleHead:
@@ -74,7 +74,9 @@ def heads(target: Target) -> dict[str, Head]:
 
 
 @pytest.fixture(scope="module")
-def good(target: Target, heads: dict[str, Head], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(
+    target: Target, heads: dict[str, DraftHead], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """An export per cell, named `format head`."""
     root = tmp_path_factory.mktemp("good")
     for name, formats in CELLS.items():
@@ -94,7 +96,7 @@ def test_what_the_exporter_writes_is_what_was_trained(good: Path, cell: str) -> 
 
 
 def test_a_bfloat16_export_is_compared_as_it_will_be_served(
-    target: Target, heads: dict[str, Head], tmp_path: Path
+    target: Target, heads: dict[str, DraftHead], tmp_path: Path
 ) -> None:
     config = heads["eagle3.1"].config
     assert not isinstance(config, str)

@@ -5,13 +5,13 @@ from pytest import approx
 from toys import random_target, tokenizer
 
 from conf.schema_measure import SpeedupRun
+from eval.clock import Times
 from eval.compare.methods import Method
 from eval.compare.timing import BatchRun, _origins, _pieces, _spread, summarise, time_methods
-from eval.decode.engine import Generation, NoDraft, Step, Times, decode
+from eval.decode.engine import Generation, NoDraft, Step, decode
 from eval.measure.bench import Bench, batches, seed_of
-from eval.measure.heads import drafter_seeds
 from eval.measure.prompts import Prompt
-from heads.sampling import GREEDY
+from heads.sampling import GREEDY, drafter_seeds
 from heads.tree import Tree
 
 

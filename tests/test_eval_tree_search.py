@@ -21,27 +21,27 @@ from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, Costs
 from eval.tune.cost import CostCurve
 from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
-from heads.eagle.drafter import DynamicShape, EagleTree
+from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.load import load_target
-from heads.tree import Tree
+from heads.tree import DynamicShape, Tree
 
 PROMPTS = [Prompt("all", [n, 6, 7, 8]) for n in (5, 9, 30)]
-NOTHING = [[0, 0, 0]] * 2
+PAD = [[0, 0, 0]] * 2
 
-RANKED = [[[3, 4, 9], [5, 6, 9]], [[4, 8, 9], [5, 6, 9]], [[5, 9, 4], [6, 9, 8]], NOTHING]
+RANKED = [[[3, 4, 9], [5, 6, 9]], [[4, 8, 9], [5, 6, 9]], [[5, 9, 4], [6, 9, 8]], PAD]
 RESPONSE = [1, 4, 5, 9]
 """Place 0 is followed by 4 5: ranks 1, 0. Place 1 by 5: none. Place 2 by 9: rank 1."""
 
 
 def test_values_by_hand() -> None:
-    texts = StaticTexts([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], NOTHING]])
+    texts = StaticTexts([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], PAD]])
     # Four places: three of the first text, one of the second, followed by 4: rank 0.
     assert node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
 
 
 def test_a_text_of_one_token_has_no_values() -> None:
-    assert node_values(StaticTexts([[1]], [[NOTHING]])) == {}
+    assert node_values(StaticTexts([[1]], [[PAD]])) == {}
 
 
 def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
@@ -95,7 +95,7 @@ def test_static_steps_are_those_of_decoding(target) -> None:
         found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
         assert texts.steps(tree) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.accepted for text in texts.steps(widest(3)) for step in text)
+    assert any(step.num_accepted for text in texts.steps(widest(3)) for step in text)
 
 
 def test_what_was_drawn_is_followed_by_hand() -> None:
@@ -120,7 +120,7 @@ def test_dynamic_steps_are_those_of_decoding(target, eagle, top_k: int) -> None:
         found = [decode(target, EagleTree(eagle, shape), p.token_ids, 24) for p in PROMPTS]
         assert texts.steps(shape) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.accepted > 1 for text in texts.steps(shape) for step in text)
+    assert any(step.num_accepted > 1 for text in texts.steps(shape) for step in text)
 
 
 def test_what_a_step_costs_by_hand() -> None:

@@ -8,13 +8,13 @@ from transformers import GenerationConfig
 from conf.schema_eagle import EagleConfig, EagleForm
 from eval.decode.engine import NoDraft, decode, decode_batch, stream
 from eval.measure.replay import replay
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import Sampling
 from heads.target.load import check_served
 from heads.target.model import Target
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 from scripts.store.states import Copies
 

@@ -15,8 +15,8 @@ from eval.parity.gate import verify
 from heads.eagle.head import EagleHead
 from heads.export import writer as export
 from heads.export.golden import golden
-from heads.export.layouts import check_target, layout_of
 from heads.export.serve import serve_command
+from heads.export.writer import check_format, check_target
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
 from heads.target.model import Target
@@ -177,7 +177,7 @@ def test_no_engine_loads_medusa_heads_with_fewer_ids(target: Target, engine: str
     few = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
     pruned = make(target, "medusa").pruned(few).attach(target)
     with pytest.raises(InputError, match=r"reduced draft vocabulary.*allowed for this head: none"):
-        layout_of(pruned, ExportFormat(engine))
+        check_format(pruned, ExportFormat(engine))
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,20 @@ def test_a_head_that_an_engine_does_not_load_is_refused(
     target: Target, kind: str, engine: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=rf"^format={engine}: {message}"):
-        layout_of(make(target, kind), ExportFormat(engine))
+        check_format(make(target, kind), ExportFormat(engine))
 
 
 def test_the_authors_code_shares_the_blocks_of_a_medusa_head(target: Target) -> None:
     head = MedusaHead.from_target(target, num_heads=2, num_layers=2)
     with pytest.raises(InputError, match=r"makes one of the 2 residual blocks.*: vllm, trtllm, tg"):
-        layout_of(head, ExportFormat.original)
+        check_format(head, ExportFormat.original)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_the_authors_code_knows_no_newer_rope(kind: str) -> None:
     scaled = toy_target(rope_parameters=ROPES[kind])
     with pytest.raises(InputError, match=f"knows plain RoPE.* this head has {kind} with 5"):
-        layout_of(eagle(scaled), ExportFormat.original)
+        check_format(eagle(scaled), ExportFormat.original)
 
 
 def test_an_own_embedding_goes_where_it_is_read(target: Target, tmp_path: Path) -> None:

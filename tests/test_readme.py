@@ -1,6 +1,9 @@
 import re
-import subprocess
+import shlex
+from dataclasses import is_dataclass
+from enum import EnumMeta
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -8,9 +11,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
+from data.engine_states import EngineTaps
+from eval.compare.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
+LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}}
+PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
+MODULES = (schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2)
 SCHEMAS = {
     "medusa": schema.MedusaRun,
     "eagle": schema_eagle.EagleRun,
@@ -28,37 +36,182 @@ SCHEMAS = {
     "merge_adapter": schema_medusa2.MergeAdapterRun,
     "prune": schema_measure.PruneRun,
 }
-# Without Hydra; a test of its own runs it.
-PLAIN = {"verify_export"}
-COMMANDS = re.findall(r"^(?:python|accelerate launch\b.*?) +(\S+/(\w+)\.py)(.*)$", README, re.M)
-COMPOSED = [command for command in COMMANDS if command[1] not in PLAIN]
+# Without Hydra: one has a test of its own that runs it, the other takes three numbers.
+PLAIN = {"verify_export", "bench_engine"}
+# What has no default.
+REQUIRED = {
+    "push": ["repo_id=me/head"],
+    "serve_check": ["endpoint=http://localhost:8000"],
+    "export": ["format=vllm"],
+}
+# A setting of ModelOpt.
+FOREIGN = {"eagle_export_rope_scaling"}
+# Words in code that are neither a setting, a value of one, nor a method: figures that commands
+# write, fields of rows, tensors and keys of published heads.
+NAMES = set(
+    "tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless "
+    "top1 draft_seconds parity category from value role content instruction input output response "
+    "answer null d2t lm_head token_map output_hidden_states".split()
+)
 
 
-@pytest.mark.parametrize(("path", "name", "rest"), COMPOSED, ids=[c[1] + c[2] for c in COMPOSED])
-def test_every_command_composes(path: str, name: str, rest: str) -> None:
-    assert (ROOT / path).is_file()
-    overrides = [word for word in rest.split("#", maxsplit=1)[0].split() if "=" in word]
+def spans(text: str) -> list[str]:
+    """What stands in code: the lines of plain blocks, and what is between backticks."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    rest = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    inline = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    return [line for kind, block in blocks if not kind for line in block.splitlines()] + inline
+
+
+def in_code(pattern: str) -> list[tuple[str, str]]:
+    """Page and span of every span of a README that fits the pattern as a whole."""
+    return [(page, span) for page in LIMITS for span in SPANS[page] if re.fullmatch(pattern, span)]
+
+
+def keys(schema: Any, prefix: str = "") -> set[str]:
+    """The settings and groups of settings of a command."""
+    found = set()
+    for name, kind in get_type_hints(schema).items():
+        found |= {prefix + name}
+        if is_dataclass(kind):
+            found |= keys(kind, f"{prefix}{name}.")
+    return found
+
+
+def composes(name: str, overrides: list[str]) -> None:
+    """Raises where the command refuses these settings."""
     ConfigStore.instance().store(name=f"{name}_schema", node=SCHEMAS[name])
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         OmegaConf.to_object(compose(name, overrides))
 
 
-def test_the_readme_shows_every_command() -> None:
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+SPANS = {page: spans(text) for page, text in PAGES.items()}
+KEYS = {name: keys(node) for name, node in SCHEMAS.items()}
+SETTINGS = set().union(*KEYS.values())
+ENUMS = [kind for module in MODULES for kind in vars(module).values() if isinstance(kind, EnumMeta)]
+VALUES = {value.value for kind in ENUMS for value in kind}
+RECIPES = {file.stem for file in (ROOT / "conf/head").glob("*.yaml")}
+COMMAND = re.compile(r"(?:python|accelerate launch\b.*?|sbatch\b.*?) +(\S+/(\w+)\.py)(.*)")
+COMMANDS = [found.groups() for _, span in in_code(".*") if (found := COMMAND.fullmatch(span))]
+COMPOSED = [command for command in COMMANDS if command[1] not in PLAIN]
+GIVEN = sorted({word for _, span in in_code(r"([\w.]+=\S*\s*)+") for word in span.split()})
+
+
+@pytest.mark.parametrize("page", LIMITS)
+def test_a_page_is_short(page: str) -> None:
+    assert len(PAGES[page].splitlines()) <= LIMITS[page]
+
+
+@pytest.mark.parametrize(("path", "name", "rest"), COMPOSED, ids=[c[1] + c[2] for c in COMPOSED])
+def test_every_command_composes(path: str, name: str, rest: str) -> None:
+    assert (ROOT / path).is_file()
+    words = rest.split("#", maxsplit=1)[0].split()
+    overrides = [word for word in words if "=" in word]
+    assert {*words} - {*overrides} <= {"--help", "--multirun"}
+    if "--multirun" in words:
+        overrides = [word.split(",")[0] for word in overrides]
+    composes(name, overrides)
+
+
+def test_every_command_is_shown() -> None:
     assert {name for _, name, _ in COMMANDS} == {*SCHEMAS, *PLAIN}
 
 
-def test_make_targets_in_the_readme_exist() -> None:
+def test_every_script_is_named() -> None:
+    named = {span.split("/")[-1] for _, span in in_code(r"\w+/\w+\.py")}
+    named |= {f"{name}.py" for _, name, _ in COMMANDS} | {"quickstart.py"}  # make quickstart
+    for folder in FOLDERS:
+        for file in (ROOT / folder).glob("*.py"):
+            if "__main__" in file.read_text():
+                assert file.name in named, f"{file} is on no page"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        path, _, anchor = link.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+            assert anchor in map(slug, headings), link
+
+
+def test_every_page_is_linked_from_the_first() -> None:
+    linked = set(re.findall(r"\]\((\w+/README\.md)", PAGES["README.md"]))
+    assert linked == {*LIMITS} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    top = "|".join((*FOLDERS, "tests"))
+    for path in re.findall(rf"(?<![\w./-])(?:{top})/[\w./]*\b/?", PAGES[page]):
+        assert (ROOT / path).exists(), path
+
+
+def test_rooms_and_files_beside_a_page_exist() -> None:
+    named = in_code(r"\w+/|\w+\.(py|yaml|slurm)")
+    assert ("train/README.md", "loop/") in named
+    for page, path in named:
+        assert (ROOT / page).parent.joinpath(path).exists(), f"{page}: {path}"
+
+
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make ([a-z][a-z-]*)", README)):
+    code = "\n".join(span for page in PAGES for span in SPANS[page])
+    targets = set(re.findall(r"^make ([a-z][a-z-]*)", code, re.M))
+    assert "quickstart" in targets
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
-def test_the_file_list_is_complete() -> None:
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    folders = ("conf", "data", "heads", "eval", "train", "scripts")
-    for file in listed.stdout.split():
-        if file.endswith(".py") and file.startswith(folders) and not file.endswith("__init__.py"):
-            assert re.search(rf"^ +{Path(file).name} ", README, re.M), f"{file} is not listed"
+def test_settings_named_in_code_exist() -> None:
+    groups = "|".join({key.split(".")[0] for key in SETTINGS if "." in key})
+    named = in_code(rf"(?:{groups})\.[\w.]+")
+    assert ("train/README.md", "train.dtype") in named
+    for page, word in named:
+        assert word in SETTINGS, f"{page}: {word}"
+
+
+@pytest.mark.parametrize("word", GIVEN)
+def test_values_named_in_code_are_allowed(word: str) -> None:
+    key, _, value = word.partition("=")
+    if key.isupper() or key in FOREIGN:
+        return
+    if key == "head":
+        assert value in RECIPES
+        return
+    commands = [name for name in SCHEMAS if key in KEYS[name]]
+    assert commands
+    if value:
+        composes(commands[0], [word, *REQUIRED.get(commands[0], [])])
+
+
+def test_words_in_code_are_known() -> None:
+    words = in_code(r"[a-z][a-z0-9_]*")
+    known = VALUES | RECIPES | {*METHODS} | {key.rsplit(".")[-1] for key in SETTINGS}
+    for page, word in words:
+        assert word in known | NAMES, f"{page}: {word}"
+    assert {word for _, word in words} >= NAMES - known
+
+
+def test_the_settings_of_tables_exist() -> None:
+    for page in LIMITS:
+        for table in re.findall(r"^\|.*\|\n\|[-|]+\|\n(?:\|.*\n)+", PAGES[page], re.M):
+            head, _, *rows = ([*row.split("|")] for row in table.splitlines())
+            for column in (i for i, cell in enumerate(head) if cell.startswith(" setting")):
+                for word in re.findall(r"`([^`]+)`", " ".join(row[column] for row in rows)):
+                    assert word.partition("=")[0].removesuffix(".*") in SETTINGS, f"{page}: {word}"
+
+
+def test_vllm_is_started_to_write_what_capture_reads() -> None:
+    (command,) = (span for _, span in in_code("vllm serve .*") if "extract_hidden_states" in span)
+    taps = EngineTaps(
+        (2, 18, 33), num_layers=36, hidden_size=4096, final_norm=lambda states: states
+    )
+    words = shlex.split(command)
+    assert words[words.index("--speculative-config") :] == taps.serve_options("/dev/shm")

@@ -28,10 +28,19 @@ from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
 from train.batch.states import states_of, with_states
-from train.loop import command, same
+from train.loop import command, resume
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
 from train.loss.losses import Sums
+from train.loss.memory import (
+    FLOAT32,
+    PIECES_OF_TEACHER,
+    Counted,
+    Setting,
+    chunk_bytes,
+    copied_bytes,
+    loss_bytes,
+)
 from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import Objective
 
@@ -49,15 +58,43 @@ class EagleObjective(Objective):
         self.weights = step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
         self.slow_logits = len(self.weights) * len(head.vocab.ids)
-        self.same = same.settings("head", config, "path", "revision")
+        self.resume_settings = resume.settings("head", config)
         if not head.vocab.ids.is_meta:  # of which memory alone is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
-            self.same["checksum of the draft vocabulary"] = crc32(ids)
+            self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
 
     def compile_parts(self) -> None:
         """From now on compiles the loss, and the parts of the layer that fuse well."""
         self.criterion.compiled = True
         self.head.compile_layers()
+
+    def memory(self, setting: Setting) -> Counted:
+        """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
+
+        Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
+        values of K each), and of width H, 38 bytes in bfloat16 and 40 in float32: inputs of three
+        projections, norms (in float32), residual stream. The text adds what `fc` reads, before and
+        after its cast, and the layer's inputs, 2 H in float32, which live while steps are made.
+        """
+        head, num_steps = self.head, len(self.weights)
+        llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
+        hidden, inner = llama.hidden_size, llama.intermediate_size
+        attention = head.layer.self_attn
+        query, keys = attention.q_proj.out_features, attention.k_proj.out_features
+        of_width = 38 if e == 2 else 40
+        a_step = e * (4 * inner + 2 * query + 6 * keys) + of_width * hidden
+        text = (FLOAT32 + e) * head.fc.in_features + FLOAT32 * 2 * hidden
+        kept = tokens * (num_steps * a_step + text)
+        grads = FLOAT32 * num_steps * tokens * hidden
+        students = num_steps * tokens
+        one = head.projection().weight.shape[0], hidden
+        teacher = tokens * one[0] * self.target.dtype.itemsize
+        loss = (
+            grads
+            + loss_bytes(setting, students, one, PIECES_OF_TEACHER)
+            + min(teacher, chunk_bytes(setting))
+        )
+        return Counted(copied_bytes(head, setting), kept, loss, 2 * grads + 3 * tokens * inner * e)
 
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what each step learns of it."""
@@ -168,6 +205,14 @@ def make_head(
     name = head.config.form.value
     lines.append(f"head: {name}, {settings.num_steps} steps, {trained / 1e6:.1f} M parameters")
     return head, lines
+
+
+def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
+    """With the settings of the form's first recipe, for benchmarks."""
+    eagle1 = EagleConfig(form=EagleForm.eagle1, num_steps=1, regression_weight=1.0)
+    return EagleObjective(
+        head, target, eagle1 if head.config.form is EagleForm.eagle1 else EagleConfig()
+    )
 
 
 if __name__ == "__main__":

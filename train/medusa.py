@@ -17,8 +17,17 @@ from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import LEARNT, Batch
 from train.batch.states import with_states
-from train.loop import command, same
+from train.loop import command, resume
 from train.loss.losses import Sums, medusa_loss, medusa_weights
+from train.loss.memory import (
+    FLOAT32,
+    PIECES_OF_TEACHER,
+    PIECES_OF_TEXT,
+    Counted,
+    Setting,
+    copied_bytes,
+    loss_bytes,
+)
 from train.loss.teachers import HiddenTeacher
 from train.objective import Objective
 
@@ -34,7 +43,7 @@ class MedusaObjective(Objective):
         self.target = target
         self.soft = config.labels is Labels.soft
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
-        self.same = same.settings("head", config, "path")
+        self.resume_settings = resume.settings("head", config)
         self.compiled = False
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
@@ -42,6 +51,20 @@ class MedusaObjective(Objective):
         """From now on compiles the loss, and the blocks of the heads."""
         self.compiled = True
         self.head.compile_layers()
+
+    def memory(self, setting: Setting) -> Counted:
+        """N H float32 of states; per head and token 2 H e in its blocks, H float32 for the loss."""
+        head, hidden = self.head, self.target.hidden_size
+        tokens, e = setting.tokens, setting.dtype.itemsize
+        rows = tokens * hidden
+        kept = FLOAT32 * rows + head.num_heads * rows * (2 * head.config.num_layers * e + FLOAT32)
+        grads = head.num_heads * rows * FLOAT32
+        one = len(head.vocab.ids), hidden
+        loss = loss_bytes(setting, tokens, one, PIECES_OF_TEACHER if self.soft else PIECES_OF_TEXT)
+        # With hard labels heads take their turns, and only one has its projection cast.
+        spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
+        copies = max(0, copied_bytes(head, setting) - e * spared)
+        return Counted(copies, kept, loss + grads, grads + 3 * rows * FLOAT32)
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32 supervised tokens of each head."""
@@ -90,6 +113,11 @@ def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
             "Medusa heads are trained on all: name the head that it was pruned from"
         )
     return head
+
+
+def default_objective(head: MedusaHead, target: TargetEnds) -> MedusaObjective:
+    """With the settings of the recipe, for benchmarks."""
+    return MedusaObjective(head, target, MedusaConfig())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from heads.vocab import DraftVocab
 from train.batch.rows import LEARNT, NOISE_SEEDS, Batch
 from train.batch.states import with_states
 from train.dist import processes
-from train.loop import command, same
+from train.loop import command, resume
 from train.loop.job import Evaluate
 from train.loop.replay import HeldoutReplay, heldout_prompts
 from train.loss.heldout import HeldoutLoss
@@ -59,13 +59,15 @@ class Medusa2Objective(Objective):
         self.soft = config.head.labels is Labels.soft
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)
-        self.same = self._same(config)
+        self.resume_settings = self._resume_settings(config)
         self.adapting = self.compiled = False
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
-    def _same(self, config: Medusa2Run) -> dict[str, Any]:
-        found = same.settings("head", config.head, "path")
-        found |= same.settings("adapter", config.adapter) | same.settings("joint", self.joint)
+    def _resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
+        groups = {"head": config.head, "adapter": config.adapter, "joint": config.joint}
+        found: dict[str, Any] = {}
+        for prefix, group in groups.items():
+            found |= resume.settings(prefix, group)
         if self.joint.heads_schedule is HeadsSchedule.sine:
             found["joint steps"] = self.num_steps - self._first_step
         if config.adapter.dropout:

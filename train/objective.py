@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from train.batch.rows import Batch, indexed
 from train.loss.losses import Sums
+from train.loss.memory import Counted, Setting
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Objective(nn.Module):
         weights: [K] float32, the weight of each term, in evaluations throughout.
         measures: names of the rows of `Sums.terms` after losses and tokens.
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
-        same: settings, by key, that must not change when a run continues.
+        resume_settings: by key, those, that must not change when a run continues.
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
     """
 
@@ -47,7 +48,7 @@ class Objective(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.same: dict[str, Any] = {}
+        self.resume_settings: dict[str, Any] = {}
 
     @property
     def depth(self) -> int:
@@ -62,6 +63,11 @@ class Objective(nn.Module):
         """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
         del step
         return self.weights
+
+    def memory(self, setting: Setting) -> Counted | None:
+        """What training the head takes; None where no formula is known."""
+        del setting
+        return None
 
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what is learnt of it."""

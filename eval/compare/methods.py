@@ -17,13 +17,14 @@ from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.decode.generate import hf_generate
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses
-from eval.measure.heads import BenchHead, drafter_seeds, usual_tree
+from eval.measure.heads import BenchHead
 from eval.tune.skip_search import SearchLimits, search_layers
 from heads.drafting import Drafter
-from heads.sampling import Sampling, Typical
+from heads.kinds import KINDS
+from heads.sampling import Sampling, Typical, drafter_seeds
 from heads.target.load import load_target
 from heads.target.model import Target
-from heads.tree import Tree
+from heads.tree import Tree, usual_tree
 
 BASELINE = "vanilla"
 METHODS = {
@@ -31,11 +32,6 @@ METHODS = {
     "generate": "transformers' generate",
     "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1",
     "generate_assisted": "generate with assistant_model=draft.path; batch_size=1",
-    "medusa_chain": "a Medusa head",
-    "medusa_tree": "a Medusa head",
-    "medusa_typical": "a Medusa head; temperature above 0; lossy",
-    "eagle_chain": "an EAGLE head",
-    "eagle_tree": "an EAGLE head",
     "draft_chain": "draft.path",
     "draft_tree": "draft.path with the target's tokenizer",
     "prompt_lookup": "nothing",
@@ -44,8 +40,7 @@ METHODS = {
     "early_exit": "nothing",
     "skip_layers": "nothing",
 }
-"""What each method is or needs. With several heads of a kind, further ones are called
-`eagle_tree_2` and so on, in the order of `head.path` and `heads`."""
+"""What each method without a head is or needs."""
 
 NUM_SEARCH_PROMPTS = 8
 
@@ -65,18 +60,33 @@ class Method:
     lossy: bool = False
 
 
+def known_methods() -> dict[str, str]:
+    """What each method is or needs.
+
+    With several heads of a kind, further ones are called `eagle_tree_2` and so on, in the order of
+    `head.path` and `heads`.
+    """
+    of_heads: dict[str, str] = {}
+    for name, kind in KINDS.items():
+        of_heads |= {f"{name}_chain": kind.phrase, f"{name}_tree": kind.phrase}
+        if kind.static:
+            of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
+    return METHODS | of_heads
+
+
 def check_methods(names: Sequence[str]) -> None:
     """Refuses names of no method.
 
     Raises:
         InputError: with the names there are.
     """
-    unknown = {name for name in names if _kind(name) not in ("all", *METHODS)}
+    known = known_methods()
+    unknown = {name for name in names if _unnumbered(name) not in ("all", *known)}
     if unknown:
-        raise InputError(f"methods={sorted(unknown)}: allowed: all, {', '.join(METHODS)}")
+        raise InputError(f"methods={sorted(unknown)}: allowed: all, {', '.join(known)}")
 
 
-def _kind(name: str) -> str:
+def _unnumbered(name: str) -> str:
     stem, _, number = name.rpartition("_")
     return stem if number.isdigit() else name
 
@@ -94,7 +104,8 @@ def build_methods(bench: Bench, config: SpeedupRun) -> dict[str, Method]:
     else:
         missing = sorted(set(config.methods) - set(known))
         if missing:
-            needs = ", ".join(f"{name} ({METHODS[_kind(name)]})" for name in missing)
+            needed = known_methods()
+            needs = ", ".join(f"{name} ({needed[_unnumbered(name)]})" for name in missing)
             raise InputError(f"methods={missing}: needs {needs}; here there are {', '.join(known)}")
         names = [name for name in known if name in (BASELINE, *config.methods)]
     return {name: known[name]() for name in names}
@@ -121,10 +132,10 @@ class Builder:
             )
         for head, suffix in self._numbered():
             family = head.family
-            for kind in ("chain", "tree"):
-                found[f"{family}_{kind}{suffix}"] = partial(self._head, head, kind)
-            if family == "medusa" and not self.sampling.greedy:
-                found[f"medusa_typical{suffix}"] = partial(self._typical, head)
+            for shape in ("chain", "tree"):
+                found[f"{family}_{shape}{suffix}"] = partial(self._head, head, shape)
+            if KINDS[family].static and not self.sampling.greedy:
+                found[f"{family}_typical{suffix}"] = partial(self._typical, head)
         if self.config.draft.path is not None:
             found |= self._with_draft_model(self.config.draft.path, single)
         return found | {
@@ -167,10 +178,10 @@ class Builder:
 
         return Method(run)
 
-    def _head(self, head: BenchHead, kind: str) -> Method:
-        tree = head.tree if kind == "tree" else head.chain
+    def _head(self, head: BenchHead, shape: str) -> Method:
+        tree = head.tree if shape == "tree" else head.chain
         return self._engine(
-            lambda seeds: head.drafter(kind, self.sampling, seeds),
+            lambda seeds: head.drafter(shape, self.sampling, seeds),
             tree if isinstance(tree, Tree) else None,
         )
 

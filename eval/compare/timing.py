@@ -102,7 +102,7 @@ def _figures(
     steps = [PromptSteps(batch.category, g.steps) for batch, g in texts]
     num_passes = sum(_num_passes(batch.runs[name][0]) for batch in found)
     num_tokens = sum(len(g.token_ids) for _, g in texts)
-    depth = max((step.accepted for p in steps for step in p.steps), default=0)
+    depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
     measured = summary(steps, depth, config.seed)
     watched = any(p.steps for p in steps)
     figures = {
@@ -286,7 +286,7 @@ def _coloured(
 def _origins(text: Generation) -> list[int]:
     depths = [0]
     for step in text.steps:
-        depths += [*range(1, step.accepted + 1), 0][: step.emitted]
+        depths += [*range(1, step.num_accepted + 1), 0][: step.num_emitted]
     return depths
 
 

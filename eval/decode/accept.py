@@ -1,8 +1,8 @@
 """Which draft tokens the target keeps: greedily, or so that sampling keeps its distribution.
 
-A rule judges every node of every tree at once, as if the walk from the root had come to it: does
-it pass, given that its parent was kept and its earlier siblings were refused? The walk down is
-then the same for all rules, and so is the bonus token, which is drawn from what is left of the
+A rule decides on every node of every tree at once, as if the walk from the root had come to it:
+is it accepted, given that its parent was and its earlier siblings were rejected? The walk down is
+then the same for all rules, and so is the bonus token, which is sampled from what is left of the
 target's distribution where the walk ends.
 
 Letters: B texts, N tree nodes (root included), P nodes with children, D depth, V vocab; p the
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.drafting import Draft, Layout, Siblings
-from heads.sampling import Noise, Sampling, Typical, choose
+from heads.drafting import Draft, TreeLayout
+from heads.sampling import Generators, Sampling, Typical
 from heads.tree import Tree
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a step keeps.
+class Accepted:
+    """What a step accepts.
 
     Attributes:
         nodes: [B, N] int64, the accepted node of each depth, the root first; filled up with
             the root.
-        num_accepted: [B] int64, draft tokens kept.
+        num_accepted: [B] int64, accepted draft tokens.
         bonus: [B] int64, the token after them.
     """
 
@@ -35,9 +35,9 @@ class Verdict:
     bonus: Tensor
 
 
-def judge(
-    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, noise: Noise
-) -> Verdict:
+def verify(
+    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
+) -> Accepted:
     """The accepted path of each tree and the bonus token, without waiting for the device.
 
     Args:
@@ -45,71 +45,70 @@ def judge(
         tokens: [B, N] int64, those of `draft` behind the root.
         logits: [B, N, V], the target's after each node.
         sampling: how the target chooses.
-        noise: used if anything is drawn.
+        generators: used if anything is sampled.
     """
     if tokens.shape[1] == 1 and sampling.greedy:
-        nothing = torch.zeros_like(tokens)
-        return Verdict(nothing, nothing[:, 0], choose(logits[:, 0], sampling, noise))
+        root = torch.zeros_like(tokens)
+        return Accepted(root, root[:, 0], logits[:, 0].argmax(-1))
     layout = draft.layout()
     if sampling.greedy:
         choices = logits.argmax(-1)
         passes = choices.gather(1, _rows(layout.parents, tokens)) == tokens
-        nodes, end = _descend(layout, _first(layout, passes))
-        return Verdict(nodes, _at(layout.depths, end), _at(choices, end))
+        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
+        return Accepted(nodes, _at(layout.depths, end), _at(choices, end))
     probs = sampling.probabilities(logits)
     if sampling.typical is not None:
-        passes, liking = _typical(layout, tokens, probs, sampling.typical)
-        nodes, end = _descend(layout, passes, liking)
-        return Verdict(nodes, _at(layout.depths, end), noise.race(_at(probs, end)))
-    hurdles = noise.uniform(tokens.shape[1])
-    if draft.siblings is Siblings.ranked:
-        passes = ranked_pass(layout, tokens, probs, hurdles)
-        nodes, end = _descend(layout, _first(layout, passes))
+        passes, log_probs = typical_acceptance(layout, tokens, probs, sampling.typical)
+        nodes, end = _deepest_path(layout, passes, log_probs)
+        return Accepted(nodes, _at(layout.depths, end), generators.sample(_at(probs, end)))
+    uniforms = generators.uniform(tokens.shape[1])
+    if draft.draft_probs is None:
+        passes = accept_ranked(layout, tokens, probs, uniforms)
+        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
         rest = _without_children(layout, tokens, _at(probs, end), end)
     else:
-        passes, probs = drawn_pass(draft, layout, tokens, probs, hurdles)
-        nodes, end = _descend(layout, _first(layout, passes))
+        passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
+        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
         rest = _at(probs, end)
-    return Verdict(nodes, _at(layout.depths, end), noise.race(rest))
+    return Accepted(nodes, _at(layout.depths, end), generators.sample(rest))
 
 
-def ranked_pass(layout: Layout, tokens: Tensor, probs: Tensor, hurdles: Tensor) -> Tensor:
-    """[B, N] bool for tokens that were not drawn: q is 1 for each.
+def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
+    """[B, N] bool for tokens that were not sampled: q is 1 for each.
 
-    Accepted with p(x); refusing it sets p(x) to 0. Putting the drafter's own probability in
+    Accepted with p(x); rejecting it sets p(x) to 0. Putting the drafter's own probability in
     place of the 1 would not keep the distribution.
 
     Args:
         layout: of the trees.
         tokens: [B, N] int64.
         probs: [B, N, V] float32, p after each node.
-        hurdles: [B, N] uniform.
+        uniforms: [B, N].
 
     Source: SafeAILab/EAGLE `eagle/model/utils.py`, `evaluate_posterior`.
     """
     before = _earlier_siblings(layout)
     same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
     repeated = (before & same).any(-1)
-    offered = _offered(layout, tokens, probs).masked_fill(repeated, 0)
-    left = 1 - (before.float() @ offered.unsqueeze(2)).squeeze(2)
-    return hurdles * left < offered
+    p = _token_probs(layout, tokens, probs).masked_fill(repeated, 0)
+    left = 1 - (before.float() @ p.unsqueeze(2)).squeeze(2)
+    return uniforms * left < p
 
 
-def drawn_pass(
-    draft: Draft, layout: Layout, tokens: Tensor, probs: Tensor, hurdles: Tensor
+def accept_sampled(
+    draft: Draft, layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[B, N] bool for tokens drawn from q, and [B, N, V] what is left of p after the children.
+    """[B, N] bool for tokens sampled from q, and [B, N, V] what is left of p after the children.
 
-    Accepted with min(1, p(x) / q(x)); refusing it makes p norm(max(0, p - q)), and, if siblings
-    are drawn without replacement, q(x) 0 for the next.
+    Accepted with min(1, p(x) / q(x)); rejecting it makes p norm(max(0, p - q)), and, as siblings
+    are sampled without replacement, q(x) 0 for the next.
 
-    Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; distinct siblings,
-    Sequoia, arXiv 2402.12374, algorithm 2; independent ones, SpecInfer, arXiv 2305.09781,
-    algorithm 2.
+    Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; trees, Sequoia, arXiv
+    2402.12374, algorithm 2.
     """
-    assert draft.probs is not None
+    assert draft.draft_probs is not None
     assert isinstance(draft.tree, Tree)
-    q = draft.probs
+    q = draft.draft_probs
     num_inner = q.shape[1]
     p, leaves = probs[:, :num_inner], probs[:, num_inner:]
     passes = torch.zeros_like(tokens, dtype=torch.bool)
@@ -123,39 +122,39 @@ def drawn_pass(
         child = (parents.unsqueeze(1) == inner[:, None]) & (there & (ranks == rank)).unsqueeze(1)
         has, node = child.max(-1)
         token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
-        hurdle = hurdles.gather(1, node).unsqueeze(2) * q.gather(2, token)
-        passes = passes | (child & (hurdle < p.gather(2, token))).any(1)
+        threshold = uniforms.gather(1, node).unsqueeze(2) * q.gather(2, token)
+        passes = passes | (child & (threshold < p.gather(2, token))).any(1)
         p = torch.where(has.unsqueeze(2), _normed((p - q).clamp_min(0), p), p)
-        if draft.siblings is Siblings.distinct:
-            left = q.scatter(2, token, 0.0)
-            q = torch.where(has.unsqueeze(2), _normed(left, q), q)
+        q = torch.where(has.unsqueeze(2), _normed(q.scatter(2, token, 0.0), q), q)
     return passes, torch.cat([p, leaves], dim=1)
 
 
 def _normed(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Divided by their sum; rounding can leave nothing although something was refused."""
+    """Divided by their sum; rounding can leave nothing although something was rejected."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
 
-def _typical(layout: Layout, tokens: Tensor, probs: Tensor, rule: Typical) -> tuple[Tensor, Tensor]:
+def typical_acceptance(
+    layout: TreeLayout, tokens: Tensor, probs: Tensor, rule: Typical
+) -> tuple[Tensor, Tensor]:
     """[B, N] which nodes are typical, and log p of the path to each."""
     entropy = -(probs * (probs + 1e-5).log()).sum(-1)
-    bar = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
-    offered = _offered(layout, tokens, probs)
-    passes = offered > bar.gather(1, _rows(layout.parents, tokens))
-    logs = offered.clamp_min(1e-30).log()
+    threshold = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
+    p = _token_probs(layout, tokens, probs)
+    passes = p > threshold.gather(1, _rows(layout.parents, tokens))
+    logs = p.clamp_min(1e-30).log()
     return passes, (layout.mask.float() @ logs.unsqueeze(2)).squeeze(2)
 
 
-def _offered(layout: Layout, tokens: Tensor, probs: Tensor) -> Tensor:
+def _token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
     """[B, N] p(x) at each node's parent; 0 where there is no node."""
     places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-    offered = probs[places, _rows(layout.parents, tokens), tokens.clamp_min(0)]
-    return offered.masked_fill(tokens < 0, 0)
+    p = probs[places, _rows(layout.parents, tokens), tokens.clamp_min(0)]
+    return p.masked_fill(tokens < 0, 0)
 
 
-def _earlier_siblings(layout: Layout) -> Tensor:
+def _earlier_siblings(layout: TreeLayout) -> Tensor:
     """[B, N, N] bool: row n has the nodes before n under the same parent; the root has none."""
     same = layout.parents.unsqueeze(2) == layout.parents.unsqueeze(1)
     earlier = same & torch.ones_like(same).tril(-1)
@@ -163,28 +162,30 @@ def _earlier_siblings(layout: Layout) -> Tensor:
     return earlier
 
 
-def _first(layout: Layout, passes: Tensor) -> Tensor:
+def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
     """Of the siblings that pass, the first."""
-    beaten = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
-    return passes & ~beaten
+    later = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
+    return passes & ~later
 
 
-def _descend(layout: Layout, passes: Tensor, liking: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _deepest_path(
+    layout: TreeLayout, passes: Tensor, scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The deepest node whose path passes: the nodes of the path [B, D + 1], and the node [B].
 
     Args:
         layout: of the trees.
         passes: [B, N] bool; the root always does.
-        liking: [B, N], decides between nodes equally deep.
+        scores: [B, N], decide between nodes equally deep.
     """
-    refused = ~passes
-    refused[:, 0] = False
-    alive = ~(layout.mask & refused.unsqueeze(1)).any(-1)
+    rejected = ~passes
+    rejected[:, 0] = False
+    alive = ~(layout.mask & rejected.unsqueeze(1)).any(-1)
     depths = layout.depths.expand_as(alive)
     reached = depths.masked_fill(~alive, -1)
-    if liking is not None:
+    if scores is not None:
         deepest = reached == reached.max(1, keepdim=True).values
-        end = liking.masked_fill(~deepest, -torch.inf).argmax(1)
+        end = scores.masked_fill(~deepest, -torch.inf).argmax(1)
     else:
         end = reached.argmax(1)
     mask = layout.mask.expand(len(alive), -1, -1)
@@ -194,12 +195,12 @@ def _descend(layout: Layout, passes: Tensor, liking: Tensor | None = None) -> tu
     return path, end
 
 
-def _without_children(layout: Layout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
-    """[B, V] p at node `end` without the tokens of its children, which were refused."""
-    refused = (_rows(layout.parents, tokens) == end.unsqueeze(1)) & (tokens >= 0)
-    refused[:, 0] = False
+def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
+    """[B, V] p at node `end` without the tokens of its children, which were rejected."""
+    rejected = (_rows(layout.parents, tokens) == end.unsqueeze(1)) & (tokens >= 0)
+    rejected[:, 0] = False
     kept = torch.ones_like(probs).scatter_reduce(
-        1, tokens.clamp_min(0), (~refused).to(probs.dtype), "amin"
+        1, tokens.clamp_min(0), (~rejected).to(probs.dtype), "amin"
     )
     rest = probs * kept
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)

@@ -6,18 +6,17 @@ leaves the batch. A step waits for the device once, to learn which tokens were k
 Letters: B texts, N tree nodes (root included), D hidden, V vocab.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from eval.decode.accept import Verdict, judge
+from eval.clock import PartClock, Times
+from eval.decode.accept import Accepted, verify
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
-from heads.sampling import GREEDY, Noise, Sampling, choose
+from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Tree
 
@@ -45,37 +44,16 @@ class Step:
     """One text's share of a verify pass.
 
     Attributes:
-        accepted: draft tokens kept.
-        emitted: tokens kept, the bonus token included; a text that ends inside the accepted
+        num_accepted: draft tokens kept.
+        num_emitted: tokens kept, the bonus token included; a text that ends inside the accepted
             run is cut there and what is cut is not counted.
-        room: tokens that the text still had to give when the pass started; depths beyond it
+        num_left: tokens that the text still had to give when the pass started; depths beyond it
             could not be tested.
     """
 
-    accepted: int
-    emitted: int
-    room: int
-
-
-@dataclass
-class Times:
-    """Seconds per part of decoding a batch."""
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    accept: float = 0.0
-    total: float = 0.0
-
-    @property
-    def decode(self) -> float:
-        """Everything after the prompts."""
-        return self.total - self.prefill
-
-    @property
-    def host(self) -> float:
-        """What is left when the named parts are taken away."""
-        return self.decode - self.draft - self.verify - self.accept
+    num_accepted: int
+    num_emitted: int
+    num_left: int
 
 
 @dataclass
@@ -163,22 +141,18 @@ class _Batch:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
         self.stops = set(target.stop_ids)
-        self.clock = _Clock(target.device)
+        self.clock = PartClock(target.device)
         self.texts: list[list[int]] = [[] for _ in prompts]
         self.steps: list[list[Step]] = [[] for _ in prompts]
         self.paths: list[list[tuple[int, ...]]] = [[] for _ in prompts]
         self.alive = list(range(len(prompts)))
-        self.noise = Noise.seeded(seeds or [0] * len(prompts), target.device)
+        self.generators = Generators.seeded(seeds or [0] * len(prompts), target.device)
 
     @torch.no_grad()
     def run(self) -> Iterator[dict[int, list[int]]]:
         """Tokens by text, after the prompts and after every step."""
-        cache = self.target.new_cache(len(self.prompts))
         with self.clock.part("prefill"):
-            output, roots = self._prefill(cache)
-        new = {row: [root] for row, root in enumerate(roots)}
-        kept = list(self.prompts)
-        logits = None
+            seen, new = self._prefill()
         while True:
             going = self._emit(new)
             if not going:
@@ -188,23 +162,24 @@ class _Batch:
                 return
             with self.clock.part("accept"):
                 if len(going) < len(self.alive):
-                    output, kept, logits = self._drop(going, cache, output, kept, logits)
-                self.drafter.observe(Seen(kept, output, cache, logits))
+                    seen = self._drop(going, seen)
+                self.drafter.observe(seen)
             with self.clock.part("draft"):
                 draft = self.drafter.propose([self.texts[text][-1] for text in self.alive])
             with self.clock.part("verify"):
-                output, tokens, logits = self._verify(draft, cache)
+                nodes = self._read(draft, seen.cache)
             with self.clock.part("accept"):
-                output, kept, new = self._accept(draft, tokens, logits, output, cache)
+                seen, new = self._accept(draft, nodes, seen.cache)
 
     def generations(self) -> list[Generation]:
         """What came out, once `run` is through."""
-        columns = zip(self.texts, map(_end_room, self.steps), self.paths, strict=True)
+        columns = zip(self.texts, map(_left_at_end, self.steps), self.paths, strict=True)
         return [Generation(text, steps, paths, self.clock.times) for text, steps, paths in columns]
 
-    def _prefill(self, cache: TreeCache) -> tuple[TargetOutput, list[int]]:
-        """The target's states of all prompts, and the first token of each text."""
+    def _prefill(self) -> tuple[Seen, dict[int, list[int]]]:
+        """What the prompts gave, and the first token of each text."""
         device, longest = self.target.device, max(map(len, self.prompts))
+        cache = self.target.new_cache(len(self.prompts))
         # What fills up a shorter row comes after its tokens, which cannot see it.
         rows = [prompt + [0] * (longest - len(prompt)) for prompt in self.prompts]
         causal = torch.ones(1, longest, longest, dtype=torch.bool, device=device).tril()
@@ -212,37 +187,38 @@ class _Batch:
         ids = upload(rows, device)
         output = self.target.extend(cache, ids, causal, depths, self.drafter.reads)
         cache.commit([list(range(len(prompt))) for prompt in self.prompts])
-        last = upload([len(prompt) - 1 for prompt in self.prompts], device)
-        states = output.at(last.unsqueeze(1)).hidden_states[:, 0]
-        return output, choose(self.target.logits(states), self.sampling, self.noise).tolist()
+        seen = Seen(list(self.prompts), output, cache)
+        logits = self.target.logits(seen.last.hidden_states[:, 0])
+        roots = sample_tokens(logits, self.sampling, self.generators).tolist()
+        return seen, {text: [root] for text, root in enumerate(roots)}
 
-    def _verify(self, draft: Draft, cache: TreeCache) -> tuple[TargetOutput, Tensor, Tensor]:
-        """One target pass over the trees: states, tokens [B, N], logits [B, N, V]."""
+    def _read(self, draft: Draft, cache: TreeCache) -> "_Nodes":
+        """One target pass over the trees."""
         roots = [self.texts[text][-1:] for text in self.alive]
         tokens = torch.cat([upload(roots, self.target.device), draft.tokens], dim=1)
         layout = draft.layout()
         output = self.target.extend(
             cache, tokens.clamp_min(0), layout.mask, layout.depths, self.drafter.reads
         )
-        return output, tokens, self.target.logits(output.hidden_states)
+        return _Nodes(tokens, output, self.target.logits(output.hidden_states))
 
     def _accept(
-        self, draft: Draft, tokens: Tensor, logits: Tensor, output: TargetOutput, cache: TreeCache
-    ) -> tuple[TargetOutput, list[list[int]], dict[int, list[int]]]:
-        """States at the kept nodes, their tokens, and the new tokens by text."""
-        verdict = judge(draft, tokens, logits, self.sampling, self.noise)
-        paths, run, bonus = _fetch(verdict, tokens)
+        self, draft: Draft, nodes: "_Nodes", cache: TreeCache
+    ) -> tuple[Seen, dict[int, list[int]]]:
+        """What is committed of the trees, and the new tokens by text."""
+        accepted = verify(draft, nodes.tokens, nodes.logits, self.sampling, self.generators)
+        paths, on_path, bonus = _fetch(accepted, nodes.tokens)
         cache.commit(paths)
-        nodes = verdict.nodes[:, : max(map(len, paths))]
-        kept = [found[: len(path)] for found, path in zip(run, paths, strict=True)]
+        kept = [tokens[: len(path)] for tokens, path in zip(on_path, paths, strict=True)]
         new = {}
-        for text, path, found, token in zip(self.alive, paths, kept, bonus, strict=True):
-            room = self.max_new_tokens - len(self.texts[text])
-            new[text] = _cut([*found[1:], token][:room], self.stops)
-            accepted = min(len(path) - 1, len(new[text]))
-            self.steps[text].append(Step(accepted, len(new[text]), room))
+        for text, path, tokens, token in zip(self.alive, paths, kept, bonus, strict=True):
+            num_left = self.max_new_tokens - len(self.texts[text])
+            new[text] = truncated([*tokens[1:], token][:num_left], self.stops)
+            num_accepted = min(len(path) - 1, len(new[text]))
+            self.steps[text].append(Step(num_accepted, len(new[text]), num_left))
             self.paths[text].append(tuple(path[1:]))
-        return output.at(nodes), kept, new
+        output = nodes.output.at(accepted.nodes[:, : max(map(len, paths))])
+        return Seen(kept, output, cache, nodes.logits), new
 
     def _emit(self, new: dict[int, list[int]]) -> list[int]:
         """Adds tokens to the texts; the texts that go on."""
@@ -255,86 +231,60 @@ class _Batch:
             and self.texts[text][-1] not in self.stops
         ]
 
-    def _drop(
-        self,
-        going: list[int],
-        cache: TreeCache,
-        output: TargetOutput,
-        kept: list[list[int]],
-        logits: Tensor | None,
-    ) -> tuple[TargetOutput, list[list[int]], Tensor | None]:
+    def _drop(self, going: list[int], seen: Seen) -> Seen:
         """Goes on with some texts only, everywhere."""
         rows = [self.alive.index(text) for text in going]
-        cache.keep(rows)
+        seen.cache.keep(rows)
         self.drafter.keep(rows)
-        self.noise = self.noise.rows(rows)
+        self.generators = self.generators.rows(rows)
         self.alive = going
         index = upload(rows, self.target.device)
-        return (
-            output.rows(index),
-            [kept[row] for row in rows],
-            None if logits is None else logits[index],
-        )
+        logits = None if seen.logits is None else seen.logits[index]
+        kept = [seen.token_ids[row] for row in rows]
+        return Seen(kept, seen.output.rows(index), seen.cache, logits)
 
 
-def _fetch(verdict: Verdict, tokens: Tensor) -> tuple[list[list[int]], list[list[int]], list[int]]:
+@dataclass(frozen=True)
+class _Nodes:
+    """The trees of a step after the target's pass over them.
+
+    Attributes:
+        tokens: [B, N] int64, the roots included; PAD where there is no node.
+        output: the target's states [B, N, D].
+        logits: [B, N, V].
+    """
+
+    tokens: Tensor
+    output: TargetOutput
+    logits: Tensor
+
+
+def _fetch(
+    accepted: Accepted, tokens: Tensor
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """The accepted path and its tokens per text, and the bonus tokens: the wait of a step."""
     parts = [
-        verdict.nodes, tokens.gather(1, verdict.nodes),
-        verdict.num_accepted.unsqueeze(1), verdict.bonus.unsqueeze(1),
+        accepted.nodes, tokens.gather(1, accepted.nodes),
+        accepted.num_accepted.unsqueeze(1), accepted.bonus.unsqueeze(1),
     ]  # fmt: skip
     rows = torch.cat(parts, dim=1).tolist()
-    width = verdict.nodes.shape[1]
+    width = accepted.nodes.shape[1]
     paths = [row[: row[-2] + 1] for row in rows]
     return paths, [row[width : 2 * width] for row in rows], [row[-1] for row in rows]
 
 
-def _end_room(steps: list[Step]) -> list[Step]:
-    """Shortens each step's room to the tokens that the text really had left."""
+def _left_at_end(steps: list[Step]) -> list[Step]:
+    """Sets each step's `num_left` to the tokens that the text really had left."""
     left, ended = 0, []
     for step in reversed(steps):
-        left += step.emitted
-        ended.append(Step(step.accepted, step.emitted, left))
+        left += step.num_emitted
+        ended.append(Step(step.num_accepted, step.num_emitted, left))
     return ended[::-1]
 
 
-def _cut(tokens: list[int], stops: set[int]) -> list[int]:
+def truncated(tokens: list[int], stops: set[int]) -> list[int]:
     """Tokens up to and with the first stop token."""
     for index, token in enumerate(tokens):
         if token in stops:
             return tokens[: index + 1]
     return tokens
-
-
-class _Clock:
-    """Adds up seconds per part, on CUDA by events in the stream, which nobody waits for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.times = Times()
-        self.started = time.perf_counter()
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        if self.cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._events.append((name, start, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._add(name, time.perf_counter() - started)
-
-    def stop(self) -> None:
-        """Takes the total, when everything has been fetched from the device."""
-        self.times.total = time.perf_counter() - self.started
-        for name, start, end in self._events:
-            end.synchronize()
-            self._add(name, start.elapsed_time(end) / 1000)
-        self._events = []
-
-    def _add(self, name: str, seconds: float) -> None:
-        setattr(self.times, name, getattr(self.times, name) + seconds)

@@ -1,13 +1,13 @@
 """transformers' own `generate` as baselines, whole and timed as one part."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from eval.decode.engine import Generation, Times
+from eval.clock import Stopwatch, Times
+from eval.decode.engine import Generation, truncated
 from heads.sampling import Sampling
 from heads.target.model import Target
 
@@ -45,7 +45,7 @@ def hf_generate(
 
     torch.manual_seed(seed)
     hook = target.decoder.register_forward_hook(count)
-    started = time.perf_counter()
+    watch = Stopwatch(target.device)
     try:
         output = target.model.generate(
             ids,
@@ -55,8 +55,9 @@ def hf_generate(
         )
     finally:
         hook.remove()
-    texts = [_cut(row, target.stop_ids) for row in output[:, longest:].tolist()]
-    times = Times(total=time.perf_counter() - started)
+    # What fills up a text that ended before others of its batch comes after its stop token.
+    texts = [truncated(row, set(target.stop_ids)) for row in output[:, longest:].tolist()]
+    times = Times(total=watch.seconds())
     return [Generation(text, times=times, num_passes=passes) for text in texts]
 
 
@@ -75,9 +76,3 @@ def _settings(
         eos_token_id=target.stop_ids or None,
         pad_token_id=pad,
     )
-
-
-def _cut(tokens: list[int], stops: list[int]) -> list[int]:
-    """Without what fills up a text that ended before others of its batch."""
-    ends = [index for index, token in enumerate(tokens) if token in stops]
-    return tokens[: ends[0] + 1] if ends else tokens

@@ -106,8 +106,8 @@ def walk(accepted: list[int], num_tokens: int) -> list[Step]:
     """
     steps, root = [], 0
     while root < num_tokens - 1:
-        room = num_tokens - 1 - root
-        emitted = min(accepted[root] + 1, room)
-        steps.append(Step(min(accepted[root], room), emitted, room))
-        root += emitted
+        num_left = num_tokens - 1 - root
+        num_emitted = min(accepted[root] + 1, num_left)
+        steps.append(Step(min(accepted[root], num_left), num_emitted, num_left))
+        root += num_emitted
     return steps

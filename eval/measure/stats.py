@@ -26,7 +26,7 @@ class PromptSteps:
 def tau(prompts: Sequence[PromptSteps]) -> float:
     """Tokens per verify pass; 1.0 where nothing was to be verified."""
     steps = [step for prompt in prompts for step in prompt.steps]
-    return sum(step.emitted for step in steps) / len(steps) if steps else 1.0
+    return sum(step.num_emitted for step in steps) / len(steps) if steps else 1.0
 
 
 def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
@@ -34,8 +34,8 @@ def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     steps = [step for prompt in prompts for step in prompt.steps]
     rates = []
     for d in range(1, depth + 1):
-        reached = [step for step in steps if step.accepted >= d - 1 and step.room >= d]
-        kept = sum(step.accepted >= d for step in reached)
+        reached = [step for step in steps if step.num_accepted >= d - 1 and step.num_left >= d]
+        kept = sum(step.num_accepted >= d for step in reached)
         rates.append(kept / len(reached) if reached else 0.0)
     return rates
 
@@ -44,7 +44,7 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     """Share of all verify passes that kept depth d (vLLM's per-position acceptance)."""
     steps = [step for prompt in prompts for step in prompt.steps]
     return [
-        sum(step.accepted >= d for step in steps) / len(steps) if steps else 0.0
+        sum(step.num_accepted >= d for step in steps) / len(steps) if steps else 0.0
         for d in range(1, depth + 1)
     ]
 
@@ -80,6 +80,6 @@ def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, 
             for name, members in by_category.items()
         },
         "num_prompts": len(prompts),
-        "num_tokens": sum(step.emitted for prompt in prompts for step in prompt.steps),
+        "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
         "num_steps": sum(len(prompt.steps) for prompt in prompts),
     }

@@ -6,7 +6,7 @@ vocabulary, R compared ids.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from conf.schema import InputError
 
 GOLDEN = Path("parity") / "parity.safetensors"
-KINDS = ("medusa", "eagle1", "eagle3")
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -125,8 +124,8 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
     )
 
 
-def read_golden(folder: Path) -> Golden:
-    """Reads the golden file of an export.
+def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
+    """Reads the golden file of an export of one of these kinds of head.
 
     Raises:
         InputError: missing, corrupt, or without its metadata.
@@ -139,10 +138,10 @@ def read_golden(folder: Path) -> Golden:
     tensors, metadata = read_tensors(file)
     numbers = ("num_layers", "max_position_embeddings", "vocab_size")
     bad = [name for name in numbers if not metadata.get(name, "").isdecimal()]
-    if metadata.get("headsmith_parity") != "1" or bad or metadata.get("kind") not in KINDS:
+    if metadata.get("headsmith_parity") != "1" or bad or metadata.get("kind") not in kinds:
         raise InputError(
             f"{file}: metadata {metadata}: must hold headsmith_parity=1, a kind of "
-            f"{list(KINDS)} and the numbers {list(numbers)}; export again"
+            f"{list(kinds)} and the numbers {list(numbers)}; export again"
         )
     layers, positions, vocab = (int(metadata[name]) for name in numbers)
     return Golden(file, metadata["kind"], layers, positions, vocab, tensors)

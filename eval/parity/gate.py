@@ -5,17 +5,19 @@ own, so that a mistake of the exporter cannot be made again by its check. Letter
 depths, R compared ids.
 """
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from conf.schema import InputError
-from eval.parity.eagle import ServedEagle
-from eval.parity.engines import ENGINES
-from eval.parity.files import Golden, read_export, read_golden
-from eval.parity.medusa import TITLES, ServedMedusa
+from eval.parity import readers
+from eval.parity.files import Export, Golden, read_export, read_golden
 
 FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original")
 TOLERANCE = 1e-4
@@ -39,6 +41,39 @@ class Verdict:
     scale: float
 
 
+class Served(Protocol):
+    """A head as an engine reads it."""
+
+    lines: list[str]
+    """What was checked, one each."""
+
+    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """[S, R] logits of the golden ids at each depth, and [S] their logsumexp over all."""
+
+
+class Reader(Protocol):
+    """A module of `eval/parity/readers/`."""
+
+    FORMATS: dict[str, tuple[str, ...]]
+    """By the kind of head, as exports name it: the formats it can read."""
+
+    def read(self, export: Export, golden: Golden) -> Served:
+        """Reads an export.
+
+        Raises:
+            InputError: the engine would refuse the files, guess, or serve another head.
+        """
+
+
+def readers_by_kind() -> dict[str, Reader]:
+    """Every module in the folder of readers, by what it reads."""
+    found: dict[str, Reader] = {}
+    for each in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
+        reader = cast(Reader, importlib.import_module(each.name))
+        found |= dict.fromkeys(reader.FORMATS, reader)
+    return found
+
+
 @torch.no_grad()
 def verify(folder: Path, engine: str | None = None) -> Verdict:
     """Reads an export as its engine does and compares its logits with the trained head's.
@@ -51,20 +86,16 @@ def verify(folder: Path, engine: str | None = None) -> Verdict:
         InputError: whatever the engine would refuse, ignore, guess or compute otherwise, with
             the file and the tensor or key.
     """
-    golden = read_golden(folder)
+    found = readers_by_kind()
+    golden = read_golden(folder, list(found))
     export = read_export(folder, engine, golden)
-    served: ServedEagle | ServedMedusa
-    if export.kind == "medusa" and export.format in TITLES:
-        served = ServedMedusa(export, golden)
-    elif (export.format, export.kind) in ENGINES:
-        served = ServedEagle(export, golden, ENGINES[export.format, export.kind])
-    else:
-        cells = [*ENGINES, *((each, "medusa") for each in TITLES)]
-        allowed = sorted({each for each, kind in cells if kind == export.kind})
+    reader = found[export.kind]
+    if export.format not in reader.FORMATS[export.kind]:
         raise InputError(
             f"{folder}: format {export.format} has no heads of kind {export.kind}; allowed: "
-            f"{allowed}"
+            f"{sorted(reader.FORMATS[export.kind])}"
         )
+    served = reader.read(export, golden)
     difference, scale = _compare(golden, list(served.logits()))
     read = f"{folder}: format {export.format}, head {export.kind}"
     return Verdict([read, *served.lines], difference, scale)

@@ -80,7 +80,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         undefined=StrictUndefined,
     )
     environment.filters |= {"verbatim": _verbatim, "breakable": _breakable}
-    page = environment.get_template("report.html.j2").render(_view(result))
+    page = environment.get_template("page.html.j2").render(_view(result))
     temporary = path.with_suffix(".tmp.html")
     temporary.write_text(page, encoding="utf-8", errors="replace", newline="\n")
     temporary.replace(path)

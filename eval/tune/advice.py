@@ -1,7 +1,6 @@
 """How many tokens to draft at each batch size, and from which on drafting stops paying."""
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema_measure import TreeSearchRun
+from eval.clock import Stopwatch
 from eval.decode.engine import NoDraft, stream
 from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
@@ -203,10 +203,10 @@ def full_batch(
     """
     passes = stream(target, drafter, prompts, max_new_tokens)
     next(passes)  # reads the prompts
-    num_tokens, seconds, started = 0, 0.0, time.perf_counter()
+    num_tokens, seconds, watch = 0, 0.0, Stopwatch(target.device)
     for new in passes:
         if len(new) < len(prompts):
             break
         num_tokens += sum(map(len, new.values()))
-        seconds = time.perf_counter() - started
+        seconds = watch.seconds()
     return num_tokens, seconds

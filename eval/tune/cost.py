@@ -2,8 +2,7 @@
 
 import json
 import statistics
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,12 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import InputError
-from eval.decode.accept import judge
+from eval.clock import timed
+from eval.decode.accept import verify
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
 from heads.drafting import Draft, Drafter, Seen
-from heads.sampling import GREEDY, Noise
+from heads.sampling import GREEDY, Generators
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Tree
 
@@ -131,10 +131,10 @@ def time_steps(
     verify = partial(_verify, target, cache, roots)
     for _ in tqdm(range(num_rounds), desc=f"step times, batch {batch_size}", leave=False):
         for key, drafter in drafters.items():
-            plain += [_timed(partial(verify, Reads(), 1)) for _ in range(NUM_PLAIN)]
+            plain += [timed(partial(verify, Reads(), 1), target.device) for _ in range(NUM_PLAIN)]
             for size in sizes:
-                drafts[key].append(_timed(partial(_draft, drafter, seen, roots)))
-                passes[key][size].append(_timed(partial(verify, reads, size)))
+                drafts[key].append(timed(partial(_draft, drafter, seen, roots), target.device))
+                passes[key][size].append(timed(partial(verify, reads, size), target.device))
     # What else the machine does only ever adds to a time; what a draft does to a pass, however,
     # is different for each drafter and belongs to it.
     seconds = [statistics.mean(min(each[size]) for each in passes.values()) for size in sizes]
@@ -158,16 +158,10 @@ def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, si
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
     output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
-    verdict = judge(draft, tokens, target.logits(output.hidden_states), GREEDY, Noise([]))
-    verdict.bonus.tolist()
+    accepted = verify(draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([]))
+    accepted.bonus.tolist()
 
 
 def _draft(drafter: Drafter, seen: Seen, roots: list[int]) -> None:
     drafter.observe(seen)
     drafter.propose(roots).tokens.tolist()
-
-
-def _timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

@@ -11,7 +11,6 @@ Differs: a greedy search and speed in place of Bayesian optimisation of the matc
 Letters: K draft tokens, n response tokens.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import InputError
+from eval.clock import timed
 from eval.decode.drafters.self_speculation import OwnText, early_exit
 from eval.decode.engine import Step
 from eval.measure.replay import accepted_lengths, walk
@@ -257,7 +257,9 @@ def _seconds(
     ids = torch.tensor([token_ids], device=target.device)
     places = torch.arange(len(token_ids), device=target.device)
     causal = places.unsqueeze(1) >= places
-    started = time.perf_counter()
-    output = target.extend(cache, ids, causal[None], places[None], skip=skip)
-    target.logits(output.hidden_states).argmax(-1).tolist()  # waits for the device
-    return time.perf_counter() - started
+
+    def run() -> None:
+        output = target.extend(cache, ids, causal[None], places[None], skip=skip)
+        target.logits(output.hidden_states).argmax(-1).tolist()
+
+    return timed(run, target.device)

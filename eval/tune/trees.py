@@ -6,7 +6,7 @@ of the values of its nodes, and a child is never worth more than its parent.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +17,9 @@ from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, accepted_lengths, ranked_drafts, walk
-from heads.drafting import Draft, Seen
-from heads.eagle.drafter import DynamicShape, EagleTree
-from heads.eagle.head import EagleHead
+from heads.drafting import Draft, DynamicDrafter, Seen
 from heads.target.model import Target
-from heads.tree import Tree
+from heads.tree import DynamicShape, Tree
 
 WIDTH = 10
 """Candidates per depth that a static tree may use."""
@@ -140,29 +138,32 @@ class Drawn:
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
-class _Recorder(EagleTree):
+class _Recorder:
     """Draws trees at every token of the target's own text, and proposes nothing."""
 
-    def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
-        super().__init__(head, shape)
-        self.plain = NoDraft()
+    def __init__(self, drafter: DynamicDrafter) -> None:
+        self.drafter, self.plain, self.reads = drafter, NoDraft(), drafter.reads
         self.drawn: list[tuple[list[int], list[float], list[int]]] = []
 
     def observe(self, seen: Seen) -> None:
         """Both remember."""
-        super().observe(seen)
+        self.drafter.observe(seen)
         self.plain.observe(seen)
 
     def propose(self, roots: list[int]) -> Draft:
         """Keeps what was drawn."""
-        tokens, scores, parents = self.expand(roots)
+        tokens, scores, parents = self.drafter.expand(roots)
         self.drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
         return self.plain.propose(roots)
+
+    def keep(self, rows: list[int]) -> None:
+        """One text, whose end is the end."""
+        self.drafter.keep(rows)
 
 
 @dataclass(frozen=True)
 class DynamicTexts:
-    """The target's own texts, with what an EAGLE head draws from each of their tokens.
+    """The target's own texts, with what a head's dynamic trees draw from each of their tokens.
 
     Attributes:
         responses: [n] tokens per text.
@@ -177,18 +178,18 @@ class DynamicTexts:
     def read(
         cls,
         target: Target,
-        head: EagleHead,
+        make: Callable[[DynamicShape], DynamicDrafter],
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         depth: int,
         top_ks: Sequence[int],
     ) -> "DynamicTexts":
-        """Texts after some prompts, drawn from as deep as `depth`."""
+        """Texts after some prompts, drawn from as deep as `depth` by drafters that `make` makes."""
         drawn: dict[int, list[list[Drawn]]] = {}
         for top_k in top_ks:
             responses, drawn[top_k] = [], []
             for prompt in tqdm(prompts, desc=f"drafts, top {top_k}", unit="prompt"):
-                recorder = _Recorder(head, DynamicShape(depth, top_k, 1))
+                recorder = _Recorder(make(DynamicShape(depth, top_k, 1)))
                 text = decode(target, recorder, prompt.token_ids, max_new_tokens).token_ids
                 responses.append(text)
                 drawn[top_k].append(

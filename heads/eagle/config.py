@@ -24,10 +24,6 @@ LLAMA_KEYS = (
 )
 
 
-UNKNOWN = "unknown"
-"""The target of a published head that does not name it."""
-
-
 @dataclass(frozen=True)
 class EagleHeadConfig:
     """Architecture of a head.

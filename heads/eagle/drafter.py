@@ -7,7 +7,6 @@ Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,23 +15,8 @@ from heads.cache import SlotBuffer, Slots, upload
 from heads.drafting import Draft, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead
-from heads.sampling import GREEDY, Noise, Sampling
-from heads.tree import Tree
-
-
-@dataclass(frozen=True)
-class DynamicShape:
-    """How far EAGLE-2 looks and how much of it is checked.
-
-    Attributes:
-        depth: draft tokens of the longest path.
-        top_k: nodes expanded per level, and children drawn from each.
-        num_tokens: draft tokens kept, the likeliest of all that were drawn.
-    """
-
-    depth: int
-    top_k: int
-    num_tokens: int
+from heads.sampling import GREEDY, Generators, Sampling
+from heads.tree import DynamicShape, Tree
 
 
 class _Reader:
@@ -103,7 +87,7 @@ class EagleChain(_Reader):
         super().__init__(head)
         self.tree = Tree.chain(depth)
         self.sampling = sampling
-        self.noise = Noise.seeded(seeds, head.fc.weight.device)
+        self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
     def propose(self, roots: list[int]) -> Draft:
         """Chains of `depth` tokens."""
@@ -113,22 +97,22 @@ class EagleChain(_Reader):
         for step in range(self.tree.depth):
             if step:
                 outputs = self.head.advance(outputs, tokens[-1], positions + step, branches)
-            tokens.append(self._choose(self.head.logits(outputs), probs))
+            tokens.append(self._sample(self.head.logits(outputs), probs))
         return Draft.of(self.tree, torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
 
-    def _choose(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
+    def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
         """[B] target ids by [B, W] logits; when sampling, `probs` gets their [B, V] q."""
         vocab = self.head.vocab
         if self.sampling.greedy:
             return vocab.to_target(logits.argmax(-1))
         q = self.sampling.probabilities(logits)
         probs.append(q.new_zeros(len(q), vocab.size).index_copy(1, vocab.ids, q))
-        return vocab.to_target(self.noise.race(q))
+        return vocab.to_target(self.generators.sample(q))
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         super().keep(rows)
-        self.noise = self.noise.rows(rows)
+        self.generators = self.generators.rows(rows)
 
 
 class EagleTree(_Reader):

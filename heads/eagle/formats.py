@@ -22,8 +22,9 @@ from transformers import LlamaConfig
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
-from heads.eagle.config import UNKNOWN, EagleHeadConfig
+from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import LAYER_NAMES, EagleHead
+from heads.kind import UNKNOWN
 from heads.storage import PROVENANCE, load_tensors, locate
 from heads.vocab import DraftVocab
 

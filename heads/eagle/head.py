@@ -20,8 +20,9 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.config import UNKNOWN, EagleHeadConfig, config_json, default_layers, llama_like
+from heads.eagle.config import EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle.layer import EagleLayer, RmsNorm, normed
+from heads.kind import UNKNOWN, DraftHead
 from heads.projection import Projection
 from heads.storage import PROVENANCE, save_head
 from heads.target.ends import TargetEnds
@@ -53,7 +54,7 @@ class Text:
     values: Tensor
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftHead):
     """An EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
 
     Args:
@@ -167,6 +168,11 @@ class EagleHead(nn.Module):
     def target(self) -> TargetEnds:
         """What the head is attached to."""
         return self._target[0]
+
+    @property
+    def target_name(self) -> str:
+        """Of the target that it is attached to, by its name of today."""
+        return self._target[0].name if self._target else self.config.target
 
     @property
     def dtype(self) -> torch.dtype:

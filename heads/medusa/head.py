@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conf.schema import InputError
+from heads.kind import DraftHead
 from heads.projection import Projection
 from heads.storage import PROVENANCE, load_tensors, locate, save_head
 from heads.target.ends import TargetEnds
@@ -54,7 +55,7 @@ class ResidualBlock(nn.Module):
         return hidden_states + functional.silu(self.linear(hidden_states))
 
 
-class MedusaHead(nn.Module):
+class MedusaHead(DraftHead):
     """K independent heads; head k (from 1) at position t predicts token t + 1 + k.
 
     Weights start as NaN where they must come from a target or a file, so that a forgotten

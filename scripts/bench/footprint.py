@@ -1,16 +1,17 @@
 """What a computation costs here: the peak of its memory and its median time.
 
-Imports torch alone, so that it also runs in the environments of other toolkits.
+Needs torch alone, so that it also runs in the environments of other toolkits.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from eval.clock import timed
 
 
 class Footprint(NamedTuple):
@@ -52,19 +53,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Median over repeats."""
-    seconds = []
-    for _ in range(repeats):
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return statistics.median(timed(run, device) for _ in range(repeats))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from scripts.publish.card_facts import CardFacts, head_settings, is_hub_id
+from heads.kind import trained_with
+from scripts.publish.card_facts import CardFacts, is_hub_id
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",
@@ -246,7 +247,7 @@ def _training(facts: CardFacts) -> str:
     rows = [[f"train.{key}", settings[key]] for key in TRAIN_KEYS if key in settings]
     rows += [
         [f"head.{key}", value]
-        for key, value in head_settings(provenance).items()
+        for key, value in trained_with(provenance).items()
         # Where the head started from is its maker's own place.
         if key not in ("path", "revision") and value is not None
     ]

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from conf.schema import InputError
 from conf.schema_export import ExportDtype, ExportFormat
 from eval.parity.gate import verify
-from heads.export.serve import LOADERS
-from heads.kinds import Head, load_head
+from heads.engines import LOADERS
+from heads.kind import DraftHead
+from heads.kinds import load_head
 from heads.storage import PROVENANCE
 from scripts.publish.card_facts import ExportFacts
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
@@ -72,7 +73,7 @@ def _opened(folder: Path, name: str) -> Export:
     return Export(folder, engine, getattr(torch, dtype.value))
 
 
-def check_same(head: Head, export: Export) -> None:
+def check_same(head: DraftHead, export: Export) -> None:
     """Checks that an export is of this head.
 
     Args:

@@ -16,7 +16,7 @@ from data.layout import Contents
 from data.manifest import Plan, Split
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import plain
-from heads.eagle.config import default_layers
+from heads.kinds import KINDS
 from heads.target.identity import identify
 from heads.target.load import load_tokenizer, resolve_dtype
 from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
@@ -102,7 +102,7 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
     num_layers = model_config.num_hidden_layers
     layers = config.layers
     if layers is None:
-        layers = list(default_layers(num_layers, "layers"))
+        layers = sorted({layer for kind in KINDS.values() for layer in kind.layers(num_layers)})
     if [i for i in layers if not 0 <= i <= num_layers] or len(set(layers)) < len(layers):
         raise InputError(
             f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "

@@ -17,12 +17,12 @@ from eval.decode.drafters.other_tokenizer import OtherTokenizer
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, stream
 from heads.drafting import Drafter
-from heads.eagle.drafter import DynamicShape, EagleChain, EagleTree
+from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Target
-from heads.tree import Tree, default_tree
+from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}

@@ -29,11 +29,11 @@ from data.features import FeatureStore
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode_batch
 from heads.drafting import Drafter
-from heads.eagle.drafter import DynamicShape, EagleTree
+from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.load import load_target
 from heads.target.model import Target
-from heads.tree import default_tree
+from heads.tree import DynamicShape, default_tree
 from scripts.capture import capture
 
 __all__ = ["inputs", "short"]

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from conf.schema import InputError, MedusaRun, TrainConfig
+from conf.schema import InputError, TrainConfig, TrainRun
 from conf.schema_capture import CaptureRun
-from conf.schema_eagle import EagleRun
 from conf.schema_measure import PruneRun
-from conf.schema_medusa2 import Medusa2Run
 from data.embedded import ensure_embedded
 from data.features import FeatureStore, StoredDataset
 from data.pack import DataReport, PackedDataset, prepare
@@ -29,13 +27,13 @@ from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.stored import check_reads, load_ends, open_store
+from train.loss.memory import Setting
 from train.objective import Objective
 
 LOGITS_THAT_PAY = 3e10
 """Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
 
-Run = MedusaRun | EagleRun | Medusa2Run
-DataRun = Run | CaptureRun | PruneRun
+DataRun = TrainRun | CaptureRun | PruneRun
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
 objective and what to say about it."""
@@ -65,13 +63,13 @@ class Source:
 Measure = Callable[[Any, Source, Objective], Evaluate | None]
 
 
-def replayed(_config: Run, source: Source, objective: Objective) -> Evaluate | None:
+def replayed(_config: TrainRun, source: Source, objective: Objective) -> Evaluate | None:
     """Tau on held-out prompts, if there are any."""
     replay = source.replay(objective.depth, objective.head.reads)
     return replay if replay.prompts else None
 
 
-def train(config: Run, build: Build, measure: Measure = replayed) -> None:
+def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     """Trains what `build` makes, to `out_dir/head`.
 
     Args:
@@ -133,7 +131,7 @@ def memory_of(
     if not len(train_data):
         return None
     length = len(train_data[0]["input_ids"])
-    setting = memory.Setting.of(config, length, strategy_name(accelerator), accelerator)
+    setting = Setting.of(config, length, strategy_name(accelerator), accelerator)
     parts = memory.estimate(objective, setting)
     total = memory.available(accelerator.device)
     if parts is not None:
@@ -144,7 +142,7 @@ def memory_of(
     return parts
 
 
-def from_target(config: Run, accelerator: Accelerator) -> Source:
+def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
     with processes.main_first():
         fill_defaults(config, accelerator.is_main_process)
@@ -164,7 +162,7 @@ def from_target(config: Run, accelerator: Accelerator) -> Source:
     return Source(target, train_data, heldout, report, lines, replay)
 
 
-def wants_compile(config: Run, objective: Objective, accelerator: Accelerator) -> bool:
+def wants_compile(config: TrainRun, objective: Objective, accelerator: Accelerator) -> bool:
     """`train.compile`, or whether it pays: on CUDA always, on a CPU in a long run."""
     if config.train.compile is not None:
         return config.train.compile
@@ -176,7 +174,7 @@ def wants_compile(config: Run, objective: Objective, accelerator: Accelerator) -
     return compiler is not None and num_logits > LOGITS_THAT_PAY
 
 
-def from_store(config: Run, store: FeatureStore, device: torch.device) -> Source:
+def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> Source:
     """Takes everything from a feature store."""
     ends = load_ends(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
@@ -208,7 +206,7 @@ def fill_defaults(config: DataRun, progress: bool) -> None:
         config.data.path = config.data.path or embedded.train_path
 
 
-def print_plan(config: Run, target: str, lines: list[str], where: str) -> None:
+def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:
     """Says what will be trained on what."""
     print(f"target: {target}")  # noqa: T201
     for line in lines:

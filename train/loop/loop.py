@@ -9,9 +9,8 @@ import math
 import sys
 import time
 import traceback
-import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -26,12 +25,11 @@ from train.batch.rows import NOISE_SEEDS, Batch
 from train.dist import checkpoint, processes
 from train.dist.launch import stop_signals
 from train.dist.placement import Placement, place
-from train.loop import same
+from train.loop import resume
 from train.loop.job import Job, Outcome
 from train.loop.tracking import Metrics, as_line, figures
 from train.loss.losses import Sums
 
-TOKENS = ("input_ids", "loss_mask", "document_ids")
 EVALUATION_ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError,
@@ -143,22 +141,10 @@ class Run:
                 f"{found}: out_dir={self.job.out_dir} must be one folder that all nodes share"
             )
 
-    def _same(self) -> dict[str, Any]:
-        return {
-            "seed": self.job.seed,
-            **same.of_training(self.config),
-            "packed sequences": len(self.job.train),
-            "checksum of the first sequence": self._checksum(),
-            **self.job.objective.same,
-        }
-
-    def _checksum(self) -> int:
-        """Of the first sequence's tokens; states, if a store has them, may come in any format."""
-        first = self.job.train[0]
-        return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
-
     def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
-        unknown = same.check(path, progress.run, self._same(), self.config, progress.step)
+        unknown = resume.check(
+            path, progress.run, resume.of_run(self.job), self.config, progress.step
+        )
         if unknown:
             self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
 
@@ -360,7 +346,9 @@ class Run:
         tensors = self.placement.tensors()
         if self.rank == 0:
             position = self.step * self.config.batch_size
-            progress = checkpoint.Progress(self.step, self.tokens, position, self._same())
+            progress = checkpoint.Progress(
+                self.step, self.tokens, position, resume.of_run(self.job)
+            )
             checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
         processes.wait()
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.cache import TreeCache, upload
-from heads.drafting import NOTHING, Draft, Seen
-from heads.sampling import GREEDY, Noise, Sampling
+from heads.drafting import PAD, Draft, Seen
+from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
 
@@ -44,7 +44,7 @@ class DraftLength:
 class DraftModel:
     """Drafts with a language model.
 
-    It proposes its likeliest tokens; if it samples, it draws them from its distribution, the
+    It proposes its likeliest tokens; if it samples, they are sampled from its distribution, the
     children of a node without replacement.
 
     Args:
@@ -71,7 +71,7 @@ class DraftModel:
         assert self.is_chain or length is None
         self.model, self.tree, self.sampling = model, tree, sampling
         self.length, self.vocab_size = length or DraftLength(), vocab_size or model.vocab_size
-        self.noise = Noise.seeded(seeds, model.device)
+        self.generators = Generators.seeded(seeds, model.device)
         self.levels = _levels(tree, sampling.greedy, model.device)
         self.cache: TreeCache | None = None
 
@@ -106,7 +106,7 @@ class DraftModel:
             level = self.levels[self.depth]
             if self.depth > 0:
                 logits = self._expand(level)
-            tokens = self._choose(fit(logits, self.vocab_size), level, probs)
+            tokens = self._sample(fit(logits, self.vocab_size), level, probs)
             self.tokens = torch.cat([self.tokens, tokens], dim=1)
             self.depth += 1
         return self._draft(probs)
@@ -114,7 +114,7 @@ class DraftModel:
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         if not self.sampling.greedy:
-            self.noise = self.noise.rows(rows)
+            self.generators = self.generators.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
             self.tokens = self.tokens[upload(rows, self.tokens.device)]
@@ -135,13 +135,13 @@ class DraftModel:
         output = self.model.extend(self.cache, fed, level.mask, level.depths)
         return self.model.logits(output.hidden_states)
 
-    def _choose(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
+    def _sample(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
         """[B, C] children by [B, n, V] logits; when sampling, `probs` gets their q [B, n, V]."""
         if self.sampling.greedy:
             candidates = logits.topk(level.num_candidates).indices
         else:
             probs.append(self.sampling.probabilities(logits))
-            candidates = draw_distinct(probs[-1], level.num_candidates, self.noise)
+            candidates = sample_distinct(probs[-1], level.num_candidates, self.generators)
         tokens = candidates[:, level.parents, level.picks]
         if self.length.confidence > 0:
             q = probs[-1] if probs else logits.float().softmax(-1)
@@ -160,7 +160,7 @@ class DraftModel:
             return Draft.of(self.tree, self.tokens, q)
         places = torch.arange(self.depth, device=self.tokens.device)
         over = places >= upload(self.drafted, self.tokens.device).unsqueeze(1)
-        return Draft.of(Tree.chain(self.depth), self.tokens.masked_fill(over, NOTHING), q)
+        return Draft.of(Tree.chain(self.depth), self.tokens.masked_fill(over, PAD), q)
 
 
 def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
@@ -178,16 +178,14 @@ def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     return model.logits(output.at(last).hidden_states)
 
 
-def draw_distinct(probs: Tensor, num_tokens: int, noise: Noise) -> Tensor:
-    """[B, n, num_tokens] int64 drawn without replacement from [B, n, V], in their order.
+def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:
+    """[B, n, num_tokens] int64 sampled without replacement from [B, n, V], in their order.
 
-    The first of V exponential clocks to ring. NOTHING stands where no probability is left.
+    As `Generators.sample`, of the best and not just the first. PAD stands where no
+    probability is left.
     """
-    clocks = torch.empty_like(probs)
-    for row, generator in zip(clocks, noise.generators, strict=True):
-        row.exponential_(generator=generator)
-    race = (probs / clocks).topk(num_tokens)
-    return race.indices.masked_fill(race.values == 0, NOTHING)
+    keys, tokens = (probs / generators.exponential(probs)).topk(num_tokens)
+    return tokens.masked_fill(keys == 0, PAD)
 
 
 def fit(logits: Tensor, vocab_size: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import upload
-from heads.drafting import NOTHING, Draft, Seen
+from heads.drafting import PAD, Draft, Seen
 from heads.target.model import Reads
 
 Ngram = tuple[int, ...]
@@ -142,7 +142,7 @@ class Lookahead:
         tries = [window.draft(root) for window, root in zip(self.windows, roots, strict=True)]
         largest = max(len(trie.tokens) for trie in tries)
         gaps = [largest - len(trie.tokens) for trie in tries]
-        tokens = [t.tokens + [NOTHING] * gap for t, gap in zip(tries, gaps, strict=True)]
+        tokens = [t.tokens + [PAD] * gap for t, gap in zip(tries, gaps, strict=True)]
         parents = [t.parents + [0] * gap for t, gap in zip(tries, gaps, strict=True)]
         width, level = self.size
         return Draft(self._upload(parents), self._upload(tokens), level - 1 + max(width - 2, 0))

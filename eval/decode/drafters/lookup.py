@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 import torch
 
 from heads.cache import upload
-from heads.drafting import NOTHING, Draft, Seen
+from heads.drafting import PAD, Draft, Seen
 from heads.target.model import Reads
 from heads.tree import Tree
 
@@ -13,9 +13,9 @@ Table = TypeVar("Table", bound="_Table")
 
 
 def chain_draft(rows: list[list[int]], device: torch.device) -> Draft:
-    """Chains of different lengths, the shorter ones filled up with NOTHING."""
+    """Chains of different lengths, the shorter ones filled up with PAD."""
     longest = max(map(len, rows))
-    filled = [row + [NOTHING] * (longest - len(row)) for row in rows]
+    filled = [row + [PAD] * (longest - len(row)) for row in rows]
     tokens = upload(filled, device).reshape(len(rows), longest).long()
     return Draft.of(Tree.chain(longest), tokens)
 

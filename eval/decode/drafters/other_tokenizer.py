@@ -15,7 +15,7 @@ import torch
 
 from eval.decode.drafters.draft_model import read_rows
 from heads.cache import Slots, TreeCache, upload
-from heads.drafting import NOTHING, Draft, Seen
+from heads.drafting import PAD, Draft, Seen
 from heads.target.model import Reads, Target
 from heads.tree import Tree
 
@@ -158,7 +158,7 @@ class OtherTokenizer:
             )
         ]
         longest = max(map(len, rows))
-        filled = [row + [NOTHING] * (longest - len(row)) for row in rows]
+        filled = [row + [PAD] * (longest - len(row)) for row in rows]
         # Where there is nothing at all, numbers come as floats.
         return Draft.of(Tree.chain(longest), upload(filled, self.model.device).long())
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from heads.cache import TreeCache, upload
-from heads.drafting import NOTHING, Draft, Seen
-from heads.sampling import GREEDY, Noise, Sampling
+from heads.drafting import PAD, Draft, Seen
+from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
 
@@ -55,7 +55,7 @@ class SelfDraft:
         assert num_tokens > 0
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
         self.confidence, self.sampling = confidence, sampling
-        self.noise = Noise.seeded(seeds, target.device)
+        self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
 
     def observe(self, seen: Seen) -> None:
@@ -69,7 +69,7 @@ class SelfDraft:
         probs: list[Tensor] = []
         while going and len(tokens) < self.num_tokens:
             logits = self._read(last.clamp_min(0), len(tokens))
-            last = self._choose(logits, going, probs)
+            last = self._sample(logits, going, probs)
             tokens.append(last)
             if self.confidence > 0:
                 q = probs[-1] if probs else logits.float().softmax(-1)
@@ -80,7 +80,7 @@ class SelfDraft:
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only; the cache is the target's to cut."""
-        self.noise = self.noise.rows(rows)
+        self.generators = self.generators.rows(rows)
 
     def _read(self, tokens: Tensor, depth: int) -> Tensor:
         """[B, V] logits after tokens [B] at a depth below the root."""
@@ -92,18 +92,18 @@ class SelfDraft:
         )
         return self.target.logits(output.hidden_states[:, 0])
 
-    def _choose(self, logits: Tensor, going: list[int], probs: list[Tensor]) -> Tensor:
+    def _sample(self, logits: Tensor, going: list[int], probs: list[Tensor]) -> Tensor:
         """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V].
 
-        A text whose chain has ended gets NOTHING and draws nothing, as if it were alone.
+        A text whose chain has ended gets PAD and draws nothing, as if it were alone.
         """
         rows = upload(going, logits.device)
         if self.sampling.greedy:
             found = logits[rows].argmax(-1)
         else:
             probs.append(self.sampling.probabilities(logits))
-            found = self.noise.rows(going).race(probs[-1][rows])
-        return found.new_full((len(logits),), NOTHING).index_copy(0, rows, found)
+            found = self.generators.rows(going).sample(probs[-1][rows])
+        return found.new_full((len(logits),), PAD).index_copy(0, rows, found)
 
 
 class OwnText:

@@ -21,7 +21,7 @@ from heads.target.adapter import Adapter
 from heads.vocab import DraftVocab
 from train.dist import processes
 from train.eagle import EagleObjective
-from train.loop import loop, same
+from train.loop import loop, resume
 from train.loop.job import Job
 from train.medusa import MedusaObjective
 from train.medusa2 import Medusa2Objective
@@ -92,8 +92,8 @@ def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path)
 
 def test_every_setting_of_the_loop_is_compared_or_known_to_be_harmless() -> None:
     """A setting that is added must be put on one side."""
-    found = {key.removeprefix("train.") for key in same.of_training(TrainConfig())}
-    harmless = {*same.ONLY_WATCHED, *same.ONLY_ROUNDED}
+    found = {key.removeprefix("train.") for key in resume.settings("train", TrainConfig())}
+    harmless = {*resume.ONLY_WATCHED, *resume.ONLY_ROUNDED}
     assert not found & harmless
     assert found | harmless == {each.name for each in fields(TrainConfig)}
     assert {"learning_rate", "schedule", "warmup_steps", "max_grad_norm", "max_steps"} <= found
@@ -114,12 +114,12 @@ def test_more_steps_go_on_if_those_done_are_the_same(
 ) -> None:
     made = settings(max_steps=12, schedule=schedule, decay_fraction=0.5)
     longer = replace(made, max_steps=24)
-    then, now = same.of_training(made), same.of_training(longer)
+    then, now = (resume.settings("train", each) for each in (made, longer))
     if allowed:
-        assert same.check(Path("a"), then, now, longer, step) == []
+        assert resume.check(Path("a"), then, now, longer, step) == []
         return
     with pytest.raises(InputError, match=r"train\.max_steps=12, now it is 24: continue"):
-        same.check(Path("a"), then, now, longer, step)
+        resume.check(Path("a"), then, now, longer, step)
 
 
 def test_a_longer_run_equals_one_that_was_long_from_the_start(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_medusa_heads_and_medusa_2_bring_all_of_their_settings() -> None:
     target = random_target()
     config = MedusaConfig(path="elsewhere", labels=Labels.soft, loss_decay=0.5)
     heads = MedusaHead.from_target(target, 3, 1)
-    assert MedusaObjective(heads, target, config).same == {
+    assert MedusaObjective(heads, target, config).resume_settings == {
         "head.num_heads": 4, "head.num_layers": 1, "head.labels": "soft", "head.loss_decay": 0.5,
     }  # fmt: skip
     run = Medusa2Run(
@@ -162,7 +162,7 @@ def test_medusa_heads_and_medusa_2_bring_all_of_their_settings() -> None:
         joint=JointConfig(heads_only_steps=10, heads_schedule=HeadsSchedule.sine),
     )
     adapter = Adapter(target, run.adapter, seed=0)
-    found = Medusa2Objective(AdaptedMedusa(heads, adapter), target, run).same
+    found = Medusa2Objective(AdaptedMedusa(heads, adapter), target, run).resume_settings
     expected = {
         "head.labels": "soft", "adapter.rank": 2, "adapter.dropout": 0.05, "joint steps": 990,
         "joint.heads_only_steps": 10, "joint.heads_schedule": "sine", "train.micro_batch_size": 1,

@@ -11,10 +11,13 @@ from torch.nn import functional
 
 from conf.schema import InputError
 from eval.parity.chain import LAYER, Chain
-from eval.parity.engines import Engine, Place
+from eval.parity.engines import ENGINES, Engine, Place
 from eval.parity.files import Export, Golden
 from eval.parity.shape import read_shape
 
+FORMATS = {
+    kind: tuple(name for name, form in ENGINES if form == kind) for kind in ("eagle1", "eagle3")
+}
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -169,3 +172,8 @@ class ServedEagle:
         return InputError(
             f"{self._export.weights}: {name} {found}: {self._engine.title} needs {needed}"
         )
+
+
+def read(export: Export, golden: Golden) -> ServedEagle:
+    """See `eval.parity.gate.Reader`."""
+    return ServedEagle(export, golden, ENGINES[export.format, export.kind])

@@ -17,6 +17,7 @@ from eval.parity.config import Settings
 from eval.parity.files import Export, Golden
 
 TITLES = {"vllm": "vLLM", "tgi": "TGI", "trtllm": "TensorRT-LLM", "original": "Medusa"}
+FORMATS = {"medusa": tuple(TITLES)}
 WEIGHTS = "medusa_lm_head.safetensors"
 # vLLM's own names, of a block's linear layer and of an output head.
 RENAMED = (
@@ -158,3 +159,8 @@ class ServedMedusa:
 
     def _wrong(self, name: str, found: str, needed: str) -> InputError:
         return InputError(f"{self._export.weights}: {name} {found}: {self._title} needs {needed}")
+
+
+def read(export: Export, golden: Golden) -> ServedMedusa:
+    """See `eval.parity.gate.Reader`."""
+    return ServedMedusa(export, golden)

@@ -1,8 +1,9 @@
 """What decides the result of a run, and so must not change when it continues.
 
-Everything is compared but what is listed here, so a setting that is added later belongs to it.
+Every setting is compared but what is listed here, so one that is added later is too.
 """
 
+import zlib
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields
@@ -11,6 +12,8 @@ from typing import Any
 
 from conf.schema import InputError, TrainConfig
 from data.provenance import plain
+from train.batch.feed import Dataset
+from train.loop.job import Job
 from train.schedule import rate
 
 ONLY_WATCHED = (
@@ -21,18 +24,34 @@ ONLY_WATCHED = (
 ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
 """Those that change the order or the width of the same arithmetic, as the number of processes
 does; weights and the optimizer's state are float32 under all of them."""
+NOT_COMPARED = {"train": (*ONLY_WATCHED, *ONLY_ROUNDED), "head": ("path", "revision")}
+"""By prefix. A head comes from the checkpoint, wherever it came from at first."""
 LENGTH = "train.max_steps"
+TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
-def settings(prefix: str, config: Any, *but: str) -> dict[str, Any]:
-    """The fields of a dataclass by configuration key, as JSON holds them."""
-    names = [each.name for each in fields(config) if each.name not in but]
+def settings(prefix: str, config: Any) -> dict[str, Any]:
+    """The compared fields of a dataclass by configuration key, as JSON holds them."""
+    ignored = NOT_COMPARED.get(prefix, ())
+    names = [each.name for each in fields(config) if each.name not in ignored]
     return {f"{prefix}.{name}": plain(getattr(config, name)) for name in names}
 
 
-def of_training(config: TrainConfig) -> dict[str, Any]:
-    """The settings of `train.*` that decide the result."""
-    return settings("train", config, *ONLY_WATCHED, *ONLY_ROUNDED)
+def of_run(job: Job) -> dict[str, Any]:
+    """All that is compared, by key; a checkpoint keeps it."""
+    return {
+        "seed": job.seed,
+        **settings("train", job.config),
+        "packed sequences": len(job.train),
+        "checksum of the first sequence": _checksum(job.train),
+        **job.objective.resume_settings,
+    }
+
+
+def _checksum(train: Dataset) -> int:
+    """Of the first sequence's tokens; states, if a store has them, may come in any format."""
+    first = train[0]
+    return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
 
 
 def check(

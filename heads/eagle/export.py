@@ -1,0 +1,182 @@
+"""An EAGLE head in the words of each engine: tensors, `config.json`, command."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema_eagle import EagleForm
+from conf.schema_export import ExportFormat
+from heads.eagle.config import config_json
+from heads.eagle.head import LAYER_NAMES, WEIGHTS, EagleHead
+from heads.eagle.layouts import EagleLayout, layout_of, takes_own_embedding
+from heads.engines import dtype_of, vllm_command
+from heads.kind import Files
+
+NUM_DRAFT_TOKENS = 5
+NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
+
+
+def files(head: EagleHead, engine: ExportFormat) -> Files:
+    """What an engine that can serve the head reads."""
+    layout = layout_of(head, engine)
+    make = _speculators_config if engine is ExportFormat.speculators else _config
+    own, added = _tensors(head, layout), _added(head, layout)
+    settings = make(head, layout, dtype_of(head))
+    return Files(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
+
+
+def _tensors(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
+    prefix = LAYER_NAMES[head.config.form]
+    named = {
+        layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
+        for name, each in head.tensors().items()
+    }
+    if "d2t" in named:
+        named["d2t"] = named["d2t"].to(layout.d2t)
+    if not layout.t2d:
+        named.pop("t2d", None)
+    if not takes_own_embedding(head, layout):
+        named.pop(EMBEDDING, None)
+    return named
+
+
+def _added(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
+    """What the engine would otherwise start at random."""
+    added = {}
+    if layout.embedding and head.embed_tokens is None:
+        added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
+    if layout.output_head and head.lm_head is None and head.config.form is EagleForm.eagle3:
+        # A copy, as one file cannot hold a tensor that is tied to the embedding.
+        added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
+    if layout.zero_fc_bias and head.fc.bias is None:
+        added[FC_BIAS] = torch.zeros(len(head.fc.weight), dtype=head.dtype)
+    return added
+
+
+def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
+    """Keys of a Llama model with those of EAGLE beside them, each in every place it is read."""
+    config, eagle3 = head.config, head.config.form is EagleForm.eagle3
+    settings: dict[str, Any] = config_json(config, len(head.vocab.ids))
+    if not config.qk_norm:
+        settings["architectures"] = [layout.architecture]
+    settings |= {
+        "base_model_name_or_path": head.target_name,
+        "max_position_embeddings": head.target.config.max_position_embeddings,
+        "rope_scaling": _old_rope(settings["rope_parameters"], short=layout.old_rope),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        # SGLang's key for a bias of the attention, while its `fc` always has one.
+        "bias": config.fc_bias and not layout.zero_fc_bias,
+    }
+    if not eagle3:
+        return settings
+    # Null makes SGLang take the target's output head, and the authors' code fail.
+    settings["draft_vocab_size"] = len(head.vocab.ids)
+    del settings["eagle_aux_hidden_state_layer_ids"]
+    norms = {name: getattr(config, name) for name in NORMS}
+    settings["eagle_config"] = {
+        "use_aux_hidden_state": True,
+        # TensorRT-LLM's name of `norm_output`.
+        "return_hidden_post_norm": config.norm_output,
+        **norms,
+    }
+    if layout.layer_offset is not None:
+        ids = [index + layout.layer_offset for index in config.layers]
+        settings |= {"num_aux_hidden_states": len(ids), "eagle_aux_hidden_state_layer_ids": ids}
+        settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+    return settings
+
+
+def _old_rope(rope: dict[str, Any], short: bool) -> dict[str, Any] | None:
+    """RoPE scaling as before transformers 5, whose first readers took two keys and no more."""
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    if short:
+        return {"type": kind, "factor": float(rope["factor"])}
+    return {"type": kind} | {name: value for name, value in rope.items() if name != "rope_theta"}
+
+
+def _speculators_config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
+    """Keys of speculators' `Eagle3SpeculatorConfig`; the layer's lie in one of their own."""
+    config = head.config
+    flat = _config(head, layout, dtype)
+    outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
+    outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
+    layer = {name: value for name, value in flat.items() if name not in outer}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": NUM_DRAFT_TOKENS,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [layout.architecture],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": flat["draft_vocab_size"],
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": flat["eagle_aux_hidden_state_layer_ids"],
+        **{name: getattr(config, name) for name in NORMS},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": head.target_name,
+                "architectures": head.target.config.architectures or [],
+            },
+        },
+    }
+
+
+def serve_command(head: EagleHead, engine: ExportFormat, folder: str) -> str:
+    """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
+    target = head.target_name
+    eagle3 = head.config.form is EagleForm.eagle3
+    tokens = NUM_DRAFT_TOKENS
+    if engine is ExportFormat.vllm:
+        return vllm_command("eagle3" if eagle3 else "eagle", tokens, target, folder)
+    if engine is ExportFormat.speculators:
+        return f"vllm serve {folder}"
+    if engine is ExportFormat.sglang:
+        return (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {'EAGLE3' if eagle3 else 'EAGLE'} "
+            f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
+        )
+    if engine is ExportFormat.trtllm:
+        layers = [index - 1 for index in head.config.layers]
+        return (
+            "cat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: Eagle3\n"
+            f"  max_draft_len: {tokens}\n  speculative_model: {folder}\n"
+            f"  eagle3_layers_to_capture: {layers}\nEND\n"
+            f"trtllm-serve {target} --config speculative.yaml"
+        )
+    return (
+        "import torch\nfrom eagle.model.ea_model import EaModel\n"
+        f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '
+        f"use_eagle3={eagle3}, torch_dtype=torch.{dtype_of(head)})"
+    )
+
+
+def hint(head: EagleHead, engine: ExportFormat) -> str:
+    """What else a user of this engine should know; empty or a sentence."""
+    if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
+        return (
+            "The authors' loader looks up the target's embedding in its "
+            "`model.safetensors.index.json`, which a target in one file lacks."
+        )
+    if engine is ExportFormat.trtllm and dtype_of(head) == "float32":
+        return (
+            "TensorRT-LLM runs the head in the dtype of `config.json`, and its attention knows "
+            "no float32: export with dtype=bfloat16."
+        )
+    return ""

@@ -1,0 +1,127 @@
+"""EAGLE heads as a kind of draft head."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from conf.schema_eagle import EagleConfig, EagleForm
+from conf.schema_export import ExportFormat
+from heads.eagle import card, export, golden, layouts
+from heads.eagle.config import default_layers
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.formats import read_eagle
+from heads.eagle.head import EagleHead
+from heads.kind import Drafted, Files, HeadFacts, Kind
+from heads.sampling import Sampling, drafter_seeds
+from heads.target.ends import TargetEnds
+from heads.target.model import Target
+from heads.tree import DynamicShape, Shape, usual_dynamic_shape
+from heads.vocab import DraftVocab
+
+USUAL_DEPTH, LONGEST = 5, 8
+
+
+class EagleKind(Kind[EagleHead]):
+    """See `heads/kind.py`."""
+
+    head = EagleHead
+    forms: ClassVar = {form.value: title for form, title in layouts.TITLES.items()}
+    phrase = "an EAGLE head"
+    static = False
+
+    def form(self, head: EagleHead) -> str:
+        """`eagle1` or `eagle3`."""
+        return head.config.form.value
+
+    def holds(self, folder: Path) -> bool:
+        """Whatever it is, the reader says what it lacks."""
+        return (folder / "config.json").is_file()
+
+    def read(self, folder: Path, path: str, layers: Sequence[int] | None) -> EagleHead:
+        """In any of the layouts of `heads/eagle/formats.py`."""
+        return read_eagle(folder, path, layers)
+
+    def most_tokens(self, head: EagleHead) -> None:
+        """It goes on from its own outputs to any depth."""
+
+    def usual_depth(self, head: EagleHead) -> int:
+        """As engines draft."""
+        return USUAL_DEPTH
+
+    def longest(self, head: EagleHead) -> int:
+        """Beyond, drafts are hardly ever right to the end."""
+        return LONGEST
+
+    def usual_shape(self, head: EagleHead, gpu: bool | None = None) -> DynamicShape:
+        """EAGLE-2's trees."""
+        return usual_dynamic_shape(gpu)
+
+    def drafter(
+        self, head: EagleHead, shape: Shape, sampling: Sampling, seeds: Sequence[int]
+    ) -> EagleChain | EagleTree:
+        """Chains draw when the target does; trees are ranked."""
+        if isinstance(shape, DynamicShape):
+            return EagleTree(head, shape)
+        return EagleChain(head, shape.depth, sampling, drafter_seeds(seeds))
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """EAGLE-3's low, middle and high features."""
+        return default_layers(num_layers, "layers")
+
+    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> EagleHead:
+        """EAGLE-1 drafts through the target's output head, so all ids."""
+        eagle1 = EagleForm(form) is EagleForm.eagle1
+        chosen = DraftVocab.everything(vocab.size) if eagle1 else vocab
+        return EagleHead.from_target(target, EagleConfig(form=EagleForm(form)), chosen, seed=0)
+
+    def pruning_problem(self, head: EagleHead) -> str | None:
+        """A head without an output head of its own has no rows to lose."""
+        if head.lm_head is not None:
+            return None
+        return (
+            f"this {head.config.form.value} head drafts through the target's output head, of which "
+            "no row can go; allowed: EAGLE-3 heads with an lm_head of their own, and Medusa heads"
+        )
+
+    def export_problem(self, head: EagleHead, engine: ExportFormat) -> str | None:
+        """See `heads/eagle/layouts.py`."""
+        return layouts.problem(head, engine)
+
+    def check_target(self, head: EagleHead, engine: ExportFormat) -> None:
+        """See `heads/eagle/layouts.py`."""
+        layouts.check_target(head, engine)
+
+    def files(self, head: EagleHead, engine: ExportFormat) -> Files:
+        """See `heads/eagle/export.py`."""
+        return export.files(head, engine)
+
+    def serve_command(self, head: EagleHead, engine: ExportFormat, folder: str) -> str:
+        """See `heads/eagle/export.py`."""
+        return export.serve_command(head, engine, folder)
+
+    def hint(self, head: EagleHead, engine: ExportFormat) -> str:
+        """See `heads/eagle/export.py`."""
+        return export.hint(head, engine)
+
+    def drafted(
+        self,
+        head: EagleHead,
+        target: Target,
+        states: list[Tensor],
+        token_ids: Tensor,
+        places: Tensor,
+    ) -> Drafted:
+        """See `heads/eagle/golden.py`."""
+        return golden.drafted(head, target, states, token_ids, places)
+
+    def facts(
+        self, head: EagleHead, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """See `heads/eagle/card.py`."""
+        return card.facts(head, provenance, acceptance)
+
+    def copied(self, head: EagleHead, provenance: dict[str, Any]) -> list[str]:
+        """See `heads/eagle/card.py`."""
+        return card.copied(head, provenance)

@@ -1,0 +1,250 @@
+"""What each engine's loader reads of an EAGLE head, and so which heads it can serve.
+
+Read from the loaders themselves:
+- vLLM 0.32 `models/{llama_eagle,llama_eagle3}.py`, `configs/speculators/`;
+- SGLang `models/{llama_eagle,llama_eagle3,llama}.py` (2026), `model_runner.py`;
+- TensorRT-LLM `_torch/models/modeling_speculative.py`, `llm_args.py` (1.3);
+- speculators 0.9 `models/eagle3/{config,core}.py`;
+- SafeAILab/EAGLE `model/{cnets,cnets1,configs,ea_model}.py`.
+
+None of them looks for tensors that are missing: most start those at random and serve nonsense.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from conf.schema import InputError
+from conf.schema_eagle import EagleForm
+from conf.schema_export import ExportFormat
+from heads.eagle.head import EagleHead
+from heads.engines import ENGINES
+
+TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
+# What a head may have beyond the paper's, by the field of `EagleHeadConfig`.
+PARTS = {
+    "fc_bias": "a bias of the fusion layer (fc.bias)",
+    "fc_norm": "a norm per feature (fc_norm)",
+    "norm_before_fc": "a norm over all features (input_norm)",
+    "norm_output": "its normed output fed back (norm_output)",
+    "norm_before_residual": "the normed feature as residual (norm_before_residual)",
+    "qk_norm": "norms on queries and keys (q_norm, k_norm)",
+}
+
+NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+
+
+@dataclass(frozen=True)
+class EagleLayout:
+    """How a loader wants an EAGLE head.
+
+    Attributes:
+        architecture: in `architectures`.
+        parts: the `PARTS` that its layer computes, and `mlp_bias` if its MLP may have biases.
+        layer_prefix: of the names of the layer's tensors.
+        layer_offset: what its layer ids are more than those of `output_hidden_states`; None if it
+            always reads 2, L/2 and L-3 of these.
+        min_layers: features below which it does not fuse.
+        zero_fc_bias: builds `fc` with a bias, which a head without one must set to zero.
+        embedding: needs `embed_tokens.weight`, even if that is the target's.
+        own_embedding: takes a head's own embedding where the target's would fit as well.
+        output_head: needs `lm_head.weight`, even if that is the target's.
+        d2t: dtype of `d2t`.
+        t2d: has a place for `t2d`.
+        exclusive_norms: takes `fc_norm` or `norm_before_fc`, not both.
+        equal_widths: takes features as wide as the head alone.
+        old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
+            size but hidden / heads.
+    """
+
+    architecture: str
+    parts: tuple[str, ...]
+    layer_prefix: str = "midlayer."
+    layer_offset: int | None = 0
+    min_layers: int = 1
+    zero_fc_bias: bool = False
+    embedding: bool = False
+    own_embedding: bool = True
+    output_head: bool = False
+    d2t: torch.dtype = torch.int64
+    t2d: bool = True
+    exclusive_norms: bool = False
+    equal_widths: bool = False
+    old_rope: bool = False
+
+
+LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
+    ExportFormat.vllm: {
+        EagleForm.eagle1: EagleLayout("LlamaForCausalLM", ("mlp_bias",), "layers.0."),
+        EagleForm.eagle3: EagleLayout(
+            "LlamaForCausalLMEagle3",
+            (*NORMS, "qk_norm", "mlp_bias"),
+        ),
+    },
+    ExportFormat.sglang: {
+        EagleForm.eagle1: EagleLayout(
+            "LlamaForCausalLMEagle",
+            ("fc_bias",),
+            "layers.0.",
+            zero_fc_bias=True,
+            own_embedding=False,
+        ),
+        # `fc` could have a bias, but the key that says so gives the attention one as well.
+        EagleForm.eagle3: EagleLayout(
+            "LlamaForCausalLMEagle3",
+            ("fc_norm", "norm_output"),
+            layer_offset=-1,
+            min_layers=2,
+            own_embedding=False,
+            output_head=True,
+        ),
+    },
+    ExportFormat.trtllm: {
+        # `EAGLE3` is put before the name.
+        EagleForm.eagle3: EagleLayout(
+            "LlamaForCausalLM",
+            ("fc_bias", "fc_norm", "norm_before_fc", "norm_output", "mlp_bias"),
+            layer_offset=-1,
+            min_layers=2,
+            own_embedding=False,
+            d2t=torch.int32,
+            t2d=False,
+            exclusive_norms=True,
+        ),
+    },
+    ExportFormat.speculators: {
+        EagleForm.eagle3: EagleLayout(
+            "Eagle3Speculator",
+            (*NORMS, "qk_norm", "mlp_bias"),
+            "layers.0.",
+            output_head=True,
+            exclusive_norms=True,
+            equal_widths=True,
+        ),
+    },
+    ExportFormat.original: {
+        EagleForm.eagle1: EagleLayout(
+            "LlamaForCausalLM", ("fc_bias",), "layers.0.", embedding=True, old_rope=True
+        ),
+        EagleForm.eagle3: EagleLayout(
+            "LlamaForCausalLM",
+            (),
+            layer_offset=None,
+            embedding=True,
+            output_head=True,
+            old_rope=True,
+        ),
+    },
+}
+
+
+def layout_of(head: EagleHead, engine: ExportFormat) -> EagleLayout:
+    """Of a head that the engine can serve."""
+    return LAYOUTS[engine][head.config.form]
+
+
+def problem(head: EagleHead, engine: ExportFormat) -> str | None:
+    """Why an engine cannot serve a head, as the end of a sentence."""
+    layout = LAYOUTS.get(engine, {}).get(head.config.form)
+    if layout is None:
+        return f"loads no {TITLES[head.config.form]}"
+    return (
+        _part_problem(head, layout)
+        or _order_problem(head.config.layers, layout)
+        or _rope_problem(head, layout)
+    )
+
+
+def _part_problem(head: EagleHead, layout: EagleLayout) -> str | None:
+    config = head.config
+    for part, words in PARTS.items():
+        if getattr(config, part) and part not in layout.parts:
+            return f"has no place for {words}"
+    if config.llama.mlp_bias and "mlp_bias" not in layout.parts:
+        return "has no place for biases of the MLP (up_proj.bias)"
+    if config.llama.attention_bias:
+        return "has no place for biases of queries, keys and values alone (q_proj.bias)"
+    if layout.exclusive_norms and config.fc_norm and config.norm_before_fc:
+        return "takes one of fc_norm and norm_before_fc"
+    if layout.equal_widths and config.target_hidden_size != config.llama.hidden_size:
+        return (
+            f"fuses features as wide as the head, and this head has {config.llama.hidden_size} "
+            f"for features of {config.target_hidden_size}"
+        )
+    return None
+
+
+def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
+    if list(layers) != sorted(set(layers)):
+        return f"hands over features in rising order, and this head reads {list(layers)}"
+    if 0 < len(layers) < layout.min_layers:
+        return f"fuses at least {layout.min_layers} features, and this head reads {list(layers)}"
+    return None
+
+
+def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
+    llama = head.config.llama
+    rope: dict = llama.rope_parameters
+    if not layout.old_rope:
+        return None
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    if kind != "default" and (kind != "linear" or theta != 10000):
+        return (
+            "knows plain RoPE, and linearly scaled RoPE with a theta of 10000; this head has "
+            f"{kind} with {theta:g}"
+        )
+    if llama.head_dim != llama.hidden_size // llama.num_attention_heads:
+        return (
+            f"wants head_dim = hidden_size / heads, and this head has {llama.head_dim} * "
+            f"{llama.num_attention_heads} for {llama.hidden_size}"
+        )
+    return None
+
+
+def check_target(head: EagleHead, engine: ExportFormat) -> None:
+    """Refuses what the engine takes from this target in another way than the head does.
+
+    Raises:
+        InputError: with the features it reads and those that are allowed, or naming the tensor.
+    """
+    layout = layout_of(head, engine)
+    _check_embedding(head, engine, layout)
+    if head.config.layers:
+        _check_layers(head.config.layers, engine, layout, head.target.num_layers)
+
+
+def _check_embedding(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
+    own = head.embed_tokens
+    if own is None or takes_own_embedding(head, layout):
+        return
+    if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
+        raise InputError(
+            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, and "
+            "embed_tokens.weight of this head is another; allowed where a head keeps its own: "
+            "vllm, original"
+        )
+
+
+def _check_layers(
+    layers: Sequence[int], engine: ExportFormat, layout: EagleLayout, num_layers: int
+) -> None:
+    start = f"format={engine.value}: the head reads hidden states {list(layers)} of {num_layers}"
+    if layout.layer_offset is None:
+        fixed = [2, num_layers // 2, num_layers - 3]
+        if list(layers) != fixed:
+            raise InputError(
+                f"{start}, and {ENGINES[engine]} always {fixed}; train with head.layers={fixed}, "
+                "or choose another format"
+            )
+    elif layers[0] < -layout.layer_offset or layers[-1] >= num_layers:
+        raise InputError(
+            f"{start}, and for {ENGINES[engine]} they must lie in "
+            f"{-layout.layer_offset}..{num_layers - 1} (what is known of the last one has passed "
+            "the final norm); train with other head.layers"
+        )
+
+
+def takes_own_embedding(head: EagleHead, layout: EagleLayout) -> bool:
+    """Whether the engine keeps an embedding that the head brings."""
+    return layout.own_embedding or head.config.target_hidden_size != head.config.llama.hidden_size

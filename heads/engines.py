@@ -1,0 +1,41 @@
+"""The engines that heads are exported for: what they are called, and what starts them.
+
+Sources of the commands: vLLM 0.32 `config/speculative.py`; SGLang `server_args.py`; TensorRT-LLM
+1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1; TGI 3.3 launcher; SafeAILab/EAGLE
+and FasterDecoding/Medusa.
+"""
+
+import json
+
+from torch import nn
+
+from conf.schema_export import ExportFormat
+
+ENGINES = {
+    ExportFormat.vllm: "vLLM",
+    ExportFormat.sglang: "SGLang",
+    ExportFormat.trtllm: "TensorRT-LLM",
+    ExportFormat.tgi: "TGI",
+    ExportFormat.speculators: "speculators",
+    ExportFormat.original: "the authors' code",
+}
+LOADERS = {
+    ExportFormat.vllm: "vLLM 0.32",
+    ExportFormat.sglang: "SGLang of 2026 (EAGLE-3.1 needs one that knows `fc_norm`)",
+    ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
+    ExportFormat.tgi: "TGI 3.3",
+    ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
+    ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
+}
+"""Whose loaders were read."""
+
+
+def vllm_command(method: str, num_tokens: int, target: str, folder: str) -> str:
+    """What starts vLLM's server with a head in a folder."""
+    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens}
+    return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
+
+
+def dtype_of(head: nn.Module) -> str:
+    """`float32` or `bfloat16`."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")

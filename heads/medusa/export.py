@@ -1,0 +1,115 @@
+"""What engines read of Medusa heads.
+
+Read from the loaders themselves: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
+`models/medusa/weight.py`; TGI 3.3 `layers/{medusa,speculative}.py`; FasterDecoding/Medusa
+`model/medusa_model.py`.
+"""
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.schema_export import ExportFormat
+from heads.engines import dtype_of, vllm_command
+from heads.kind import Drafted, Files
+from heads.medusa.head import VLLM_WEIGHTS, WEIGHTS, MedusaHead
+
+
+@dataclass(frozen=True)
+class MedusaLayout:
+    """How a loader wants Medusa heads.
+
+    Attributes:
+        weights: the file that it opens.
+        own_names: vLLM's names (`blocks.{k}.layers.{j}`) instead of the authors' (`{k}.{j}`).
+        architecture: in `architectures`; None leaves the key out.
+        max_layers: residual blocks per head.
+    """
+
+    weights: str = WEIGHTS
+    own_names: bool = False
+    architecture: str | None = None
+    max_layers: int | None = None
+
+
+LAYOUTS = {
+    # Its own names: older versions do not know the authors'.
+    ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, own_names=True, architecture="MedusaModel"),
+    ExportFormat.trtllm: MedusaLayout(),
+    # A config with `architectures` that is no MLP speculator gets no heads at all.
+    ExportFormat.tgi: MedusaLayout(),
+    # All blocks of a head are one and the same there.
+    ExportFormat.original: MedusaLayout(max_layers=1),
+}
+CONVERT = (
+    "import torch; from safetensors.torch import load_file; "
+    "torch.save(load_file('{folder}/medusa_lm_head.safetensors'), '{folder}/medusa_lm_head.pt')"
+)
+
+
+def problem(head: MedusaHead, engine: ExportFormat) -> str | None:
+    """Why an engine cannot serve heads, as the end of a sentence."""
+    layout = LAYOUTS.get(engine)
+    if layout is None:
+        return "loads no Medusa heads"
+    if not head.vocab.full:
+        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary
+        # and then refuses fewer rows.
+        return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
+    blocks = head.config.num_layers
+    if layout.max_layers is not None and blocks > layout.max_layers:
+        return f"makes one of the {blocks} residual blocks of a head (head.num_layers)"
+    return None
+
+
+def files(head: MedusaHead, engine: ExportFormat) -> Files:
+    """Keys of the authors and of TGI, and those of vLLM's `MedusaConfig`."""
+    layout, dtype = LAYOUTS[engine], dtype_of(head)
+    settings = head.config_json() | {"dtype": dtype, "torch_dtype": dtype}
+    del settings["architectures"]
+    if layout.architecture is not None:
+        settings["architectures"] = [layout.architecture]
+    tensors = head.tensors()
+    return Files(settings, layout.weights, _renamed(tensors) if layout.own_names else tensors)
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        k, layer, *rest = name.split(".")
+        block = f"blocks.{k}.layers.{layer}.{rest[-1]}"
+        named[block if rest[0] == "linear" else f"lm_heads.{k}.weight"] = tensor
+    return named
+
+
+def serve_command(num_heads: int, engine: ExportFormat, target: str, folder: str) -> str:
+    """What starts the engine with heads, as lines for a shell."""
+    if engine is ExportFormat.vllm:
+        return vllm_command("medusa", num_heads, target, folder)
+    if engine is ExportFormat.tgi:
+        return f"text-generation-launcher --model-id {folder} --speculate {num_heads}"
+    if engine is ExportFormat.trtllm:
+        return (
+            f"python examples/medusa/convert_checkpoint.py --model_dir {target} "
+            f"--medusa_model_dir {folder} --num_medusa_heads {num_heads} "
+            "--dtype bfloat16 --output_dir checkpoint\n"
+            "trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin bfloat16 "
+            "--speculative_decoding_mode medusa\n"
+            f"python examples/run.py --engine_dir engine --tokenizer_dir {target} "
+            f"--medusa_choices '{json.dumps([[0] * k for k in range(1, num_heads + 1)])}' "
+            "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
+        )
+    # Their loader opens pickles alone.
+    convert = CONVERT.format(folder=folder)
+    return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
+
+
+def drafted(head: MedusaHead, states: Tensor) -> Drafted:
+    """What heads make of the last hidden states [S, D]."""
+    # One head at a time: together they can be larger than the target.
+    each = [deepcopy(part).to("cpu", torch.float32)(states.float()) for part in head.heads]
+    logits = torch.stack(each)
+    return Drafted(logits, {"logsumexp": logits.logsumexp(-1)})

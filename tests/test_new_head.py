@@ -1,0 +1,150 @@
+"""A kind of head that the project does not know joins by a line of the table, and by that alone."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy_head
+from chats import chats
+from safetensors.torch import load_file
+from test_scripts_push import hub, upload
+from toy_head import train as toy_train
+from toy_head.kind import WEIGHTS, ToyKind
+from toy_head.train import ToyRun
+from toys import save_target
+
+from conf.schema import DataConfig, HeadRef, InputError, TargetConfig, TrainConfig
+from conf.schema_export import ExportFormat, ExportRun
+from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
+from eval import acceptance, speedup
+from eval.compare.methods import known_methods
+from eval.parity import readers
+from eval.parity.gate import verify
+from heads.kinds import KINDS, load_head
+from scripts import bench_engine, export, prune
+from scripts.bench.objectives import fresh_objective
+
+__all__ = ["hub"]  # a fixture
+SCHEDULE = {"batch_size": 2, "warmup_steps": 1, "learning_rate": 0.01, "save_steps": 2,
+            "eval_steps": 4, "num_eval_sequences": 2, "num_replay_prompts": 2}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new head's author writes in the project: a line, a reader and an entry script."""
+    monkeypatch.setitem(KINDS, "toy", ToyKind())
+    folder = str(Path(toy_head.__file__).parent / "readers")
+    monkeypatch.setattr(readers, "__path__", [*readers.__path__, folder])
+    monkeypatch.setitem(sys.modules, "train.toy", toy_train)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and conversations."""
+    folder = tmp_path_factory.mktemp("toy")
+    save_target(folder / "target")
+    chats(folder / "chats.jsonl", 40)
+    return folder
+
+
+def trained(inputs: Path, out_dir: Path, **changes: Any) -> Path:
+    """The folder of a head after 4 steps, or what `changes` say."""
+    config = ToyRun(
+        target=TargetConfig(path=str(inputs / "target")),
+        data=DataConfig(path=str(inputs / "chats.jsonl"), max_length=64),
+        train=TrainConfig(**{"max_steps": 4, **SCHEDULE, **changes}),
+        out_dir=str(out_dir),
+    )
+    toy_train.main(config)
+    return out_dir / "head"
+
+
+@pytest.fixture(scope="module")
+def head(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(inputs, tmp_path_factory.mktemp("trained"))
+
+
+def measuring(inputs: Path, head: Path, out_dir: Path) -> dict[str, Any]:
+    return {
+        "target": TargetConfig(path=str(inputs / "target")),
+        "data": DataConfig(path=str(inputs / "chats.jsonl"), num_prompts=3),
+        "head": HeadRef(path=str(head)),
+        "max_new_tokens": 12,
+        "num_turns": 1,
+        "out_dir": str(out_dir),
+    }
+
+
+def test_it_trains_and_resumes_to_the_same_weights(inputs: Path, head: Path, tmp_path) -> None:
+    rows = [json.loads(line) for line in (head.parent / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval/loss"] < rows[0]["train/loss"] - 0.5
+    trained(inputs, tmp_path, schedule="constant", max_steps=2)
+    resumed = trained(inputs, tmp_path, schedule="constant", resume="auto")
+    straight = trained(inputs, tmp_path / "straight", schedule="constant")
+    mine, theirs = (load_file(folder / WEIGHTS) for folder in (resumed, straight))
+    assert torch.equal(mine["out.weight"], theirs["out.weight"])
+
+
+def test_replay_and_decoding_agree(inputs: Path, head: Path, tmp_path: Path) -> None:
+    found = {}
+    for mode in (Mode.replay, Mode.decode):
+        run = AcceptanceRun(**measuring(inputs, head, tmp_path / mode.value), mode=mode)
+        acceptance.main(run)
+        found[mode] = json.loads((tmp_path / mode.value / "acceptance.json").read_text())
+    for figure in ("tau", "alpha", "per_position", "static_tree"):
+        assert found[Mode.replay][figure] == found[Mode.decode][figure]
+    assert len(found[Mode.replay]["alpha"]) == 1
+
+
+def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_path) -> None:
+    assert {"toy_chain", "toy_tree", "toy_typical"} <= known_methods().keys()
+    speedup.main(SpeedupRun(**measuring(inputs, head, tmp_path), num_repeats=1))
+    result = json.loads((tmp_path / "speedup.json").read_text())
+    assert {"toy_chain", "toy_tree", "prompt_lookup"} <= result["methods"].keys()
+    assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
+
+
+def test_its_export_is_verified_and_published(
+    inputs: Path, head: Path, tmp_path: Path, hub: Any, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "export"
+    run = ExportRun(head=HeadRef(str(head)), format=ExportFormat.original, out_dir=str(out))
+    export.main(run)
+    assert f"play {out}" in capsys.readouterr().out
+    with pytest.raises(InputError, match="vLLM loads no toys; allowed for this head: original"):
+        export.main(replace(run, format=ExportFormat.vllm))
+    upload(head.parent, repo_id="me/toy", exports=[str(out)])
+    files = hub.repos["me/toy"].files("main") or {}
+    assert files[WEIGHTS] == (head / WEIGHTS).read_bytes()
+    assert b"Toy" in files["README.md"]
+    weights = load_file(out / WEIGHTS)
+    weights["out.weight"][5] += 1
+    from safetensors.torch import save_file
+
+    save_file(weights, out / WEIGHTS)
+    with pytest.raises(InputError, match="differ from the trained one's"):
+        verify(out)
+
+
+def test_pruning_refuses_it_with_its_own_words(inputs: Path, head: Path, tmp_path: Path) -> None:
+    run = PruneRun(
+        target=TargetConfig(path=str(inputs / "target")),
+        data=DataConfig(path=str(inputs / "chats.jsonl"), max_length=64),
+        head=HeadRef(path=str(head)),
+        sizes=[20],
+        out_dir=str(tmp_path / "out"),
+    )
+    with pytest.raises(InputError, match="a toy head drafts all ids"):
+        prune.main(run)
+
+
+def test_benchmarks_find_it(head: Path) -> None:
+    target = bench_engine.random_target(torch.float32)
+    makes = bench_engine.drafters(target, list(range(3, 40)), 0.5)
+    assert {"toy chain of 1", "toy tree of 8", "medusa chain of 4"} <= makes.keys()
+    objective = fresh_objective("toy", target, load_head(str(head)).vocab)
+    assert type(objective) is toy_train.ToyObjective

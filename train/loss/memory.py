@@ -1,0 +1,99 @@
+"""Bytes of a loss and of what training a head keeps, from shapes alone.
+
+Letters: N tokens of a micro batch, H hidden, W draft vocabulary, e bytes of a number in
+`train.dtype`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from conf.schema import Dtype, TrainConfig
+from heads.target.load import resolve_dtype
+from train.loss.fused import (
+    CHUNK_BYTES,
+    CPU_CHUNK_BYTES,
+    CPU_PIECE_BYTES,
+    PIECE_BYTES,
+    TILE_BYTES,
+)
+
+PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
+"""Float32 tensors of a piece of the loss that live at a time (see `train.loss.fused.PIECE_BYTES`):
+against the text and against a distribution; one more where logits are not float32."""
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What memory depends on besides the objective.
+
+    Attributes:
+        tokens: N.
+        dtype: autocast's, of the head.
+        strategy: `DDP` (also one process), `FSDP2` or `ZeRO-1`, `ZeRO-2`, `ZeRO-3`.
+        num_processes: n.
+        cuda: whether micro batches are prepared ahead, and pieces are large.
+    """
+
+    tokens: int
+    dtype: torch.dtype
+    strategy: str
+    num_processes: int
+    cuda: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig, length: int, strategy: str, accelerator: Any) -> "Setting":
+        """Of a launch, and sequences of some tokens."""
+        device = accelerator.device
+        dtype = resolve_dtype(Dtype(config.dtype), device)
+        tokens = config.micro_batch_size * length
+        return cls(tokens, dtype, strategy, accelerator.num_processes, device.type == "cuda")
+
+
+class Counted(NamedTuple):
+    """Bytes of training a head on a micro batch.
+
+    Attributes:
+        copies: of weights in `train.dtype`.
+        kept: for the backward pass.
+        loss: in its fullest chunk.
+        backward: of gradients of activations.
+    """
+
+    copies: int
+    kept: int
+    loss: int
+    backward: int
+
+
+def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
+    """Of a chunk: its logits, and either pieces or what carries the gradient back.
+
+    Args:
+        setting: the launch.
+        rows: of a student.
+        shape: of the projection, [W, H].
+        num_pieces: that live at a time, beside one for the logits where they are not float32.
+    """
+    e, (width, hidden) = setting.dtype.itemsize, shape
+    whole = chunk_bytes(setting)
+    chunk = min(rows, max(1, whole // (width * e)))
+    piece = min(PIECE_BYTES if setting.cuda else CPU_PIECE_BYTES, chunk * width * FLOAT32)
+    tile = min(TILE_BYTES, width * max(hidden, chunk) * FLOAT32)
+    back = chunk * hidden * (e + FLOAT32) + (0 if e == FLOAT32 else tile)
+    return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
+
+
+def chunk_bytes(setting: Setting) -> int:
+    """Most that the logits of a chunk take."""
+    return CHUNK_BYTES if setting.cuda else CPU_CHUNK_BYTES
+
+
+def copied_bytes(head: Any, setting: Setting) -> int:
+    """Of all matrices, where autocast's dtype is another than float32."""
+    if setting.dtype is torch.float32:
+        return 0
+    matrices = (each for each in head.parameters() if each.requires_grad and each.dim() > 1)
+    return setting.dtype.itemsize * sum(each.numel() for each in matrices)
