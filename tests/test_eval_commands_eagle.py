@@ -33,7 +33,7 @@ def setting(tmp_path_factory) -> dict:
 def measured(setting: dict, out_dir: Path, head: str, **changes) -> dict:
     own = {**settings(setting, out_dir), "head": HeadRef(path=str(setting["folder"] / head))}
     acceptance.main(AcceptanceRun(**{**own, "depth": 3, **changes}))
-    assert (out_dir / "acceptance.png").stat().st_size > 10_000
+    assert (out_dir / "acceptance.png").is_file()
     return json.loads((out_dir / "acceptance.json").read_text())
 
 
