@@ -47,6 +47,7 @@ pytest_add_cli_args =
     -p
     no:cacheprovider
 process_isolation = forkserver
+do_not_mutate_patterns = tqdm
 timeout_multiplier = 4.0
 timeout_constant = 2.0
 """
