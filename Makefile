@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart check test test-slow test-engines gpu-wheels test-gpu clean
+.PHONY: help setup quickstart check test test-slow mutants test-engines gpu-wheels test-gpu clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -37,6 +37,20 @@ test: check  ## the default test suite
 
 test-slow: setup  ## the long tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+# Files to mutate, all of the table in tests/mutants.py unless told.
+MUTANTS ?=
+
+mutants: .venv-mutants/.done  ## does a test fail where a line is wrong? hours; goes on where it was
+	.venv-mutants/bin/python tests/mutants.py $(MUTANTS)
+
+# Sees what .venv holds.
+.venv-mutants/.done: .venv/.done
+	$(PYTHON) -m venv $(@D)
+	$(PIP) -c constraints.txt mutmut==3.8.1
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$site" > "$$($(@D)/bin/python -c "$$site")/headsmith.pth"
+	touch $@
 
 test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.done  ## against vLLM, speculators and modelopt, on a CPU
 	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \
@@ -87,4 +101,4 @@ test-gpu: $(GPU_PATH)/.done  ## gpu tests, then every benchmark in one table wit
 	$(PYTHON) scripts/bench_gpu.py $(GPU_BENCHES) && exit $$tests
 
 clean:  ## remove the environments and caches, keep outputs
-	rm -rf .venv .venv-vllm .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache
+	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache

@@ -19,9 +19,9 @@ TESTS = {
     "train/schedule.py": "train_loop",
     "eval/measure/stats.py": "eval_stats",
     "eval/measure/replay.py": "eval_engine",
-    "heads/sampling.py": "eval_accept_rules eval_accept eval_engine",
-    "eval/decode/accept.py": "eval_accept_rules eval_accept eval_engine",
-    "eval/compare/timing.py": "eval_timing eval_report",
+    "heads/sampling.py": "eval_accept_rules eval_accept",
+    "eval/decode/accept.py": "eval_accept_rules eval_accept",
+    "eval/compare/timing.py": "eval_timing",
     "train/loss/divergences.py": "train_fused train_eagle_losses",
     "train/loss/losses.py": "train_losses train_eagle_losses train_fused",
     "train/loss/eagle.py": "train_fused train_eagle_losses",
@@ -33,7 +33,7 @@ TESTS = {
     "train/dist/checkpoint.py": "train_checkpoint",
     "eval/decode/engine.py": "eval_engine eval_accept eval_timing",
 }
-SURVIVED = (0, 5, 33)  # no test failed; no test was found
+SURVIVED = (None, 0, 5, 33)  # not tried; no test failed; no test was found
 SETTINGS = """\
 [mutmut]
 source_paths =
@@ -47,6 +47,7 @@ pytest_add_cli_args =
     -p
     no:cacheprovider
 process_isolation = forkserver
+do_not_mutate_patterns = tqdm
 timeout_multiplier = 4.0
 timeout_constant = 2.0
 """

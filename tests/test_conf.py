@@ -2,9 +2,13 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
 
@@ -114,6 +118,42 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
 def test_checks_name_the_key_and_what_is_allowed(make, message: str) -> None:
     with pytest.raises(schema.InputError, match=message):
         make()
+
+
+EAGLE1 = {
+    "form": "eagle1", "num_steps": 1, "step_decay": 0.8, "step_normalizer": "sum",
+    "token_normalizer": "supervised", "detach_features": False, "divergence": "kl",
+    "divergence_weight": 0.1, "regression_weight": 1.0, "top_k_weight": 0.0, "top_k": 10,
+    "noise": 0.2, "fc_norm": False, "norm_output": False,
+}  # fmt: skip
+EAGLE3 = {
+    **EAGLE1, "form": "eagle3", "num_steps": 7, "token_normalizer": "all",
+    "divergence_weight": 1.0, "regression_weight": 0.0, "noise": 0.0,
+}  # fmt: skip
+HASS = {
+    **EAGLE1, "num_steps": 3, "step_decay": 1.0, "step_normalizer": "mean",
+    "detach_features": True, "top_k_weight": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head", "clip"),
+    [
+        ("eagle1", EAGLE1, (None, 0.5)),
+        ("eagle3", EAGLE3, (0.5, None)),
+        ("eagle3_1", {**EAGLE3, "fc_norm": True, "norm_output": True}, (0.5, None)),
+        ("hass", HASS, (None, 0.5)),
+    ],
+)
+def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) -> None:
+    ConfigStore.instance().store(name="eagle_schema", node=schema_eagle.EagleRun)
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        composed = compose("eagle", [f"head={recipe}"])
+    run = OmegaConf.to_object(composed)
+    found = {name: getattr(run.head, name) for name in head}
+    assert {n: v.value if isinstance(v, Enum) else v for n, v in found.items()} == head
+    assert (run.train.learning_rate, run.train.adam_beta2) == (1e-4, 0.95)
+    assert (run.train.max_grad_norm, run.train.max_grad_value) == clip
 
 
 def test_every_setting_has_a_default() -> None:

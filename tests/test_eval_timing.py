@@ -1,22 +1,29 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 from pytest import approx
 from toys import random_target, tokenizer
 
+from conf.schema import InputError
 from conf.schema_measure import SpeedupRun
 from eval.clock import Times
 from eval.compare.methods import Method
-from eval.compare.timing import BatchRun, _origins, _pieces, _spread, summarise, time_methods
+from eval.compare.timing import BatchRun, summarise, time_methods
 from eval.decode.engine import Generation, NoDraft, Step, decode
-from eval.measure.bench import Bench, batches, seed_of
+from eval.measure.bench import Bench, batches, check_window, seed_of
 from eval.measure.prompts import Prompt
-from heads.sampling import GREEDY, drafter_seeds
+from heads.sampling import GREEDY, Sampling, drafter_seeds
 from heads.tree import Tree
 
 
 def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:
     return Prompt(category, [5, 6], dialogue, turn)
+
+
+def asked(category: str, dialogue: int) -> Prompt:
+    return replace(prompt(category, dialogue), messages=[{"content": f"question {dialogue}"}])
 
 
 def text(num_tokens: int, seconds: float, prefill: float = 0.0, **more) -> Generation:
@@ -28,35 +35,53 @@ def test_batches_hold_one_turn_and_category() -> None:
     assert list(batches(prompts, 2)) == [[0, 2], [3], [1], [4]]
 
 
+def test_a_window_holds_prompt_text_and_the_deepest_draft() -> None:
+    target = random_target(max_position_embeddings=40)
+    prompts = [prompt("a"), replace(prompt("a"), token_ids=[5] * 10)]
+    check_window(25, prompts, target, depth=5)
+    with pytest.raises(
+        InputError,
+        match=r"max_new_tokens=25: with the longest prompt of 10 tokens and drafts of depth 6 that "
+        "is 41, above the target's window of 40",
+    ):
+        check_window(25, prompts, target, depth=6)
+    with pytest.raises(InputError, match=r"max_new_tokens=31: .* that is 41"):
+        check_window(31, prompts, target, depth=0)
+
+
 def test_no_two_texts_share_a_seed() -> None:
     prompts = [prompt("a", d, t) for d in range(50) for t in (1, 2)]
     seeds = [seed_of(p, seed) for p in prompts for seed in (0, 1)]
     assert len({*seeds, *drafter_seeds(seeds)}) == 400
 
 
-def test_origins_of_tokens() -> None:
+def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> None:
+    ids = tokenizer()("z\N{LATIN SMALL LETTER E WITH ACUTE}\N{GRINNING FACE}").input_ids
     # The prompt's own token; 2 accepted and the bonus; none; 2 accepted where the text ends.
     steps = [Step(2, 3, 6), Step(0, 1, 3), Step(2, 2, 2)]
-    assert _origins(Generation([], steps)) == [0, 1, 2, 0, 0, 1, 2]
-
-
-def test_pieces_join_to_the_text_and_keep_characters_whole() -> None:
-    ids = tokenizer()("héllo \N{GRINNING FACE} you").input_ids
-    pieces = _pieces(tokenizer(), ids)
-    assert "".join(pieces) == "héllo \N{GRINNING FACE} you"
-    assert len(pieces) == len(ids)
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert "\N{GRINNING FACE}" in pieces
-
-
-def test_texts_to_show_come_from_every_category() -> None:
+    seconds = Times(total=1.0)
+    texts = {
+        "vanilla": Generation(ids[:1] * 2, [Step(0, 1, 1)], times=seconds),
+        "tree": Generation(ids, steps, times=seconds),
+        "generate": Generation(ids, times=seconds, num_passes=7),
+    }
     found = [
-        BatchRun([prompt("a"), prompt("a", 1)], {}),
-        BatchRun([prompt("a", 2)], {}),
-        BatchRun([prompt("b", 3)], {}),
+        BatchRun([asked(*own) for own in batch], {n: [[g] * len(batch)] for n, g in texts.items()})
+        for batch in ([("a", 0), ("a", 1)], [("a", 2)], [("b", 3)])
     ]
-    shown = [batch.prompts[row].dialogue for batch, row in _spread(found, 3)]
-    assert shown == [0, 3, 1]
+    target = SimpleNamespace(tokenizer=tokenizer())
+    methods = {name: Method(lambda *_: []) for name in texts}
+    bench = Bench(target, [], [], Sampling(1.0), {}, True)  # the text of each is its own
+    # The bytes of a character are shown where it is whole.
+    plain = ["z", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "", "", "", "\N{GRINNING FACE}"]
+    tree = list(zip(plain, [0, 1, 2, 0, 0, 1, 2], strict=True))
+    # Of every category in turn; somebody else's loop shows no steps.
+    shown = {"methods": {"vanilla": [("z", 0), ("z", 0)], "tree": tree}}
+    assert summarise(bench, SpeedupRun(num_texts=3), methods, found)["texts"] == [
+        {"prompt": 0, "category": "a", "turn": 1, "question": "question 0", **shown},
+        {"prompt": 1, "category": "b", "turn": 1, "question": "question 3", **shown},
+        {"prompt": 2, "category": "a", "turn": 1, "question": "question 1", **shown},
+    ]
 
 
 def test_methods_take_turns_after_warm_ups_on_the_first_batch() -> None:

@@ -191,7 +191,7 @@ def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
     own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 12}
     small = {"max_nodes": 12, "top_ks": [4], "num_repeats": 1, "batch_sizes": [1, 4]}
     tree_search.main(TreeSearchRun(**{**own, **small, **changes}))
-    assert (out_dir / "tree_search.png").stat().st_size > 10_000
+    assert (out_dir / "tree_search.png").is_file()
     return json.loads((out_dir / "tree_search.json").read_text())
 
 
@@ -208,9 +208,12 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(setting, tmp_path, fa
         assert row["speedup"] == pytest.approx(
             row["tau"] / row["step_s"] * result["curve"]["seconds"][0]
         )
-        assert row["measured_speedup"] > 0
-    assert result["predicted_gain"] >= 1
-    assert min(result["simulated_gain"], result["measured_gain"]) > 0
+        assert row["measured_speedup"] == result["measured"]["methods"][name]["decode_speedup"]
+    default, found = result["default"], result["found"]
+    assert result["predicted_gain"] == found["speedup"] / default["speedup"] >= 1
+    for way in ("simulated", "measured"):
+        gain = found[f"{way}_speedup"] / default[f"{way}_speedup"]
+        assert result[f"{way}_gain"] == pytest.approx(gain)
     assert result["measured"]["lossless"]["num_equal"] == 2
     assert result["curve"]["sizes"][:2] == [1, 2]
     assert max(each["num_tokens"] for each in result["candidates"]) <= 12

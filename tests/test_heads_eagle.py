@@ -10,8 +10,9 @@ from heads.documents import Documents
 from heads.eagle.branches import Branches, Stretch, causal_rows
 from heads.eagle.config import default_layers
 from heads.eagle.head import EagleHead
-from heads.target.model import Target
+from heads.target.model import Target, TargetOutput
 from heads.vocab import DraftVocab
+from train.eagle import EagleObjective
 
 EAGLE1, EAGLE3 = EagleForm.eagle1, EagleForm.eagle3
 CHANGED = ("lm_head.weight", "d2t", "t2d")
@@ -68,10 +69,14 @@ def test_eagle1_reads_the_state_that_the_output_head_reads(target: Target) -> No
     torch.testing.assert_close(target.logits(features), expected)
 
 
-@pytest.mark.parametrize(("form", "more"), VARIANTS)
-def test_training_and_decoding_read_the_same(target: Target, form, more) -> None:
-    """Features, tokens and positions of a packed training text against one read in pieces."""
-    head = untrained(target, form, **more)
+def compare_training_and_decoding(target: Target, head: EagleHead, reader: EagleHead) -> None:
+    """Features, tokens and positions of a packed training text against one read in pieces.
+
+    Args:
+        target: the target.
+        head: is trained.
+        reader: drafts.
+    """
     first, second = texts(target, 2, 12)
     batch = packed([first, second])
     where = Documents.of(batch["document_ids"])
@@ -84,47 +89,48 @@ def test_training_and_decoding_read_the_same(target: Target, form, more) -> None
     unrolled = head.unroll(text, ids, rows, branches)
     trained = [next(unrolled) for _ in range(3)]
 
-    alone = target.read_text(second[:8], head.reads)
-    piece = head.read(
-        head.fuse(head.features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
+    alone = target.read_text(second[:8], reader.reads)
+    piece = reader.read(
+        reader.fuse(reader.features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
     )
     branches = Branches(piece.keys[None], piece.values[None], Stretch.up_to(torch.tensor([8])))
-    outputs = head.draft(piece, torch.tensor([7]), branches)
+    outputs = reader.draft(piece, torch.tensor([7]), branches)
     for depth, expected in enumerate(trained):
         if depth:
             token, position = torch.tensor([second[8 + depth]]), torch.tensor([7 + depth])
-            outputs = head.advance(outputs, token, position, branches)
+            outputs = reader.advance(outputs, token, position, branches)
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("form", "more"), VARIANTS)
+def test_training_and_decoding_read_the_same(target: Target, form, more) -> None:
+    head = untrained(target, form, **more)
+    compare_training_and_decoding(target, head, head)
 
 
 @pytest.mark.parametrize("mistake", ["layer", "norm", "token", "position", "feedback"])
 def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) -> None:
-    """The faults that halve tau in silence change what is compared above."""
+    """The faults that halve tau in silence, in a head that is otherwise the same."""
     head = untrained(target, EAGLE3, norm_output=mistake == "feedback")
-    text = texts(target, 1, 12)[0]
-
-    def outputs(head: EagleHead, token_shift: int = 1, position_shift: int = 0) -> torch.Tensor:
-        output = target.read_text(text[:8], head.reads)
-        if mistake == "norm" and head is not right:
-            output.layers[3] = target.decoder.norm(output.layers[3])
-        ids = torch.tensor(text[token_shift : 8 + token_shift])
-        piece = head.read(head.fuse(head.features(output)[0]), ids, torch.arange(8))
-        branches = Branches(piece.keys[None], piece.values[None], Stretch.up_to(torch.tensor([8])))
-        first = head.draft(piece, torch.tensor([7]), branches)
-        place = torch.tensor([8 + position_shift])
-        return head.advance(first, torch.tensor([text[9]]), place, branches)
-
-    right = head
-    shifts = {"token": {"token_shift": 0}, "position": {"position_shift": -1}}
-    wrong = EagleHead(head.config, head.vocab)
+    config = {"layer": {"layers": (0, 1, 2)}, "feedback": {"norm_output": False}}
+    wrong = EagleHead(replace(head.config, **config.get(mistake, {})), head.vocab)
     wrong.load_state_dict(head.state_dict())
-    if mistake == "layer":
-        wrong.config = replace(head.config, layers=(0, 1, 2))
-    if mistake == "feedback":
-        wrong.config = replace(head.config, norm_output=False)
     wrong.attach(target)
-    found = outputs(wrong, **shifts.get(mistake, {}))
-    assert (found - outputs(right)).abs().max() > 1e-2
+    read, advance, features = wrong.read, wrong.advance, wrong.features
+
+    def normed(output: TargetOutput) -> torch.Tensor:
+        output.layers[3] = target.decoder.norm(output.layers[3])
+        return features(output)
+
+    compare_training_and_decoding(target, head, head)
+    if mistake == "norm":
+        wrong.features = normed
+    if mistake == "token":
+        wrong.read = lambda fused, ids, places: read(fused, ids.roll(1), places)
+    if mistake == "position":
+        wrong.advance = lambda x, ids, places, seen: advance(x, ids, places - 1, seen)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        compare_training_and_decoding(target, head, wrong)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,15 @@ def test_candidates_are_target_ids_of_the_reduced_vocabulary(target: Target) -> 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_neox", "mixtral", "phi3", "mistral"])
 def test_a_head_is_made_and_learns_for_every_family(family: str) -> None:
     target = random_target(family, num_hidden_layers=4)
-    head = eagle_head(target, EAGLE3, num_draft_ids=48, num_updates=5)
+    untaught, head = (eagle_head(target, EAGLE3, 48, num_updates=number) for number in (0, 5))
+    batch = packed(texts(target, 6, 40))
+
+    def loss(head: EagleHead) -> float:
+        objective = EagleObjective(head, target, EagleConfig(num_steps=1))
+        learnt = objective.prepare(objective.indexed(batch))
+        return objective(learnt, torch.ones(1)).total.item()
+
+    assert loss(head) < 0.25 * loss(untaught)
     assert head.config.llama.head_dim == 32
     assert head.config.layers == (1, 2, 3)
 

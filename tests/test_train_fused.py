@@ -1,5 +1,6 @@
 """Fused losses against the naive formula: all logits at once, gradients by autograd, float64."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,13 @@ from heads.projection import Projection
 from heads.vocab import DraftVocab
 from train.batch.rows import SortedIndices
 from train.loss import fused
-from train.loss.divergences import Softmax
+from train.loss.divergences import (
+    MIN_ALPHA,
+    Pair,
+    Softmax,
+    negative_log_alpha,
+    total_variation,
+)
 from train.loss.eagle import EagleCriterion
 from train.loss.fused import Part, fused_linear
 from train.loss.losses import TextTeacher, text_criterion
@@ -114,6 +121,29 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     assert found[1].sum() == (DRAFTED[logits.argmax(-1)] == log_p[rows].argmax(-1)).sum()
+
+
+def pair_of(p: list[float], q: list[float]) -> Pair:
+    likely, said = (torch.tensor([row], dtype=torch.float64) for row in (p, q))
+    logits, nothing = said.log(), torch.zeros(1, dtype=torch.float64)
+    return Pair(likely, likely.sum(-1), nothing, Softmax(logits, said, nothing))
+
+
+def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
+    # With a third of [0.5, 0, 1] each, as p is as likely as q, less and more: by the mean 0.45.
+    found = total_variation(pair_of([0.5, 0.25, 0.25], [0.5, 0.3, 0.2]), want_grad=True)
+    assert found.loss.tolist() == pytest.approx([0.05])
+    assert found.grad is not None
+    assert found.grad[0].tolist() == pytest.approx([-0.05 * 0.5, 0.45 * 0.3, -0.55 * 0.2])
+
+
+def test_acceptance_too_small_to_take_the_logarithm_of_pulls_no_more() -> None:
+    for alpha, pulled in ((MIN_ALPHA / 2, 0.0), (MIN_ALPHA * 2, 1.0)):
+        found = negative_log_alpha(pair_of([1.0, 0.0], [alpha, 1 - alpha]), want_grad=True)
+        assert found.loss.tolist() == pytest.approx([-math.log(max(alpha, MIN_ALPHA))])
+        assert found.grad is not None
+        expected = [-pulled * (1 - alpha), pulled * (1 - alpha)]
+        assert found.grad[0].tolist() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.usefixtures("rows_per_chunk")

@@ -124,7 +124,7 @@ def begin(command: list[str], cwd: Path) -> "subprocess.Popen[str]":
 def test_head_learns_and_says_where_it_is_from(straight: Path, inputs: Path) -> None:
     losses = curve(straight, "train/loss")
     assert len(losses) == 12
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.75 * losses[0]
     assert {f"eval/{name}_d{d}" for name in ("loss", "top1", "top5") for d in (1, 2)} <= set(
         json.loads((straight / "metrics.jsonl").read_text().splitlines()[-1])
     )
@@ -278,5 +278,5 @@ def test_soft_labels_and_bfloat16(inputs: Path, tmp_path: Path) -> None:
     said = trained([sys.executable, *arguments(inputs, tmp_path / "out", *more)], tmp_path)
     assert "attention of the target: scaled_dot_product_attention, document by document\n" in said
     losses = curve(tmp_path / "out", "train/loss")
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.75 * losses[0]
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "out").values())

@@ -18,6 +18,7 @@ from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainCo
 from eval.launch import check_launch
 from heads.storage import save_head
 from train import schedule
+from train.batch.rows import NOISE_SEEDS
 from train.dist import checkpoint, launch, processes
 from train.loop import command, loop, tracking
 from train.loop.job import Job, Outcome
@@ -52,8 +53,8 @@ class ToyObjective(Objective):
 
     def prepare(self, batch: Batch) -> Batch:
         draws = []
-        for seed in batch.get("noise_seed", [0] * len(batch["x"])):
-            generator = torch.Generator().manual_seed(int(seed))
+        for seed in batch.get(NOISE_SEEDS, [0] * len(batch["x"])):
+            generator = torch.Generator().manual_seed(seed)
             draws.append(self.noise * torch.randn(T, D, generator=generator))
         return {**batch, "x": batch["x"] + torch.stack(draws)}
 
@@ -154,6 +155,51 @@ def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
     assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
     assert train[-1]["train/loss"] < train[0]["train/loss"]
     assert train[-1]["train/tokens"] == 6 * 4 * T
+
+
+def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> None:
+    class Seeded(ToyObjective):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds: list[int] = []
+
+        def prepare(self, batch: Batch) -> Batch:
+            self.seeds += batch.get(NOISE_SEEDS, ())  # a batch held out has none
+            return super().prepare(batch)
+
+    drawn = []
+    for size in (1, 4):
+        objective = Seeded()
+        fit(tmp_path / str(size), settings(micro_batch_size=size), objective=objective)
+        drawn.append(objective.seeds)
+    wanted = {(step, i) for step in range(6) for i in schedule.sequences(step, 4, 7, seed=0)}
+    assert len(set(drawn[0])) == len(wanted) > 20
+    assert drawn[0] == drawn[1]
+
+
+def test_steps_are_adamws(tmp_path: Path) -> None:
+    """Three by hand, each on all four sequences of its batch."""
+    changes = {"adam_beta2": 0.5, "weight_decay": 0.1, "max_grad_norm": None}
+    config = settings(max_steps=3, schedule=Schedule.constant, **changes)
+    fit(tmp_path, config)
+    head, data = ToyHead(), rows(7)
+    moments = {
+        name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in head.state_dict().items()
+    }
+    for step, rate in enumerate([0.025, 0.05, 0.05]):
+        picked = [data[i] for i in schedule.sequences(step, 4, 7, seed=0)]
+        errors = [(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked]
+        head.zero_grad()
+        (0.5 * torch.cat(errors).mean()).backward()
+        for name, parameter in head.named_parameters():
+            first, second = moments[name]
+            first.mul_(0.9).add_(0.1 * parameter.grad)
+            second.mul_(0.5).add_(0.5 * parameter.grad**2)
+            mean, square = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.5 ** (step + 1))
+            update = mean / (square.sqrt() + 1e-8) + 0.1 * parameter.detach()
+            parameter.data.sub_(rate * update)
+    for name, parameter in head.state_dict().items():
+        assert weights(tmp_path)[name] == pytest.approx(parameter.flatten().tolist(), rel=1e-4)
 
 
 def test_first_loss_is_the_mean_over_the_supervised_tokens_of_the_step(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from torch import Tensor
 from conf.schema import DataConfig, HeadRef, InputError, MedusaConfig, TargetConfig, TrainConfig
 from conf.schema_measure import AcceptanceRun
 from conf.schema_medusa2 import AdapterConfig, Medusa2Run, MergeAdapterRun
+from data.pack import prepare
 from eval import acceptance
+from heads.kinds import load_head
 from heads.target.load import load_target
 from scripts import merge_adapter
 from train import medusa2
+from train.loop.replay import HeldoutReplay, heldout_prompts
 
 __all__ = ["inputs"]
 CPU = torch.device("cpu")
@@ -51,7 +54,7 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir
 
 
-def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path) -> None:
+def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path, inputs: Path) -> None:
     lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if "train/loss" in line]
     assert [line["train/loss_d0"] > 1e-6 for line in train] == [False] * 7 + [True] * 5
@@ -59,7 +62,13 @@ def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path) ->
     assert first["eval/target_change_percent"] == 0.0
     change = 100 * (last["eval/target_loss"] / last["eval/target_loss_before"] - 1)
     assert last["eval/target_change_percent"] == pytest.approx(change) != 0.0
-    assert last["eval/tau"] >= 1.0
+    adapted = TargetConfig(path=str(inputs / "target"), adapter=str(straight / "adapter"))
+    target, config = load_target(adapted, CPU), settings(inputs, straight)
+    path = str(config.data.path)
+    heldout = prepare(config.data, target.tokenizer, path=path, eval_path=None, seed=0)[1]
+    head = load_head(str(straight / "head")).attach(target).eval()
+    live = HeldoutReplay(target, heldout_prompts(heldout, 2), 2, head.reads)
+    assert last["eval/tau"] == pytest.approx(live(head)["tau"])
     origin = json.loads((straight / "head/headsmith.json").read_text())
     assert origin["adapter"]["path"] == str(straight / "adapter")
     assert len(origin["adapter"]["sha256"]) == 64

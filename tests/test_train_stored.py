@@ -28,6 +28,7 @@ from conf.schema_capture import StateFormat, TeacherKind
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun
 from data.features import StoredDataset
 from heads.eagle.head import EagleHead
+from heads.kinds import load_head
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
 from heads.target.model import Reads
@@ -228,7 +229,10 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
     assert job.provenance["data"]["num_records"] == 40
     assert job.objective.head.config.target == str(inputs / "target")
     assert job.evaluate is not None
-    assert job.evaluate(job.objective.head)["tau"] >= 1
+    opened = open_store(config.data, TargetConfig())
+    head = job.objective.head.eval()
+    replay = StoredReplay(load_ends(opened, CPU), opened.replay, 16, 2, head.reads)
+    assert job.evaluate(head) == replay(head)
     said = capsys.readouterr().out
     assert f"target: {inputs / 'target'}\n" in said
     assert "bf16, last hidden state, layers 1, 2, 3, 521 bytes/token" in said
@@ -275,10 +279,13 @@ def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
     eagle.main(
         EagleRun(data=DataConfig(features=str(top_k)), out_dir=str(tmp_path / "eagle"), **common)
     )
-    for name in ("medusa", "eagle"):
-        assert (tmp_path / name / "head/config.json").is_file()
+    for name, store, depth in (("medusa", hidden, 4), ("eagle", top_k, 7)):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(lines[-1])["eval/tau"] >= 1
+        opened = open_store(DataConfig(features=str(store)), TargetConfig())
+        ends = load_ends(opened, CPU)
+        head = load_head(str(tmp_path / name / "head")).attach(ends).eval()
+        replay = StoredReplay(ends, opened.replay, 1, depth, head.reads)
+        assert json.loads(lines[-1])["eval/tau"] == pytest.approx(replay(head)["tau"])
 
 
 def curve(config: MedusaRun | EagleRun) -> list[float]:
