@@ -21,6 +21,7 @@ from rich.table import Table
 
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun, TreeSearchRun
+from data.journal import write_whole
 from eval.compare.methods import BASELINE, Method
 from eval.compare.timing import summarise, time_methods
 from eval.decode.engine import Generation, NoDraft, decode_batch
@@ -281,10 +282,8 @@ def write_shape(head: BenchHead, best: Candidate, device: str, out_dir: Path) ->
     folder = Path(head.path) if Path(head.path).is_dir() else out_dir
     path = folder / SHAPE_FILE
     content = {**described(best.shape), "device": device, "tau": best.tau}
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(json.dumps(content) + "\n")
-        temporary.replace(path)
+        write_whole(path, json.dumps(content) + "\n")
     except OSError as error:
         raise InputError(f"head.path={head.path}: cannot write {path}: {error}") from error
     return path

@@ -36,7 +36,7 @@ from train.dist import processes
 from train.loop import loop
 from train.loop.job import Job
 from train.loop.memory import Parts, estimate
-from train.loss.memory import Setting
+from train.loss.sizes import Setting
 
 HEADS = ("medusa", "eagle3")
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}

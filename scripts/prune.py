@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from conf.schema_measure import PruneRun
+from data.journal import write_whole
 from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
@@ -310,11 +311,9 @@ def write(
         pruned = {**facts, **row, "before": before}
         head.save(out_dir / str(row["num_ids"]) / "head", {**trained, "pruned": pruned})
     path = out_dir / RESULT
-    temporary = path.with_suffix(".tmp")
     try:
         plot_pruning(result, path.with_suffix(".png"))
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        temporary.replace(path)
+        write_whole(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: cannot write {RESULT}: {error}") from error
     print(f"wrote {path}, {path.with_suffix('.png')} and {out_dir}/SIZE/head")

@@ -23,7 +23,13 @@ from heads.storage import PROVENANCE
 from scripts.publish.card_facts import CardFacts, ExportFacts, copied_weights, is_hub_id
 from scripts.publish.hub import Terms, ask_terms, files_of, upload
 from scripts.publish.model_card import model_card
-from scripts.publish.push_exports import Export, check_same, open_exports, stage_export, verified
+from scripts.publish.push_exports import (
+    ExportFolder,
+    check_same,
+    open_exports,
+    stage_export,
+    verified,
+)
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
 FIGURES = ("acceptance.png", "speedup.png")
@@ -152,7 +158,7 @@ def _is_own(path: Path) -> bool:
     return path.name in OWN_JSON or path.name.endswith(OWN_SUFFIXES)
 
 
-def _stage_export(config: PushRun, export: Export, repos: dict[str, Path]) -> ExportFacts:
+def _stage_export(config: PushRun, export: ExportFolder, repos: dict[str, Path]) -> ExportFacts:
     """Effects: fills a folder of the head's repository, or one that joins `repos`."""
     if config.layout is Layout.one:
         repo_id, folder = config.repo_id, export.format.value

@@ -15,7 +15,7 @@ from heads.vocab import DraftVocab
 from scripts import bench_memory
 from train.eagle import EagleObjective
 from train.loop import memory
-from train.loss.memory import Setting
+from train.loss.sizes import Setting
 from train.medusa import MedusaObjective
 
 ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)

@@ -32,7 +32,7 @@ from train.loop import command, resume
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
 from train.loss.losses import Sums
-from train.loss.memory import (
+from train.loss.sizes import (
     FLOAT32,
     PIECES_OF_TEACHER,
     Counted,

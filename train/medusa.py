@@ -19,7 +19,7 @@ from train.batch.rows import SUPERVISION, Batch
 from train.batch.states import with_states
 from train.loop import command, resume
 from train.loss.losses import Sums, medusa_loss, medusa_weights
-from train.loss.memory import (
+from train.loss.sizes import (
     FLOAT32,
     PIECES_OF_TEACHER,
     PIECES_OF_TEXT,

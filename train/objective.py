@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from train.batch.rows import Batch, indexed
 from train.loss.losses import Sums
-from train.loss.memory import Counted, Setting
+from train.loss.sizes import Counted, Setting
 
 
 @dataclass(frozen=True)

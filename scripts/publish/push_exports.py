@@ -33,7 +33,7 @@ TARGET_WEIGHTS = {
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportFolder:
     """An export folder and what its `headsmith.json` says of it."""
 
     folder: Path
@@ -41,13 +41,13 @@ class Export:
     dtype: torch.dtype
 
 
-def open_exports(folders: list[str]) -> list[Export]:
+def open_exports(folders: list[str]) -> list[ExportFolder]:
     """Looks at export folders without reading their weights.
 
     Raises:
         InputError: no such folder, not an export, or two of one format.
     """
-    found: dict[ExportFormat, Export] = {}
+    found: dict[ExportFormat, ExportFolder] = {}
     for name in folders:
         export = _opened(Path(name).expanduser(), name)
         if export.format in found:
@@ -59,7 +59,7 @@ def open_exports(folders: list[str]) -> list[Export]:
     return list(found.values())
 
 
-def _opened(folder: Path, name: str) -> Export:
+def _opened(folder: Path, name: str) -> ExportFolder:
     if not folder.is_dir():
         raise InputError(f"exports={name}: no such folder")
     facts = (read_json(folder / PROVENANCE) or {}).get("export") or {}
@@ -70,10 +70,10 @@ def _opened(folder: Path, name: str) -> Export:
         raise InputError(
             f"exports={name}: {PROVENANCE} says {error}; name a folder that scripts/export.py wrote"
         ) from error
-    return Export(folder, engine, getattr(torch, dtype.value))
+    return ExportFolder(folder, engine, getattr(torch, dtype.value))
 
 
-def check_same(head: DraftHead, export: Export) -> None:
+def check_same(head: DraftHead, export: ExportFolder) -> None:
     """Checks that an export is of this head.
 
     Args:
@@ -95,7 +95,7 @@ def check_same(head: DraftHead, export: Export) -> None:
             )
 
 
-def stage_export(export: Export, staged: Path) -> None:
+def stage_export(export: ExportFolder, staged: Path) -> None:
     """Effects: fills `staged` with what others may have of the export."""
     staged.mkdir()
     for path in sorted(export.folder.iterdir()):
@@ -112,7 +112,7 @@ def stage_export(export: Export, staged: Path) -> None:
         place(export.folder / PARITY, staged / PARITY)
 
 
-def verified(export: Export, staged: Path, repo_id: str, folder: str) -> ExportFacts:
+def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> ExportFacts:
     """Checks a staged export with the independent reader.
 
     Args:
@@ -143,7 +143,7 @@ def verified(export: Export, staged: Path, repo_id: str, folder: str) -> ExportF
     return facts
 
 
-def _serve_command(export: Export, staged: Path) -> str:
+def _serve_command(export: ExportFolder, staged: Path) -> str:
     """From the export's README, where `DIR` stands for its folder."""
     readme = staged / "README.md"
     text = readme.read_text("utf-8") if readme.is_file() else ""

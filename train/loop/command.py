@@ -27,7 +27,7 @@ from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.stored import check_reads, load_ends, open_store
-from train.loss.memory import Setting
+from train.loss.sizes import Setting
 from train.objective import Objective
 
 LOGITS_THAT_PAY = 3e10

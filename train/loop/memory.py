@@ -18,7 +18,7 @@ from conf.schema import InputError
 from heads.target.ends import TargetEnds
 from heads.target.model import Target
 from train.dist.processes import ZERO_BUCKET
-from train.loss.memory import FLOAT32, Setting
+from train.loss.sizes import FLOAT32, Setting
 from train.objective import Objective
 
 Parts = dict[str, int]
