@@ -27,7 +27,7 @@ NO_HEAD = "it drafts nothing: start it with a draft head (the README of an expor
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftCounts:
     """A greedy text and the drafts that were made for it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Drafted:
     accepted: list[int]
 
     @classmethod
-    def of(cls, text: list[int], lengths: list[int], depth: int) -> "Drafted":
+    def of(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
         """From the number of tokens that each pass accepted."""
         accepted = [sum(length > place for length in lengths) for place in range(depth)]
         return cls(text, len(lengths), accepted)
@@ -58,7 +58,7 @@ class _Engine(ABC):
         """The draft tokens of a pass."""
 
     @abstractmethod
-    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Drafted:
+    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         """One greedy text."""
 
 
@@ -97,7 +97,7 @@ class RunningEngine:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
-    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Drafted:
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         """The engine's greedy text after a prompt, ended by its own stop tokens.
 
         Args:
@@ -140,7 +140,7 @@ class _Vllm(_Engine):
         self.counts = await self._counts()
         return len(self.counts) - 1
 
-    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Drafted:
+    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         body = {
             "model": self.model,
             "prompt": prompt_ids,
@@ -155,7 +155,7 @@ class _Vllm(_Engine):
             raise EngineError("the reply has no choices[0].token_ids: vLLM is too old") from error
         before, self.counts = self.counts, await self._counts()
         drafts, *accepted = (new - old for new, old in zip(self.counts, before, strict=True))
-        return Drafted(text, drafts, accepted)
+        return DraftCounts(text, drafts, accepted)
 
     async def _counts(self) -> list[int]:
         """Drafts, and tokens accepted at each position, since the server's start."""
@@ -187,7 +187,7 @@ class _Sglang(_Engine):
         self.depth = int(settings["speculative_num_steps"])
         return self.depth
 
-    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Drafted:
+    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         sampling = {"max_new_tokens": max_new_tokens, **GREEDY}
         body = {"input_ids": prompt_ids, "sampling_params": sampling}
         reply = await self.client.request("POST", "generate", body)
@@ -201,7 +201,7 @@ class _Sglang(_Engine):
         if histogram is None and len(text) > 1:
             raise EngineError(f"the reply's meta_info has none of {', '.join(names)}")
         lengths = [n for n, passes in enumerate(histogram or []) for _ in range(passes)]
-        return Drafted.of(text, lengths, self.depth)
+        return DraftCounts.of(text, lengths, self.depth)
 
 
 KINDS: dict[str, type[_Engine]] = {"vllm": _Vllm, "sglang": _Sglang}

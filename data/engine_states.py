@@ -167,21 +167,16 @@ class EngineStates:
             for future in pending:
                 future.cancel()
 
-    def read_packed(self, row: dict[str, Tensor]) -> dict[str, Tensor]:
-        """States of the documents of one packed sequence.
+    def read_rows(self, rows: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """States of the documents of packed sequences, with those of later ones in flight.
+
+        One sequence often holds fewer documents than keep the server busy.
 
         Args:
-            row: an item of `data.pack.PackedDataset`, of T tokens.
+            rows: items of `data.pack.PackedDataset`, of T tokens.
 
-        Returns:
-            As `read`, each [T, D], with zeros on padding.
-        """
-        return next(self.read_rows([row]))
-
-    def read_rows(self, rows: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """What `read_packed` gives for each row, in order, with documents of later rows in flight.
-
-        Rows often hold fewer documents than keep the server busy.
+        Yields:
+            As `read`, each [T, D], with zeros on padding; in order.
         """
         rows, ahead = itertools.tee(rows)
         states = self.read_many(document for row in ahead for document in documents_of(row))

@@ -76,6 +76,7 @@ class PartClock:
         """Takes the total; waits for the device."""
         self.times.total = self._watch.seconds()
         for name, start, end in self._events:
+            end.synchronize()  # it may be of another device
             self._add(name, start.elapsed_time(end) / 1000)
         self._events = []
 

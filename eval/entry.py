@@ -16,20 +16,29 @@ from omegaconf import DictConfig, OmegaConf, errors
 from conf.schema import InputError
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
+HYDRA = {
+    "run": {"dir": "."},
+    "sweep": {"dir": "${out_dir}", "subdir": "."},
+    "output_subdir": None,
+}
+"""It writes nothing of its own: rank 0 saves the resolved configuration beside the results."""
 Config = TypeVar("Config")
 
 
-def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None:
-    """Runs `main` with the configuration composed from `conf/<name>.yaml` and argv.
+def run(
+    main: Callable[[Config], None], schema: type[Config], name: str, recipe: str | None = None
+) -> None:
+    """Runs `main` with the configuration composed from its schema, a recipe and argv.
 
     A sweep (`--multirun`) gives job n the folder `out_dir/n`, the same on every process.
 
     Args:
         main: the command.
         schema: the dataclass from `conf.schema` that `main` takes.
-        name: the YAML file, without its ending.
+        name: of the command.
+        recipe: of `conf/head/`, unless argv names another; None for a command without.
     """
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    register(schema, name, recipe)
 
     def job(composed: DictConfig) -> None:
         try:
@@ -41,6 +50,16 @@ def run(main: Callable[[Config], None], schema: type[Config], name: str) -> None
             sys.exit(2)
 
     hydra.main(version_base=None, config_path=CONF, config_name=name)(job)()
+
+
+def register(schema: type[Any], name: str, recipe: str | None) -> None:
+    """Tells Hydra what a command's configuration is composed from; arguments as of `run`."""
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    head = [] if recipe is None else [{"head": recipe}]
+    silent = [{f"override hydra/{each}": "disabled"} for each in ("job_logging", "hydra_logging")]
+    defaults = [f"{name}_schema", "_self_", *head, *silent]
+    store.store(name=name, node={"defaults": defaults, "hydra": HYDRA})
 
 
 def _checked(composed: DictConfig) -> Any:

@@ -22,7 +22,7 @@ from eval.measure.bench import open_bench, write_result
 from eval.report.figures import plot_speedup
 from eval.report.page import write_report
 
-MOST_NODES = 256  # of any tree, and what a text may overshoot
+MAX_NODES = 256  # of any tree, and what a text may overshoot
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -57,7 +57,7 @@ def main(config: SpeedupRun) -> None:
     methods = build_methods(bench, config)
     if config.compile:
         longest = max(len(prompt.token_ids) for prompt in bench.prompts)
-        bench.target.compile(longest + config.max_new_tokens + MOST_NODES)
+        bench.target.compile(longest + config.max_new_tokens + MAX_NODES)
     found = time_methods(bench, config, methods)
     if not bench.main:
         return

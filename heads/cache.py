@@ -17,11 +17,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 ROUND_TO = 64  # slots; a buffer that is too small doubles
 
 
-def upload(values: list[Any], device: torch.device | str) -> Tensor:
-    """A tensor of numbers on a device; the host does not wait for it to arrive."""
+def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
+    """Numbers of the CPU as a tensor on a device; the host does not wait for it to arrive."""
+    tensor = torch.as_tensor(values)
     if torch.device(device).type != "cuda":
-        return torch.tensor(values, device=device)
-    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class SlotBuffer:
@@ -113,7 +114,7 @@ class Slots:
         """Slots in use with so many pending tokens."""
         return max(self.lengths) + num_pending
 
-    def visible(self, mask: Tensor, width: int) -> Tensor:
+    def attention_mask(self, mask: Tensor, width: int) -> Tensor:
         """[B, n, S] bool: every committed token of its own text, and what `mask` says.
 
         Args:

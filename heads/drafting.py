@@ -44,6 +44,15 @@ class Draft:
         """A tree that all texts share."""
         return cls(tree, tokens, tree.depth, draft_probs)
 
+    @classmethod
+    def chains(cls, rows: list[list[int]], device: torch.device) -> "Draft":
+        """Chains of different lengths, perhaps none, that were not sampled."""
+        longest = max(map(len, rows))
+        filled = [row + [PAD] * (longest - len(row)) for row in rows]
+        # Where there is nothing at all, numbers come as floats.
+        tokens = upload(filled, device).reshape(len(rows), longest).long()
+        return cls.of(Tree.chain(longest), tokens)
+
     def layout(self) -> "TreeLayout":
         """Its shape as tensors."""
         if isinstance(self.tree, Tree):

@@ -51,18 +51,6 @@ class Tree:
         return cls(tuple(parents), tuple(ranks))
 
     @classmethod
-    def from_parents(cls, parents: tuple[int, ...]) -> "Tree":
-        """Builds a tree from the parent of each node but the root, parents first.
-
-        Siblings rank in their order. Example: parents (0, 0, 1) give the paths [0], [1], [0, 0].
-        """
-        ranks, num_children = [-1], [0] * (len(parents) + 1)
-        for parent in parents:
-            ranks.append(num_children[parent])
-            num_children[parent] += 1
-        return cls((-1, *parents), tuple(ranks))
-
-    @classmethod
     def chain(cls, depth: int) -> "Tree":
         """The best candidate of each of `depth` heads: a tree of width one."""
         return cls.from_paths([[0] * length for length in range(1, depth + 1)])

@@ -26,7 +26,6 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.launch import check_launch
 from conf.retry import retried
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun
@@ -36,6 +35,7 @@ from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check
 from data.provenance import provenance
 from data.shard import ShardIndex, file_checksum, is_whole
 from eval import entry
+from eval.launch import check_launch
 from heads.target.ends import TargetEnds
 from heads.target.layerless import LayerlessTarget
 from heads.target.load import load_target, load_tokenizer

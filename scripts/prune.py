@@ -29,7 +29,7 @@ from eval.measure import processes
 from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
-from eval.measure.replay import accepted_lengths, ranked_drafts, walk
+from eval.measure.replay import accepted_lengths, ranked_drafts, verify_steps
 from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
@@ -42,8 +42,8 @@ from heads.target.model import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab, share
 from scripts.publish.staging import read_json
-from train.batch.feed import on_device
-from train.batch.rows import LEARNT, indexed
+from train.batch.prefetch import on_device
+from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
 from train.loop.command import check_data, fill_defaults
 from train.loop.replay import heldout_prompts
@@ -53,7 +53,7 @@ RESULT = "prune.json"
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredPrompt:
     """A held-out prompt and the target's own greedy text after it."""
 
     prompt: Prompt
@@ -166,7 +166,9 @@ def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDa
     return train, heldout, report
 
 
-def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int) -> list[Answer]:
+def answer(
+    config: PruneRun, target: Target, heldout: PackedDataset, depth: int
+) -> list[AnsweredPrompt]:
     """The target's greedy text after held-out prompts.
 
     Raises:
@@ -180,7 +182,7 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int)
     prompts = [Prompt("heldout", token_ids) for token_ids in found]
     check_window(config.max_new_tokens, prompts, target, depth)
     texts = greedy_responses(target, prompts, config.max_new_tokens)
-    return [Answer(*pair) for pair in zip(prompts, texts, strict=True)]
+    return [AnsweredPrompt(*pair) for pair in zip(prompts, texts, strict=True)]
 
 
 @torch.no_grad()
@@ -206,14 +208,14 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
         batch = on_device(indexed(row, 0), target.device)
         hidden = with_states(target, batch, Reads())[HIDDEN][0]
-        for states in hidden[batch[LEARNT].places].split(ROWS_PER_CHUNK):
+        for states in hidden[batch[SUPERVISION].places].split(ROWS_PER_CHUNK):
             best = target.logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))
     return counts.cpu()
 
 
 def measure(
-    target: Target, heads: Sequence[DraftHead], answers: Sequence[Answer], depth: int
+    target: Target, heads: Sequence[DraftHead], answers: Sequence[AnsweredPrompt], depth: int
 ) -> list[dict[str, Any]]:
     """tau of each head on the same text, and what a draft of it costs.
 
@@ -247,7 +249,7 @@ def measure(
 
 
 def replay(
-    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[Answer]
+    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[AnsweredPrompt]
 ) -> list[list[PromptSteps]]:
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]
@@ -258,7 +260,7 @@ def replay(
             accepted = accepted_lengths(
                 chain, ranked_drafts(head, chain, output, prompt, text), text
             )
-            prompts.append(PromptSteps(each.prompt.category, walk(accepted, len(text))))
+            prompts.append(PromptSteps(each.prompt.category, verify_steps(accepted, len(text))))
     return found
 
 

@@ -105,7 +105,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DialogueOutcome:
     """How a conversation ended: with a row, or with a problem."""
 
     dialogue: Dialogue
@@ -120,7 +120,7 @@ class Tally:
     problems: dict[type[Exception], list[str]] = field(default_factory=dict)
     num_failed_in_a_row: int = 0
 
-    def take(self, outcomes: list[Outcome], journal: Journal) -> None:
+    def take(self, outcomes: list[DialogueOutcome], journal: Journal) -> None:
         """Writes the rows, then counts the rest.
 
         Raises:
@@ -134,7 +134,7 @@ class Tally:
         """Returns the listed conversations of one kind."""
         return self.problems.get(kind, [])
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: DialogueOutcome) -> None:
         failed = isinstance(outcome.problem, RowFailed)
         self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
         if outcome.problem is None:
@@ -170,7 +170,7 @@ def main(config: RegenerateRun) -> None:
         tally = Tally(config)
         with tqdm(total=len(dialogues), initial=num_done, unit="row") as bar:
 
-            def report(outcomes: list[Outcome]) -> None:
+            def report(outcomes: list[DialogueOutcome]) -> None:
                 tally.take(outcomes, journal)
                 bar.update(len(outcomes))
 
@@ -235,7 +235,7 @@ def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]
     }
 
 
-Report = Callable[[list[Outcome]], None]
+Report = Callable[[list[DialogueOutcome]], None]
 
 
 def _endpoint(config: RegenerateRun) -> Endpoint | None:
@@ -297,7 +297,7 @@ def _batches(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialog
         yield ordered[start : start + batch_size]
 
 
-def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[Outcome]:
+def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOutcome]:
     """Answers all dialogues of a batch, turn by turn."""
     problems: dict[int, Exception] = {}
     active = batch
@@ -319,7 +319,7 @@ def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[Outcome]:
             except RowEmpty as error:
                 problems[dialogue.id] = error
         active = [dialogue for dialogue in active if dialogue.id not in problems]
-    return [Outcome(dialogue, problems.get(dialogue.id)) for dialogue in batch]
+    return [DialogueOutcome(dialogue, problems.get(dialogue.id)) for dialogue in batch]
 
 
 async def _from_endpoint(
@@ -332,7 +332,7 @@ async def _from_endpoint(
     }
     async with Client(endpoint, config.concurrency) as client:
 
-        async def converse(dialogue: Dialogue) -> Outcome:
+        async def converse(dialogue: Dialogue) -> DialogueOutcome:
             try:
                 while dialogue.advance():
                     asked = dict(settings)
@@ -340,8 +340,8 @@ async def _from_endpoint(
                         asked["seed"] = dialogue.seed()
                     dialogue.add(await client.answer(dialogue.messages, asked))
             except (RowFailed, RowRefused, RowEmpty) as error:
-                return Outcome(dialogue, error)
-            return Outcome(dialogue)
+                return DialogueOutcome(dialogue, error)
+            return DialogueOutcome(dialogue)
 
         results = as_completed(dialogues, converse, config.concurrency)
         async with contextlib.aclosing(results):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from conf.schema import InputError
 from conf.schema_measure import ServeCheckRun
 from data.endpoint import Endpoint
-from data.engine_counts import Drafted, RunningEngine
+from data.engine_counts import DraftCounts, RunningEngine
 from eval.entry import run
 from eval.measure.bench import Bench, check_out_dir, open_bench, seed_of, write_result
 from eval.measure.counts import Totals, divergences, drafted, problems
@@ -92,12 +92,12 @@ def check_room(config: ServeCheckRun, bench: Bench, engine: RunningEngine) -> No
         )
 
 
-def _answers(engine: RunningEngine, bench: Bench, config: ServeCheckRun) -> Iterator[Drafted]:
+def _answers(engine: RunningEngine, bench: Bench, config: ServeCheckRun) -> Iterator[DraftCounts]:
     for prompt in tqdm(bench.prompts, desc=engine.name, unit="prompt"):
         yield engine.answer(prompt.token_ids, config.max_new_tokens)
 
 
-def _decoded(bench: Bench, config: ServeCheckRun) -> Iterator[Drafted]:
+def _decoded(bench: Bench, config: ServeCheckRun) -> Iterator[DraftCounts]:
     depth = bench.head.chain.depth
     for prompt in tqdm(bench.prompts, desc="our own decoder", unit="prompt"):
         drafter = bench.head.drafter("chain", bench.sampling, [seed_of(prompt, config.seed)])

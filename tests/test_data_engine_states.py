@@ -115,7 +115,7 @@ def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> Non
     row = PackedDataset(samples, max_length=6, seed=0, pad_id=3)[0]
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        found = states.read_packed(row)
+        found = next(states.read_rows([row]))
     assert sorted(body["prompt"] for body in server.bodies[1:]) == [[5, 6, 7], [8, 9]]
     padding = torch.zeros(1, HIDDEN)
     wanted = expected([5, 6, 7, 8, 9])

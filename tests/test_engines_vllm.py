@@ -12,7 +12,7 @@ from environments import VLLM, counts_of_vllm, needs, opened
 from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.schema_eagle import EagleForm
-from data.engine_counts import Drafted
+from data.engine_counts import DraftCounts
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode
@@ -103,7 +103,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
 def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str, Any]:
     """By decoding and by replay, which must agree."""
     found = drafted(target, EagleChain(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
-    assert found == Drafted.of(found.text, accepted_per_pass(target, head, prompt), DEPTH)
+    assert found == DraftCounts.of(found.text, accepted_per_pass(target, head, prompt), DEPTH)
     return {"proposed": DEPTH * found.drafts, **asdict(found)}
 
 
@@ -129,7 +129,7 @@ def our_counts(target: Target, drafter: Drafter, prompt: list[int], depth: int) 
     """
     recorded = Recorded(drafter)
     decoded = decode(target, recorded, prompt, NUM_TOKENS)
-    found = Drafted.of(decoded.token_ids, [len(path) for path in decoded.paths], depth)
+    found = DraftCounts.of(decoded.token_ids, [len(path) for path in decoded.paths], depth)
     drafts = sum(size > 0 for size in recorded.sizes)
     return {**asdict(found), "drafts": drafts, "proposed": sum(recorded.sizes)}
 

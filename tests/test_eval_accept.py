@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from toys import VOCAB_SIZE, noisy_head, random_target
+from toys import VOCAB_SIZE, noisy_head, random_target, tree_of
 
 from eval.decode import accept
 from eval.decode.accept import Accepted, verify
@@ -80,39 +80,39 @@ def ranked(tree: Tree, roots: Tensor, q: Tensor) -> Tensor:
     return torch.stack(tokens[1:], 1)
 
 
-def best(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+def best(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """The likeliest tokens below each node."""
     return Draft.of(TREE, ranked(TREE, roots, q))
 
 
-def best_chain(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+def best_chain(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """The likeliest token, and the likeliest after that: q is one-hot."""
     return Draft.of(CHAIN, ranked(CHAIN, roots, q))
 
 
-def repeating(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+def repeating(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """`best`, but the root's third child says what its first says."""
-    draft = best(roots, q, luck)
+    draft = best(roots, q, rng)
     return replace(draft, tokens=draft.tokens[:, [0, 1, 0, 3, 4, 5]])
 
 
-def padded(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+def padded(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """`best`, but nodes are missing, others in every text."""
-    draft = best(roots, q, luck)
-    missing = torch.rand(draft.tokens.shape, generator=luck) < 0.3
+    draft = best(roots, q, rng)
+    missing = torch.rand(draft.tokens.shape, generator=rng) < 0.3
     return replace(draft, tokens=draft.tokens.masked_fill(missing, PAD))
 
 
-def shapes(roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
-    """The likeliest tokens in trees of three shapes, the text's chosen by its root and by luck."""
+def shapes(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
+    """The likeliest tokens in trees of three shapes, the text's chosen by its root and by rng."""
     parents = [(0, 0, 0, 1, 1, 2), (0, 1, 2, 0, 2, 1), (0, 0, 2, 2, 2, 0)]
-    which = (roots + torch.randint(2, roots.shape, generator=luck)) % 3
+    which = (roots + torch.randint(2, roots.shape, generator=rng)) % 3
     texts = torch.arange(len(roots))
-    tokens = torch.stack([ranked(Tree.from_parents(each), roots, q) for each in parents])
+    tokens = torch.stack([ranked(tree_of(each), roots, q) for each in parents])
     return Draft(torch.tensor(parents)[which], tokens[which, texts], depth=3)
 
 
-def sampled(tree: Tree, roots: Tensor, q: Tensor, luck: torch.Generator) -> Draft:
+def sampled(tree: Tree, roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """Siblings sampled from q without replacement; only as many as q has tokens."""
     tokens = torch.zeros(len(roots), tree.num_nodes, dtype=torch.int64)
     tokens[:, 0] = roots
@@ -120,7 +120,7 @@ def sampled(tree: Tree, roots: Tensor, q: Tensor, luck: torch.Generator) -> Draf
     for parent, children in enumerate(tree.children[:num_inner]):
         if children:
             rows, gone = q[tokens[:, parent].clamp_min(0)], tokens[:, parent] < 0
-            found = torch.multinomial(rows, len(children), generator=luck)
+            found = torch.multinomial(rows, len(children), generator=rng)
             gone = gone.unsqueeze(1) | (rows.gather(1, found) == 0)
             tokens[:, children] = found.masked_fill(gone, PAD)
     return Draft.of(tree, tokens[:, 1:], q[tokens[:, :num_inner].clamp_min(0)])
@@ -140,11 +140,11 @@ PROPOSALS: dict[str, Proposal] = {
 
 def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
     """[V, V] counts of the first two tokens after ROOT, over NUM_TEXTS texts."""
-    luck, draws, q = generator(3), generator(4), sampling.probabilities(DRAFT_LOGITS)
+    rng, draws, q = generator(3), generator(4), sampling.probabilities(DRAFT_LOGITS)
 
     def step(roots: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens given [B, 2] and how many [B]; a third is forgotten."""
-        draft = PROPOSALS[proposal](roots, q, luck)
+        draft = PROPOSALS[proposal](roots, q, rng)
         tokens = torch.cat([roots.unsqueeze(1), draft.tokens], 1)
         generators = OneSource(draws, len(roots))
         accepted = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, generators)

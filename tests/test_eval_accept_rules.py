@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toys import tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eval.decode.accept import Accepted, verify
@@ -21,7 +22,7 @@ from heads.tree import Tree
 V = 6
 NUM_TEXTS = 1000
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
-DEEP = Tree.from_parents((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
+DEEP = tree_of((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
 PLAIN = Sampling(temperature=1.0)
 WARPED = Sampling(temperature=0.8, top_p=0.9, top_k=4)
 
@@ -34,7 +35,7 @@ def seeded(num_texts: int, first: int = 0) -> Generators:
     return Generators.seeded(range(first, first + num_texts), torch.device("cpu"))
 
 
-def told(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
+def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
     """Of the same draft and logits [N, V] in every text."""
     root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
     every = logits.expand(len(root), -1, -1)
@@ -96,39 +97,39 @@ def test_the_greedy_walk_follows_the_targets_choices() -> None:
         ([5, 0, 2, 0, 0, 0, 0], ((2,), 2)),
         ([1, 0, 0, 0, 0, 0, 0], ((), 1)),
     ]:
-        assert outcomes(told(draft, torch.eye(V)[choices], GREEDY)) == {expected}
+        assert outcomes(verified(draft, torch.eye(V)[choices], GREEDY)) == {expected}
 
 
 def test_a_certain_target_is_followed_to_the_leaf() -> None:
     logits = 200 * torch.eye(V)[[5, 0, 0, 0, 0, 0, 2]]  # 5 after the root, 0 after that, then 2
     draft = drafted(TREE, [4, 5, 3, 2, 1, 0], num_texts=20)
     for sampling in (PLAIN, replace(PLAIN, typical=Typical())):
-        assert outcomes(told(draft, logits, sampling)) == {((2, 6), 2)}
+        assert outcomes(verified(draft, logits, sampling)) == {((2, 6), 2)}
 
 
 def test_a_refused_token_is_not_the_bonus() -> None:
-    draft = drafted(Tree.from_parents((0, 0)), [1, 2], num_texts=300)
-    found = outcomes(told(draft, torch.zeros(3, 4)))
+    draft = drafted(tree_of((0, 0)), [1, 2], num_texts=300)
+    found = outcomes(verified(draft, torch.zeros(3, 4)))
     assert found == {((1,), x) for x in range(4)} | {((2,), x) for x in range(4)} | {
         ((), 0), ((), 3)
     }  # fmt: skip
 
 
 def test_a_sibling_that_says_the_same_again_has_no_second_chance() -> None:
-    draft = drafted(Tree.from_parents((0, 0, 0)), [1, 1, 1], num_texts=200)
-    assert outcomes(told(draft, torch.zeros(4, 2))) == {((1,), 0), ((1,), 1), ((), 0)}
+    draft = drafted(tree_of((0, 0, 0)), [1, 1, 1], num_texts=200)
+    assert outcomes(verified(draft, torch.zeros(4, 2))) == {((1,), 0), ((1,), 1), ((), 0)}
 
 
 def test_what_is_not_there_is_not_accepted_and_takes_nothing_away() -> None:
-    draft = drafted(Tree.from_parents((0, 0, 1)), [PAD, 1, PAD], num_texts=200)
+    draft = drafted(tree_of((0, 0, 1)), [PAD, 1, PAD], num_texts=200)
     certain = 200 * torch.eye(3)[[0, 1, 1, 1]]  # token 0 is what PAD might be taken for
     for sampling in (GREEDY, PLAIN, replace(PLAIN, typical=Typical())):
-        assert outcomes(told(draft, certain, sampling)) == {((), 0)}
-    assert outcomes(told(draft, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1), ((), 0)}
+        assert outcomes(verified(draft, certain, sampling)) == {((), 0)}
+    assert outcomes(verified(draft, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1), ((), 0)}
     q = torch.full((200, 1, 2), 0.5)
     # p = q: the first that is there is always kept.
     sampled = replace(draft, draft_probs=torch.cat([q, q], 1))
-    assert outcomes(told(sampled, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1)}
+    assert outcomes(verified(sampled, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1)}
 
 
 def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> None:
@@ -136,12 +137,12 @@ def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> No
     probs = PLAIN.probabilities(logits[:3])
     tokens = torch.stack([torch.multinomial(p, 300, True, generator=generator()) for p in probs], 1)
     draft = Draft.of(Tree.chain(3), tokens, probs.expand(300, -1, -1))
-    assert told(draft, logits).num_accepted.tolist() == [3] * 300
+    assert verified(draft, logits).num_accepted.tolist() == [3] * 300
 
 
 def test_a_refused_draw_gives_way_to_what_the_drafter_underrates() -> None:
     draft = drafted(Tree.chain(1), [1], [0.0, 0.9, 0.1])
-    assert outcomes(told(draft, 200 * torch.eye(3)[[2, 0]])) == {((), 2)}
+    assert outcomes(verified(draft, 200 * torch.eye(3)[[2, 0]])) == {((), 2)}
 
 
 @pytest.mark.parametrize("q", [(), ([0.0, 1.0],)], ids=["ranked", "drawn"])
@@ -150,7 +151,7 @@ def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> 
     lost = torch.tensor([[0.0, 0.5], [1.0, 0.0]]).expand(100, -1, -1)
     monkeypatch.setattr(Sampling, "probabilities", lambda self, logits: lost)
     draft = drafted(Tree.chain(1), [1], *q, num_texts=100)
-    assert outcomes(told(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
+    assert outcomes(verified(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
 
 
 def test_each_text_draws_from_its_own_generator() -> None:
@@ -184,13 +185,13 @@ def test_seeds_that_differ_above_32_bits_draw_differently() -> None:
 
 def random_parents(num_nodes: int) -> Tensor:
     """[NUM_TEXTS, N - 1], another tree in every text."""
-    luck = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
-    return (luck * torch.arange(1, num_nodes)).long()
+    rng = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
+    return (rng * torch.arange(1, num_nodes)).long()
 
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
     parents = random_parents(9)
-    layouts = [tree_layout(Tree.from_parents(tuple(p)), parents.device) for p in parents.tolist()]
+    layouts = [tree_layout(tree_of(tuple(p)), parents.device) for p in parents.tolist()]
     found = TreeLayout.of(parents, depth=int(max(layout.depths.max() for layout in layouts)))
     for name in ("parents", "mask", "depths"):
         expected = torch.cat([getattr(layout, name) for layout in layouts])
@@ -200,18 +201,18 @@ def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
 def random_draft(sampled: bool, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
     """Tokens by chance, a fifth of them missing: the draft, its tokens [B, N], logits [B, N, V]."""
     num_nodes = tree.num_nodes if isinstance(tree, Tree) else tree.shape[1] + 1
-    luck, shape = generator(1), (NUM_TEXTS, num_nodes)
-    tokens = torch.randint(V, shape, generator=luck)
+    rng, shape = generator(1), (NUM_TEXTS, num_nodes)
+    tokens = torch.randint(V, shape, generator=rng)
     if sampled:  # V nodes in a row hold V tokens
-        order = torch.rand(NUM_TEXTS, V, generator=luck).argsort(1)
+        order = torch.rand(NUM_TEXTS, V, generator=rng).argsort(1)
         tokens = order[:, torch.arange(num_nodes) % V]
-    tokens[torch.rand(shape, generator=luck) < 0.2] = PAD
+    tokens[torch.rand(shape, generator=rng) < 0.2] = PAD
     tokens[:, 0] = 0
-    logits = torch.randn(*shape, V, generator=luck)
+    logits = torch.randn(*shape, V, generator=rng)
     depth = tree.depth if isinstance(tree, Tree) else num_nodes - 1
     draft = Draft(tree, tokens[:, 1:], depth)
     if sampled:
-        near = logits + torch.randn(*shape, V, generator=luck)
+        near = logits + torch.randn(*shape, V, generator=rng)
         draft = replace(draft, draft_probs=near.softmax(-1)[:, : max(tree.parents) + 1])
     return draft, tokens, logits
 
@@ -326,5 +327,5 @@ def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
         (sure, 1, Typical(threshold=0.08), 1),
         (sure, 0, Typical(), 1),
     ]:
-        found = told(drafted(chain, [token]), logits, replace(PLAIN, typical=rule))
+        found = verified(drafted(chain, [token]), logits, replace(PLAIN, typical=rule))
         assert found.num_accepted.tolist() == [kept]

@@ -9,7 +9,7 @@ from eval import clock as eval_clock
 from eval.decode import engine
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
-from eval.measure.replay import accepted_lengths, agreements, replay, walk
+from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
 from heads.drafting import Draft, Seen
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
@@ -172,9 +172,9 @@ def test_agreement_asks_at_every_token() -> None:
 
 def test_walk_counts_what_each_pass_emits() -> None:
     # Token 0 comes from the prefill; root 0 accepts 1 and 2 and emits 3; root 3 may still give 2.
-    assert walk([2, 0, 0, 5, 0, 0], 6) == [Step(2, 3, 5), Step(2, 2, 2)]
-    assert walk([0, 0, 0], 3) == [Step(0, 1, 2), Step(0, 1, 1)]
-    assert walk([4], 1) == []
+    assert verify_steps([2, 0, 0, 5, 0, 0], 6) == [Step(2, 3, 5), Step(2, 2, 2)]
+    assert verify_steps([0, 0, 0], 3) == [Step(0, 1, 2), Step(0, 1, 1)]
+    assert verify_steps([4], 1) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])

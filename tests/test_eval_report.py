@@ -61,7 +61,7 @@ def drafting(name: str, rng: random.Random) -> dict[str, Any]:
         "tokens_per_s": 83 * speedup, "speedup": speedup, "speedup_ci95": interval(speedup, 0.06),
         "efficiency": speedup / tau, "decode_tokens_per_s": 86 * speedup,
         "decode_speedup": speedup * 1.01, "num_tokens": num_tokens, "num_steps": num_steps,
-        "num_waits_per_step": 1.0, "alpha": alpha,
+        "alpha": alpha,
         "per_position": [math.prod(alpha[:d]) for d in range(1, tree.depth + 1)],
         "by_category": {
             category: {

@@ -8,7 +8,7 @@ from toys import FAMILIES, random_model
 from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.drafting import PAD, Seen
+from heads.drafting import Seen
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -19,7 +19,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=0.9)
 
 
 class SelfReplay:
-    """What `SelfDraft` without a confidence drafts along a text, for `eval.measure.replay`."""
+    """What `SelfDraft` drafts along a text, for `eval.measure.replay`."""
 
     reads = Reads()
 
@@ -27,7 +27,7 @@ class SelfReplay:
         self.target, self.skip = target, skip
 
     def candidates(self, output, token_ids, first: int, depth: int, width: int) -> torch.Tensor:
-        return OwnText(self.target, token_ids, first + 1).drafts(self.skip, depth, width)
+        return OwnText(self.target, token_ids, first + 1).drafts(self.skip, depth)
 
 
 def agreeing_target(family: str = "llama") -> Target:
@@ -88,12 +88,10 @@ def test_a_batch_gives_every_text_that_it_gives_alone(each) -> None:
 
 
 def check_batch(target: Target, prompts: list[list[int]]) -> None:
-    for sampling, confidence in [(GREEDY, 0.4), (SAMPLED, 0.0), (SAMPLED, 0.4)]:
+    for sampling in (GREEDY, SAMPLED):
 
-        def drafter(
-            *seeds: int, confidence: float = confidence, sampling: Sampling = sampling
-        ) -> SelfDraft:
-            return SelfDraft(target, early_exit(target, 4), 3, confidence, sampling, seeds)
+        def drafter(*seeds: int, sampling: Sampling = sampling) -> SelfDraft:
+            return SelfDraft(target, early_exit(target, 4), 3, sampling, seeds)
 
         together = decode_batch(target, drafter(10, 11, 12, 13), prompts, 16, sampling, range(4))
         for row, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
@@ -107,14 +105,14 @@ def test_with_all_layers_everything_is_accepted(target, sampling: Sampling) -> N
     assert [(step.num_accepted, step.num_emitted) for step in drafted.steps] == [(3, 4)] * 10
 
 
-def proposed(target: Target, skip: tuple[int, ...], num_tokens: int, **settings) -> torch.Tensor:
+def proposed(target: Target, skip: tuple[int, ...], num_tokens: int) -> torch.Tensor:
     """[K] drafted behind PROMPT, whose last token is the root."""
     cache = target.new_cache(1)
     ids = torch.tensor([PROMPT[:-1]])
     places = torch.arange(ids.shape[1])
     output = target.extend(cache, ids, (places[:, None] >= places)[None], places[None])
     cache.commit([places.tolist()])
-    drafter = SelfDraft(target, skip, num_tokens, **settings)
+    drafter = SelfDraft(target, skip, num_tokens)
     drafter.observe(Seen([PROMPT[:-1]], output, cache))
     return drafter.propose(PROMPT[-1:]).tokens[0]
 
@@ -152,51 +150,6 @@ def hand_on(_module: nn.Module, inputs: tuple, output: object) -> object:
 
 
 @torch.no_grad()
-def test_a_chain_ends_with_its_first_unsure_token(target) -> None:
-    skip, ids, sure = early_exit(target, 3), list(PROMPT), []
-    smaller = Target(copy.deepcopy(target.model), None, "smaller")
-    smaller.decoder.layers = nn.ModuleList(smaller.decoder.layers[:3])
-    smaller.config.num_hidden_layers = 3
-    for _ in range(6):
-        q = smaller.logits(smaller.read_text(ids).hidden_states[0, -1]).softmax(-1)
-        sure.append(q.max().item())
-        ids.append(q.argmax().item())
-    least = min(sure[:4])
-    end = sure.index(least) + 1
-    for bar, length in [(least + 1e-4, end), (1.1, 1), (1e-9, 6)]:
-        unsure = [i for i, value in enumerate(sure) if value < bar]
-        assert length == (unsure[0] + 1 if unsure else 6)
-        drafted = proposed(target, skip, 6, confidence=bar).tolist()
-        assert drafted == ids[len(PROMPT) :][:length]
-
-
-def test_an_unsure_text_waits_for_the_others(target) -> None:
-    """Of two texts the surer goes on; what the other would have drafted is not there."""
-    prompts = [PROMPT, PROMPT[::-1]]
-    cache = target.new_cache(2)
-    places = torch.arange(len(PROMPT) - 1)
-    rows = torch.tensor([prompt[:-1] for prompt in prompts])
-    target.extend(cache, rows, (places[:, None] >= places)[None], places[None])
-    cache.commit([places.tolist()] * 2)
-    drafter = SelfDraft(target, (2,), 5, confidence=1e-9)
-    drafter.cache = cache
-    everything = drafter.propose([prompt[-1] for prompt in prompts]).tokens
-    assert everything.min() >= 0
-    lengths = set()
-    for bar in torch.linspace(0.02, 0.98, 25).tolist():
-        drafter.confidence = bar
-        found = drafter.propose([prompt[-1] for prompt in prompts]).tokens
-        there = found != PAD
-        ends = there.sum(1)
-        assert ends.min() >= 1
-        assert ends.max() == found.shape[1]
-        assert torch.equal(there, torch.arange(found.shape[1]) < ends.unsqueeze(1))
-        assert torch.equal(found[there], everything[:, : found.shape[1]][there])
-        lengths.add(tuple(ends.tolist()))
-    assert any(first != second for first, second in lengths)
-
-
-@torch.no_grad()
 def test_sampled_drafts_keep_the_targets_distribution(target) -> None:
     """Frequencies of the second and third token, against exact probabilities of the target."""
     hot = Sampling(temperature=1.0, top_k=4)
@@ -204,7 +157,7 @@ def test_sampled_drafts_keep_the_targets_distribution(target) -> None:
     skip = early_exit(target, 4)
     for start in range(0, draws, 100):
         seeds = range(start, start + 100)
-        drafter = SelfDraft(target, skip, 2, 0.4, hot, [seed + (1 << 32) for seed in seeds])
+        drafter = SelfDraft(target, skip, 2, hot, [seed + (1 << 32) for seed in seeds])
         for text in decode_batch(target, drafter, [PROMPT] * 100, 3, hot, seeds):
             num_accepted += sum(step.num_accepted for step in text.steps)
             counts[tuple(text.token_ids)] = counts.get(tuple(text.token_ids), 0) + 1

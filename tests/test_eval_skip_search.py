@@ -7,9 +7,9 @@ from conf.schema import InputError
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import decode
 from eval.measure.stats import PromptSteps, tau
+from eval.tune import skip_search
 from eval.tune.skip_search import (
     PassCosts,
-    SearchLimits,
     measure_costs,
     search_layers,
 )
@@ -37,8 +37,8 @@ def own(target: Target) -> list[list[int]]:
     return texts(target, 2, 37)
 
 
-def search(target: Target, own: list[list[int]], limits: SearchLimits | None = None):
-    return search_layers(target, own, [4] * len(own), limits or SearchLimits(), COSTS, False)
+def search(target: Target, own: list[list[int]]):
+    return search_layers(target, own, [4] * len(own), COSTS)
 
 
 def test_costs_are_linear_in_the_layers_that_run() -> None:
@@ -51,6 +51,7 @@ def test_layers_that_do_nothing_are_found(target, own) -> None:
     found = search(target, own)
     best = found.choices[0]
     assert (best.skip, best.num_tokens) == (IDLE, 8)
+    assert len(found.choices) == 8
     assert (best.agreement, best.tau) == (1.0, 9.0)
     assert best.speedup == pytest.approx(9 * 10 / (8 * 5.5 + 10.8))
     exits = {early_exit(target, n) for n in range(1, 6)}
@@ -81,7 +82,7 @@ def test_the_best_sets_have_the_tau_of_decoding(target, own) -> None:
 def test_agreement_is_the_share_of_right_first_draft_tokens() -> None:
     target = agreeing_target()
     own = texts(target, 2, 12)
-    choice = search(target, own, SearchLimits(num_tokens=1, max_skipped=1)).choices[0]
+    choice = search(target, own).choices[0]
     right = []
     for text in own:
         for root in range(4, len(text) - 1):
@@ -105,21 +106,19 @@ def first_draft(target: Target, skip: tuple[int, ...], committed: list[int]) -> 
     return drafter.propose(committed[-1:]).tokens.item()
 
 
-def test_the_limits_are_kept(target, own) -> None:
-    found = search(target, own, SearchLimits(num_tokens=2, max_skipped=2, num_replayed=4))
-    assert len(found.choices) == 4
-    assert max(len(choice.skip) for choice in found.choices) == 2
-    assert {choice.num_tokens for choice in found.choices} <= {1, 2}
-    assert set(found.choices[0].skip) < set(IDLE)
-    # 6 + 5 sets and the early exit (4, 5), which may be among them.
-    assert found.num_tried in (11, 12)
+def test_a_search_ends_when_no_more_layers_pay(target, own, monkeypatch) -> None:
+    monkeypatch.setattr(skip_search, "PATIENCE", 1)
+    found = search(target, own)
+    assert found.choices[0].skip == IDLE
+    # Three rounds that gained, and one that did not.
+    exits = {early_exit(target, n) for n in range(1, 6)}
+    assert 6 + 5 + 4 + 3 <= found.num_tried <= 6 + 5 + 4 + 3 + len(exits)
+    assert found.num_tried < search_without_end(target, own, monkeypatch)
 
 
-def test_a_wider_beam_sees_more_and_finds_nothing_worse(target, own) -> None:
-    narrow = search(target, own, SearchLimits(patience=1))
-    wide = search(target, own, SearchLimits(patience=1, beam=3))
-    assert wide.num_tried > narrow.num_tried
-    assert wide.choices[0].speedup >= narrow.choices[0].speedup
+def search_without_end(target: Target, own: list[list[int]], monkeypatch) -> int:
+    monkeypatch.setattr(skip_search, "PATIENCE", 100)
+    return search(target, own).num_tried
 
 
 def test_the_same_search_finds_the_same(target, own) -> None:
@@ -133,6 +132,6 @@ def test_a_target_of_one_layer_is_refused() -> None:
 
 
 def test_costs_are_measured(target, own) -> None:
-    costs = measure_costs(target, own[0], 2, num_repeats=3)
+    costs = measure_costs(target, own[0], 2)
     assert len(costs.verify) == 3
     assert 0 < costs.bare < costs.verify[0]

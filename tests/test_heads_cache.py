@@ -41,7 +41,7 @@ def test_a_pending_token_sees_its_text_and_its_ancestors() -> None:
     slots = Slots(2, CPU)
     slots.commit([[0, 1], []])
     tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
-    assert slots.visible(tree, 5).int().tolist() == [
+    assert slots.attention_mask(tree, 5).int().tolist() == [
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]],
     ]
@@ -50,7 +50,7 @@ def test_a_pending_token_sees_its_text_and_its_ancestors() -> None:
     assert everything.tolist() == [[0, 1, 2, 3, 3], [0, 1, 1, 3, 4]]
     # One more, below the second.
     deeper = torch.tensor([[[1, 1, 0, 1]]], dtype=torch.bool)
-    assert slots.visible(deeper, 6)[0, 0].int().tolist() == [1, 1, 1, 1, 0, 1]
+    assert slots.attention_mask(deeper, 6)[0, 0].int().tolist() == [1, 1, 1, 1, 0, 1]
     assert slots.place(1, 4).tolist() == [[5], [3]]
 
 

@@ -49,10 +49,3 @@ def test_best_takes_the_likeliest_paths() -> None:
 def test_default_tree_is_no_deeper_than_there_are_heads() -> None:
     for num_heads in (1, 3, 5):
         assert 1 <= default_tree(num_heads, 16).depth <= num_heads
-
-
-def test_a_tree_from_parents_ranks_siblings_in_their_order() -> None:
-    tree = Tree.from_parents((0, 0, 1, 1, 2))
-    assert tree.parents == (-1, 0, 0, 1, 1, 2)
-    assert tree.ranks == (-1, 0, 1, 0, 1, 0)
-    assert tree == Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0]])

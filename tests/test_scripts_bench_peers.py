@@ -8,7 +8,7 @@ import torch
 from conf.schema import InputError
 from scripts import bench_peers
 from scripts.bench.apart import result_of
-from scripts.bench.peers.steps import PATHS, Inputs, Job, measured, stepper
+from scripts.bench.peers.steps import PATHS, StepInputs, StepJob, measured, stepper
 from scripts.bench_peers import Row
 
 CPU = torch.device("cpu")
@@ -19,22 +19,22 @@ SIZES: dict[str, int] = {
 OURS = [Row("ours", "medusa"), Row("original Medusa step", "original_medusa")]
 
 
-def job(path: str, depth: int) -> Job:
-    return Job(path=path, depth=depth, **SIZES)
+def job(path: str, depth: int) -> StepJob:
+    return StepJob(path=path, depth=depth, **SIZES)
 
 
 def losses(path: str, depth: int, num_steps: int) -> list[float]:
     found = job(path, depth)
-    step = stepper(PATHS[path](found, Inputs.of(found, CPU)))
+    step = stepper(PATHS[path](found, StepInputs.of(found, CPU)))
     return [float(step()) for _ in range(num_steps)]
 
 
 def here(_worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
-    return measured(Job(**question), CPU)
+    return measured(StepJob(**question), CPU)
 
 
 def test_documents_have_prompts_longer_than_any_depth() -> None:
-    text = Inputs.of(job("medusa", 4), CPU).text
+    text = StepInputs.of(job("medusa", 4), CPU).text
     documents, answers = text["document_ids"][0], text["loss_mask"][0]
     assert {row.shape for row in text.values()} == {(1, 256)}
     for number in documents.unique():

@@ -28,7 +28,7 @@ from heads.target.load import load_target
 from heads.target.model import Reads
 from scripts import capture as script
 from scripts.capture import capture
-from scripts.store.states import Copies, largest
+from scripts.store.states import Copies, fast_topk
 from train.loop.replay import greedy_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def test_the_largest_are_those_of_topk(num_tokens: int, k: int) -> None:
     logits = torch.rand(50, num_tokens, generator=torch.Generator().manual_seed(0)).round(
         decimals=1
     )
-    values, places = largest(logits, k)
+    values, places = fast_topk(logits, k)
     assert torch.equal(values, logits.topk(k).values)  # of equal ones it may name others
     assert torch.equal(logits.gather(1, places), values)
     assert all(len(set(row)) == k for row in places.tolist())

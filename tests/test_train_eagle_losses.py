@@ -18,10 +18,10 @@ from heads.eagle.branches import Branches, causal_rows
 from heads.vocab import DraftVocab
 from train.batch.rows import DOCUMENTS, NOISE_SEEDS
 from train.eagle import EagleObjective, make_head
-from train.loss.divergences import Pair, Said, divergence, top_k, total_variation
+from train.loss.divergences import Pair, Softmax, divergence, top_k, total_variation
 from train.loss.eagle import step_weights
 from train.loss.losses import Sums
-from train.loss.teachers import HiddenTeacher, Table
+from train.loss.teachers import HiddenTeacher, TargetProbs
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
 P = torch.tensor([[0.4, 0.2, 0.2]]).log()
@@ -36,7 +36,7 @@ R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
 
 
 def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> Pair:
-    return Table.of(log_p.argmax(-1), log_p.exp()).pair(torch.tensor([0]), Said.of(log_q))
+    return TargetProbs.of(log_p.argmax(-1), log_p.exp()).pair(torch.tensor([0]), Softmax.of(log_q))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,10 @@ def test_the_teacher_says_what_the_target_says(has_bias: bool) -> None:
     vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
     hidden = torch.randn(4, 64)
     expected = target.logits(hidden).log_softmax(-1)
-    known = HiddenTeacher(target, vocab, hidden).known(1, 4)
+    known = HiddenTeacher(target, vocab, hidden).chunk(1, 4)
     assert known.best.equal(expected[1:].argmax(-1))
     at = torch.tensor([2, 0, 2])
-    found = known.pair(at, Said.of(torch.zeros(3, 3))).p
+    found = known.pair(at, Softmax.of(torch.zeros(3, 3))).p
     torch.testing.assert_close(found, expected[1 + at][:, vocab.ids].exp())
 
 

@@ -13,19 +13,19 @@ from toys import random_target
 from conf.schema_eagle import Divergence, EagleConfig
 from heads.projection import Projection
 from heads.vocab import DraftVocab
-from train.batch.rows import Rising
+from train.batch.rows import SortedIndices
 from train.loss import fused
 from train.loss.divergences import (
-    LEAST_ALPHA,
+    MIN_ALPHA,
     Pair,
-    Said,
+    Softmax,
     negative_log_alpha,
     total_variation,
 )
 from train.loss.eagle import EagleCriterion
 from train.loss.fused import Part, fused_linear
 from train.loss.losses import TextTeacher, text_criterion
-from train.loss.teachers import HiddenTeacher, Table, TopKTeacher
+from train.loss.teachers import HiddenTeacher, TargetProbs, TopKTeacher
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
 DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])
@@ -43,9 +43,9 @@ class Exact:
         self.vocab, self.whole = vocab, log_p
         self.num_rows, self.row_bytes = len(log_p), log_p[0].nbytes
 
-    def known(self, begin: int, end: int) -> Table:
+    def chunk(self, begin: int, end: int) -> TargetProbs:
         rows = self.whole[begin:end]
-        return Table.of(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
+        return TargetProbs.of(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
 
 
 def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
     return found
 
 
-def rising(rows: Tensor) -> Rising:
-    return Rising(rows, rows)
+def sorted_indices(rows: Tensor) -> SortedIndices:
+    return SortedIndices(rows, rows)
 
 
 @pytest.fixture(params=[(1, 1), (4, 3), (1000, 2), (1000, 1000)])
@@ -108,7 +108,7 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     rows = rows.sort().values
     vocab = DraftVocab(DRAFTED, VOCAB)
 
-    part = Part(hidden, Projection(weight, bias, scale, cap), rising(rows), scales)
+    part = Part(hidden, Projection(weight, bias, scale, cap), sorted_indices(rows), scales)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
@@ -126,7 +126,7 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
 def pair_of(p: list[float], q: list[float]) -> Pair:
     likely, said = (torch.tensor([row], dtype=torch.float64) for row in (p, q))
     logits, nothing = said.log(), torch.zeros(1, dtype=torch.float64)
-    return Pair(likely, likely.sum(-1), nothing, Said(logits, said, nothing))
+    return Pair(likely, likely.sum(-1), nothing, Softmax(logits, said, nothing))
 
 
 def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
@@ -138,9 +138,9 @@ def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
 
 
 def test_acceptance_too_small_to_take_the_logarithm_of_pulls_no_more() -> None:
-    for alpha, pulled in ((LEAST_ALPHA / 2, 0.0), (LEAST_ALPHA * 2, 1.0)):
+    for alpha, pulled in ((MIN_ALPHA / 2, 0.0), (MIN_ALPHA * 2, 1.0)):
         found = negative_log_alpha(pair_of([1.0, 0.0], [alpha, 1 - alpha]), want_grad=True)
-        assert found.loss.tolist() == pytest.approx([-math.log(max(alpha, LEAST_ALPHA))])
+        assert found.loss.tolist() == pytest.approx([-math.log(max(alpha, MIN_ALPHA))])
         assert found.grad is not None
         expected = [-pulled * (1 - alpha), pulled * (1 - alpha)]
         assert found.grad[0].tolist() == pytest.approx(expected, rel=1e-3)
@@ -156,7 +156,7 @@ def test_hard_labels_and_several_projections() -> None:
         weight = random(VOCAB, WIDTH, seed=10 + number).requires_grad_()
         rows = torch.arange(7) + 2 * number
         scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
-        parts.append(Part(hidden, Projection(weight), rising(rows), scales))
+        parts.append(Part(hidden, Projection(weight), sorted_indices(rows), scales))
         leaves += [hidden, weight]
         loss = F.cross_entropy(hidden @ weight.T, labels[rows], reduction="none")
         expected = expected + (scales * loss).sum()
@@ -186,7 +186,9 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     # What was kept is float32, and so is the rest's mass.
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
-    part = Part(hidden, Projection(weight), rising(torch.arange(NUM_ROWS)), torch.ones(NUM_ROWS))
+    part = Part(
+        hidden, Projection(weight), sorted_indices(torch.arange(NUM_ROWS)), torch.ones(NUM_ROWS)
+    )
     total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
     p = log_probs.double().exp()
     rest = 1 - p.sum(-1, keepdim=True)
@@ -202,8 +204,8 @@ def test_ids_outside_the_draft_vocabulary_are_left_out_of_a_top_k_teacher() -> N
     ids = torch.tensor([[3, 0, 5], [7, 6, 0]])
     probs = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]])
     log_q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]).log()
-    known = TopKTeacher(vocab, ids, probs.log()).known(0, 2)
-    found = known.pair(torch.tensor([0, 1]), Said.of(log_q))
+    known = TopKTeacher(vocab, ids, probs.log()).chunk(0, 2)
+    found = known.pair(torch.tensor([0, 1]), Softmax.of(log_q))
     # Row 0: 3 and 5 are kept, .2 is left for id 1. Row 1: all of .1 is spread as q is.
     expected = torch.tensor([[0.2, 0.5, 0.1], [0.02, 0.03, 0.05]])
     torch.testing.assert_close(found.p, expected)
@@ -217,7 +219,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     log_p = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -1.0, -9.0]]).double()
     hidden = random(2, WIDTH, seed=0).requires_grad_()
     weight = random(2, WIDTH, seed=1)
-    part = Part(hidden, Projection(weight), rising(torch.arange(2)), torch.ones(2))
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(2)), torch.ones(2))
     criterion = EagleCriterion(EagleConfig(), vocab)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
     (grad,) = gradients(total, hidden)
@@ -235,7 +237,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
     weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
-    part = Part(hidden, Projection(weight), rising(torch.arange(40)), torch.ones(40))
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(40)), torch.ones(40))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
     return total, gradients(total, hidden, weight)
@@ -281,7 +283,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
         target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
         part = Part(
-            hidden, Projection(weight), rising(torch.arange(num_rows)), torch.ones(num_rows)
+            hidden, Projection(weight), sorted_indices(torch.arange(num_rows)), torch.ones(num_rows)
         )
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
         total.backward()
@@ -290,7 +292,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
 
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
-    part = Part(hidden, Projection(weight), rising(torch.arange(4)), torch.ones(4))
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(4)), torch.ones(4))
     with torch.no_grad():
         total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
     assert not total.requires_grad

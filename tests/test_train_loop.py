@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conf.launch import check_launch
 from conf.schema import Dtype, InputError, LogConfig, Schedule, Tracker, TrainConfig
+from eval.launch import check_launch
 from heads.storage import save_head
 from train import schedule
 from train.batch.rows import NOISE_SEEDS

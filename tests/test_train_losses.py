@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from heads.projection import Projection
-from train.batch.rows import LEARNT, Batch, Learnt, Unrolled, indexed, supervised
+from train.batch.rows import SUPERVISION, Batch, Supervision, Unrolled, indexed, supervised
 from train.loss import fused
 from train.loss.losses import medusa_loss, medusa_weights
-from train.loss.ranking import first_best, hits, largest
-from train.loss.teachers import Table
+from train.loss.ranking import fast_argmax, fast_topk, hits
+from train.loss.teachers import TargetProbs
 
 
 class Heads(nn.Module):
@@ -38,8 +38,8 @@ class Given:
         self.p = logits.softmax(-1)
         self.num_rows, self.row_bytes = len(logits), logits[0].nbytes
 
-    def known(self, begin: int, end: int) -> Table:
-        return Table.of(self.p[begin:end].argmax(-1), self.p[begin:end])
+    def chunk(self, begin: int, end: int) -> TargetProbs:
+        return TargetProbs.of(self.p[begin:end].argmax(-1), self.p[begin:end])
 
 
 ONES = torch.ones(3)
@@ -70,7 +70,7 @@ def test_mask_is_that_of_the_predicted_token() -> None:
     assert supervised(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
     assert supervised(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert supervised(batch, 5).int().tolist() == [[0] * 6]
-    assert batch[LEARNT].counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+    assert batch[SUPERVISION].counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
 
 
 def test_no_head_predicts_across_documents_or_into_padding() -> None:
@@ -80,7 +80,7 @@ def test_no_head_predicts_across_documents_or_into_padding() -> None:
 
 
 def test_shorter_than_a_head_looks_ahead() -> None:
-    assert packed([1, 1], [0, 0])[LEARNT].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert packed([1, 1], [0, 0])[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_hand_computed_cross_entropy() -> None:
@@ -115,7 +115,7 @@ def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> Non
     hidden = torch.tensor([[[0.0, 0, 0], [1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [0, 0, 0]]])
     batch = packed([0, 0, 0, 1, 0], [0] * 5)  # only token 3 is in the mask
     batch["input_ids"] %= 3
-    assert batch[LEARNT].places.tolist() == [2]
+    assert batch[SUPERVISION].places.tolist() == [2]
     sums = medusa_loss(head, hidden, batch, ONES, Given(hidden[0, [2]]))
     # The target at position 2 predicts token 3; so do head 1 at 1 and head 2 at 0.
     p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)
@@ -139,7 +139,7 @@ def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
 
 def test_places_and_answers_of_every_depth_by_hand() -> None:
     """Documents a b c d | e f; c, d and f are in the mask."""
-    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[LEARNT]
+    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
     assert learnt.places.tolist() == [1, 2, 4]  # b, c and e come before them
     # Depth 1 predicts c from a and d from b; depth 2 predicts d from a.
     assert [rows.places.tolist() for rows in learnt.depths] == [[1, 2, 4], [0, 1], [0], [], []]
@@ -148,8 +148,8 @@ def test_places_and_answers_of_every_depth_by_hand() -> None:
 
 
 def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
-    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[LEARNT]
-    found = Unrolled.of(Learnt(learnt.places, learnt.depths[:3]))
+    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
+    found = Unrolled.of(Supervision(learnt.places, learnt.depths[:3]))
     assert found.drafts.tolist() == [0, 1]
     # Step 0 gives rows 0 and 1, step 1 rows 2 and 3; of that, row 3 (from b, depth 2) is nothing.
     assert found.rows.places.tolist() == [0, 1, 2]
@@ -161,17 +161,17 @@ def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
 
 def test_rows_return_to_their_steps() -> None:
     _, batch = random_batch(3)
-    found = Unrolled.of(indexed(batch, 3)[LEARNT])
+    found = Unrolled.of(indexed(batch, 3)[SUPERVISION])
     answers = found.rows.answers.host
     assert answers.diff().min() >= 0
     steps = found.steps[found.by_step]
     assert steps.tolist() == [step for step, n in enumerate(found.sizes) for _ in range(n)]
     for step, part in enumerate(answers[found.by_step].split(found.sizes)):
-        assert part.equal(indexed(batch, 3)[LEARNT].depths[1 + step].answers.host)
+        assert part.equal(indexed(batch, 3)[SUPERVISION].depths[1 + step].answers.host)
 
 
 def test_with_nothing_to_learn_one_token_drafts() -> None:
-    found = Unrolled.of(packed([0] * 4, [0] * 4)[LEARNT])
+    found = Unrolled.of(packed([0] * 4, [0] * 4)[SUPERVISION])
     assert found.drafts.tolist() == [0]
     assert found.sizes == (0, 0, 0, 0)
 
@@ -181,8 +181,8 @@ def test_rankings_by_groups_are_those_of_torch(columns: int) -> None:
     generator = torch.Generator().manual_seed(0)
     # Of few values, so that there are ties.
     logits = torch.randint(12, (40, columns), generator=generator).float()
-    assert first_best(logits).equal(logits.argmax(-1))
-    values, places = largest(logits, 5)
+    assert fast_argmax(logits).equal(logits.argmax(-1))
+    values, places = fast_topk(logits, 5)
     assert values.equal(logits.topk(5).values)
     assert logits.gather(1, places).equal(values)
     assert all(len(set(row)) == 5 for row in places.tolist())
@@ -202,7 +202,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
         total = torch.zeros(4, 3)
         for part in parts:
             piece = indexed({name: value[part] for name, value in batch.items()}, 3)
-            places = piece[LEARNT].places
+            places = piece[SUPERVISION].places
             logits = hidden[part].flatten(0, 1)[places] @ projection
             sums = medusa_loss(head, hidden[part], piece, ONES, Given(logits) if soft else None)
             sums.total.backward()
@@ -213,7 +213,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
     for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
         for expected, found in zip(whole, other, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert whole[0][1].tolist() == indexed(batch, 3)[LEARNT].counts[1:].tolist()
+    assert whole[0][1].tolist() == indexed(batch, 3)[SUPERVISION].counts[1:].tolist()
 
 
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:

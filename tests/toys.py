@@ -1,6 +1,6 @@
 """Small random targets and a tokenizer, made on the spot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.target.load import attention_for
 from heads.target.model import Target
+from heads.tree import Tree
 from heads.vocab import DraftVocab
-from train.batch.rows import LEARNT
+from train.batch.rows import SUPERVISION
 from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96
@@ -116,7 +117,7 @@ def eagle_head(
     objective = EagleObjective(head, target, config)
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
     batch = objective.indexed(packed(texts(target, 6, 40)))
-    scale = objective.weights / batch[LEARNT].counts[1:].clamp_min(1)
+    scale = objective.weights / batch[SUPERVISION].counts[1:].clamp_min(1)
     batch = objective.prepare(objective.indexed(batch))
     for _ in range(num_updates):
         optimizer.zero_grad()
@@ -178,3 +179,9 @@ def save_target(
     model.save_pretrained(folder)
     tokenizer(template).save_pretrained(folder)
     return folder
+
+
+def tree_of(parents: Sequence[int]) -> Tree:
+    """From the parent of each node but the root; siblings rank in their order."""
+    ranks = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+    return Tree((-1, *parents), (-1, *ranks))

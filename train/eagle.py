@@ -26,7 +26,7 @@ from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
-from train.batch.rows import DOCUMENTS, LEARNT, NOISE_SEEDS, UNROLLED, Batch, Unrolled
+from train.batch.rows import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
 from train.batch.states import states_of, with_states
 from train.loop import command, resume
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
@@ -99,12 +99,12 @@ class EagleObjective(Objective):
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what each step learns of it."""
         batch = super().indexed(batch)
-        return {**batch, UNROLLED: Unrolled.of(batch[LEARNT])}
+        return {**batch, UNROLLED: Unrolled.of(batch[SUPERVISION])}
 
     def counts(self, batch: Batch) -> Tensor:
         """[J] float32, what the summed loss of each step is divided by."""
         if self.config.token_normalizer is TokenNormalizer.supervised:
-            return batch[LEARNT].counts[1:]
+            return batch[SUPERVISION].counts[1:]
         num_tokens = (batch["document_ids"] >= 0).sum().float()
         return num_tokens.expand(self.config.num_steps)
 
@@ -134,7 +134,7 @@ class EagleObjective(Objective):
 
     def _teacher(self, batch: Batch) -> Teacher:
         """What the target says after the answered places."""
-        vocab, places = self.head.vocab, batch[LEARNT].places
+        vocab, places = self.head.vocab, batch[SUPERVISION].places
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
             return TopKTeacher(vocab, *(batch[name].flatten(0, 1)[places] for name in names))
@@ -216,4 +216,4 @@ def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, EagleRun, "eagle")
+    entry.run(main, EagleRun, "eagle", recipe="eagle3")

@@ -15,7 +15,7 @@ from eval import entry
 from heads.medusa.head import MedusaHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
-from train.batch.rows import LEARNT, Batch
+from train.batch.rows import SUPERVISION, Batch
 from train.batch.states import with_states
 from train.loop import command, resume
 from train.loss.losses import Sums, medusa_loss, medusa_weights
@@ -68,7 +68,7 @@ class MedusaObjective(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32 supervised tokens of each head."""
-        return batch[LEARNT].counts[1:]
+        return batch[SUPERVISION].counts[1:]
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch with the target's states."""
@@ -79,7 +79,7 @@ class MedusaObjective(Objective):
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         teacher = None
         if self.soft:
-            places = batch[LEARNT].places
+            places = batch[SUPERVISION].places
             teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[places])
         return medusa_loss(self.head, hidden, batch, scale, teacher, self.compiled)
 

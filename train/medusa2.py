@@ -25,7 +25,7 @@ from heads.medusa.adapted import AdaptedMedusa
 from heads.target.adapter import Adapter
 from heads.target.model import Target
 from heads.vocab import DraftVocab
-from train.batch.rows import LEARNT, NOISE_SEEDS, Batch
+from train.batch.rows import NOISE_SEEDS, SUPERVISION, Batch
 from train.batch.states import with_states
 from train.dist import processes
 from train.loop import command, resume
@@ -105,7 +105,7 @@ class Medusa2Objective(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """[1 + K] float32 supervised tokens of the target and of each head."""
-        return batch[LEARNT].counts
+        return batch[SUPERVISION].counts
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch: what the target gives needs gradients."""
@@ -132,7 +132,7 @@ class Medusa2Objective(Objective):
 
     def _teacher(self, batch: Batch, bare: Tensor) -> HiddenTeacher:
         """What the target said before it was adapted."""
-        places = batch[LEARNT].places
+        places = batch[SUPERVISION].places
         return HiddenTeacher(self.target, self.vocab, bare.flatten(0, 1)[places])
 
     @torch.no_grad()

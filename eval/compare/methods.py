@@ -18,7 +18,7 @@ from eval.decode.generate import hf_generate
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
-from eval.tune.skip_search import SearchLimits, search_layers
+from eval.tune.skip_search import search_layers
 from heads.drafting import Drafter
 from heads.kinds import KINDS
 from heads.sampling import Sampling, Typical, drafter_seeds
@@ -289,7 +289,7 @@ class Builder:
         answers = greedy_responses(self.target, chosen, self.config.max_new_tokens)
         texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
         lengths = [len(ids) for ids in prompts]
-        best = search_layers(self.target, texts, lengths, SearchLimits()).choices[0]
+        best = search_layers(self.target, texts, lengths).choices[0]
         if self.bench.main:
             Console(stderr=True).print(
                 f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens"

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from conf.schema_measure import SpeedupRun
 from eval.compare.methods import BASELINE, Method
 from eval.decode.engine import Generation
+from eval.decode.texts import common_prefix
 from eval.measure import processes
 from eval.measure.bench import Bench, batches, seed_of
 from eval.measure.prompts import Prompt
@@ -240,9 +241,7 @@ def _divergence(
     target: Target, prompt: Prompt, expected: list[int], text: list[int]
 ) -> dict[str, Any]:
     """Where two texts part, and by how much the target preferred its choice there."""
-    pairs = zip(expected, text, strict=False)
-    shorter = min(len(expected), len(text))
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    position = common_prefix(expected, text)
     output = target.read_text(prompt.token_ids + expected[:position])
     best, second = target.logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
     return {"position": position, "top2_margin": best - second}

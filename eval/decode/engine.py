@@ -14,6 +14,8 @@ from torch import Tensor
 
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
+from eval.decode.prefill import prefill
+from eval.decode.texts import truncated
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
@@ -178,15 +180,8 @@ class _Batch:
 
     def _prefill(self) -> tuple[Seen, dict[int, list[int]]]:
         """What the prompts gave, and the first token of each text."""
-        device, longest = self.target.device, max(map(len, self.prompts))
         cache = self.target.new_cache(len(self.prompts))
-        # What fills up a shorter row comes after its tokens, which cannot see it.
-        rows = [prompt + [0] * (longest - len(prompt)) for prompt in self.prompts]
-        causal = torch.ones(1, longest, longest, dtype=torch.bool, device=device).tril()
-        depths = torch.arange(longest, device=device).unsqueeze(0)
-        ids = upload(rows, device)
-        output = self.target.extend(cache, ids, causal, depths, self.drafter.reads)
-        cache.commit([list(range(len(prompt))) for prompt in self.prompts])
+        output = prefill(self.target, cache, list(self.prompts), self.drafter.reads)
         seen = Seen(list(self.prompts), output, cache)
         logits = self.target.logits(seen.last.hidden_states[:, 0])
         roots = sample_tokens(logits, self.sampling, self.generators).tolist()
@@ -280,11 +275,3 @@ def _left_at_end(steps: list[Step]) -> list[Step]:
         left += step.num_emitted
         ended.append(Step(step.num_accepted, step.num_emitted, left))
     return ended[::-1]
-
-
-def truncated(tokens: list[int], stops: set[int]) -> list[int]:
-    """Tokens up to and with the first stop token."""
-    for index, token in enumerate(tokens):
-        if token in stops:
-            return tokens[: index + 1]
-    return tokens

@@ -7,7 +7,8 @@ import torch
 from transformers import GenerationConfig
 
 from eval.clock import Stopwatch, Times
-from eval.decode.engine import Generation, truncated
+from eval.decode.engine import Generation
+from eval.decode.texts import truncated
 from heads.sampling import Sampling
 from heads.target.model import Target
 
@@ -56,7 +57,7 @@ def hf_generate(
     finally:
         hook.remove()
     # What fills up a text that ended before others of its batch comes after its stop token.
-    texts = [truncated(row, set(target.stop_ids)) for row in output[:, longest:].tolist()]
+    texts = [truncated(row, target.stop_ids) for row in output[:, longest:].tolist()]
     times = Times(total=watch.seconds())
     return [Generation(text, times=times, num_passes=passes) for text in texts]
 

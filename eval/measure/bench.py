@@ -13,6 +13,7 @@ from tqdm import tqdm
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
 from data.embedded import ensure_embedded
+from data.journal import write_whole
 from data.provenance import provenance
 from data.records import Record, Records, load_records
 from eval.decode.engine import NoDraft, decode
@@ -216,11 +217,9 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         **provenance(run, bench.target.name, bench.data),
     }
     path = Path(run.out_dir) / name
-    temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        temporary.replace(path)
+        write_whole(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
     return path

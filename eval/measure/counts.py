@@ -1,17 +1,17 @@
 """What an engine must count of the drafts of a head, and where its counts fall apart from that."""
 
 from dataclasses import dataclass
-from itertools import zip_longest
 
-from data.engine_counts import Drafted
+from data.engine_counts import DraftCounts
 from eval.decode.engine import decode
+from eval.decode.texts import common_prefix
 from heads.drafting import Drafter
 from heads.target.model import Target
 
 
 def drafted(
     target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, depth: int
-) -> Drafted:
+) -> DraftCounts:
     """One greedy text by our own decoder, its drafts counted as engines count them.
 
     Unlike the steps of a decode, the paths go on beyond the end of the text.
@@ -25,7 +25,7 @@ def drafted(
     """
     generation = decode(target, drafter, prompt_ids, max_new_tokens)
     lengths = [len(path) for path in generation.paths]
-    return Drafted.of(generation.token_ids, lengths, depth)
+    return DraftCounts.of(generation.token_ids, lengths, depth)
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Totals:
     accepted: list[int]
 
     @classmethod
-    def of(cls, texts: list[Drafted]) -> "Totals":
+    def of(cls, texts: list[DraftCounts]) -> "Totals":
         """The sums."""
         columns = zip(*(text.accepted for text in texts), strict=True)
         return cls(sum(text.drafts for text in texts), [sum(column) for column in columns])
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDifference:
     """Where a text is another one; None where one of them has ended."""
 
     prompt: int
@@ -52,18 +52,18 @@ class Divergence:
     engine: int | None
 
 
-def divergences(ours: list[Drafted], engine: list[Drafted]) -> list[Divergence]:
+def divergences(ours: list[DraftCounts], engine: list[DraftCounts]) -> list[FirstDifference]:
     """The first different token of each text that has one, prompts and tokens counted from 0."""
     found = []
     for prompt, (mine, theirs) in enumerate(zip(ours, engine, strict=True)):
-        pairs = enumerate(zip_longest(mine.text, theirs.text))
-        first = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
-        if first is not None:
-            found.append(Divergence(prompt, *first))
+        if mine.text != theirs.text:
+            token = common_prefix(mine.text, theirs.text)
+            ended = (*mine.text, None), (*theirs.text, None)
+            found.append(FirstDifference(prompt, token, *(text[token] for text in ended)))
     return found
 
 
-def problems(ours: list[Drafted], engine: list[Drafted], tolerance: float) -> list[str]:
+def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: float) -> list[str]:
     """Says what falls apart: nothing, if an engine computes what we do.
 
     Args:

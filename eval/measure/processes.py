@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from conf.launch import check_launch
+from eval.launch import check_launch
 
 Item = TypeVar("Item")
 

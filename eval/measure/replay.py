@@ -42,7 +42,7 @@ def replay(
     """
     output = target.read_text(prompt_ids + response_ids[:-1], head.reads)
     ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
-    return walk(accepted_lengths(tree, ranked, response_ids), len(response_ids))
+    return verify_steps(accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 
 def ranked_drafts(
@@ -99,10 +99,11 @@ def _follow(tree: Tree, ranked: list[list[int]], future: list[int]) -> int:
     return depth
 
 
-def walk(accepted: list[int], num_tokens: int) -> list[Step]:
+def verify_steps(accepted: list[int], num_tokens: int) -> list[Step]:
     """Steps from accepted lengths per root; the first token comes from the prefill.
 
-    Example: `walk([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2 and emits 3 as the bonus.
+    Example: `verify_steps([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2,
+    3 is the bonus token.
     """
     steps, root = [], 0
     while root < num_tokens - 1:

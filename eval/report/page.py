@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from data.journal import write_whole
 from eval.report.figures import STEP_PARTS, step_ms
 
 DEEPEST_COLOR = 8
@@ -27,7 +28,6 @@ COLUMNS = (
     ("equal texts", "num_equal", "{:,}"),
     ("tokens", "num_tokens", "{:,}"),
     ("passes", "num_steps", "{:,}"),
-    ("waits per pass", "num_waits_per_step", "{:.2f}"),
 )
 
 
@@ -81,9 +81,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     )
     environment.filters |= {"verbatim": _verbatim, "breakable": _breakable}
     page = environment.get_template("page.html.j2").render(_view(result))
-    temporary = path.with_suffix(".tmp.html")
-    temporary.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-    temporary.replace(path)
+    write_whole(path, page.encode(errors="replace"))
 
 
 def _verbatim(text: str) -> Markup:

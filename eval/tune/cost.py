@@ -15,11 +15,12 @@ from tqdm import tqdm
 from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.accept import verify
+from eval.decode.prefill import prefill
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators
-from heads.target.model import Reads, Target, TargetOutput
+from heads.target.model import Reads, Target
 from heads.tree import Tree
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -121,7 +122,7 @@ def time_steps(
     cache, root = target.new_cache(batch_size), context[-1]
     reads, roots = next(iter(drafters.values())).reads, [root] * batch_size
     for tokens in ([context] * batch_size, [[root]] * batch_size):
-        output = _read(target, cache, tokens, reads)
+        output = prefill(target, cache, tokens, reads)
         seen = Seen(tokens, output, cache, target.logits(output.hidden_states[:, -1:]))
         for drafter in drafters.values():
             _draft(drafter, seen, roots)
@@ -141,15 +142,6 @@ def time_steps(
     device, context_length = device_name(), len(context)
     curve = CostCurve(device, [1, *sizes], [min(plain), *seconds], batch_size, context_length)
     return curve, {key: min(each) for key, each in drafts.items()}
-
-
-def _read(target: Target, cache: TreeCache, tokens: list[list[int]], reads: Reads) -> TargetOutput:
-    length, device = len(tokens[0]), target.device
-    causal = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
-    depths = torch.arange(length, device=device).unsqueeze(0)
-    output = target.extend(cache, torch.tensor(tokens, device=device), causal, depths, reads)
-    cache.commit([list(range(length))] * len(tokens))
-    return output
 
 
 def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, size: int) -> None:

@@ -1,7 +1,7 @@
 """Which decoder layers the target can leave out when it drafts for itself, and how long to draft.
 
 Layers are given up one by one, each time the one that costs the least, and early exits are tried
-beside that. A set is judged by the speed that it promises: the tokens per step that it would
+beside that. A set is measured by the speed that it promises: the tokens per step that it would
 have had on the target's own texts, over the measured cost of its passes. The best are replayed at
 full depth, where the tokens per step are exactly those of decoding.
 
@@ -21,11 +21,19 @@ from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.drafters.self_speculation import OwnText, early_exit
 from eval.decode.engine import Step
-from eval.measure.replay import accepted_lengths, walk
+from eval.decode.prefill import prefill
+from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
 from heads.cache import TreeCache
 from heads.target.model import Target
 from heads.tree import Tree
+
+MAX_DRAFT_TOKENS = 8
+PATIENCE = 3
+"""Rounds without a faster set after which no more layers are given up."""
+NUM_REPLAYED = 8
+"""The best sets, which are replayed at full depth."""
+NUM_REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -49,25 +57,6 @@ class PassCosts:
         """Against plain decoding, if chains of K tokens are drafted by a share of the layers."""
         step = num_tokens * self.draft(share) + self.verify[num_tokens]
         return tokens_per_step * self.verify[0] / step
-
-
-@dataclass(frozen=True)
-class SearchLimits:
-    """How far to look.
-
-    Attributes:
-        num_tokens: longest chain.
-        max_skipped: layers left out at most; None keeps at least one.
-        patience: rounds without a faster set after which no more layers are given up.
-        beam: sets that every round starts from.
-        num_replayed: best sets that are replayed at full depth.
-    """
-
-    num_tokens: int = 8
-    max_skipped: int | None = None
-    patience: int = 3
-    beam: int = 1
-    num_replayed: int = 8
 
 
 @dataclass(frozen=True)
@@ -100,12 +89,10 @@ class SkipSearch:
 
     Attributes:
         choices: the best first, replayed at full depth.
-        costs: what they were judged by.
         num_tried: sets of layers that were looked at.
     """
 
     choices: list[SkipChoice]
-    costs: PassCosts
     num_tried: int
 
 
@@ -113,9 +100,7 @@ def search_layers(
     target: Target,
     texts: list[list[int]],
     prompt_lengths: list[int],
-    limits: SearchLimits,
     costs: PassCosts | None = None,
-    progress: bool = True,
 ) -> SkipSearch:
     """The layers to leave out; the same for the same texts and costs.
 
@@ -125,51 +110,43 @@ def search_layers(
         target: the target.
         texts: prompts with the target's own greedy responses.
         prompt_lengths: tokens of each text that are its prompt.
-        limits: how far to look.
         costs: measured on the longest text unless given.
-        progress: show a bar.
 
     Raises:
         InputError: there is only one layer.
     """
     if target.num_layers == 1:
         raise InputError(f"target.path={target.name}: its only layer cannot be left out")
-    costs = costs or measure_costs(target, max(texts, key=len), limits.num_tokens)
-    with tqdm(desc="layers left out", unit="set", disable=not progress) as bar:
+    costs = costs or measure_costs(target, max(texts, key=len), MAX_DRAFT_TOKENS)
+    with tqdm(desc="layers left out", unit="set") as bar:
         trial = _Trial(target, texts, prompt_lengths, costs, bar)
-        tried = {choice.skip: choice for choice in _tried(trial, limits)}
-        best = sorted(tried.values(), key=lambda choice: choice.order)[: limits.num_replayed]
-        choices = [trial.replayed(choice.skip, limits.num_tokens) for choice in best]
-    return SkipSearch(sorted(choices, key=lambda choice: choice.order), costs, len(tried))
+        tried = {choice.skip: choice for choice in _tried(trial)}
+        best = sorted(tried.values(), key=lambda choice: choice.order)[:NUM_REPLAYED]
+        choices = [trial.replayed(choice.skip) for choice in best]
+    return SkipSearch(sorted(choices, key=lambda choice: choice.order), len(tried))
 
 
-def _tried(trial: "_Trial", limits: SearchLimits) -> list[SkipChoice]:
+def _tried(trial: "_Trial") -> list[SkipChoice]:
     """Every set that is looked at, by what its first draft tokens promise."""
     num_layers = trial.target.num_layers
-    most = min(limits.max_skipped or num_layers, num_layers - 1)
-    exits = [early_exit(trial.target, n) for n in range(num_layers - most, num_layers)]
-    found = [trial.promised(skip, limits.num_tokens) for skip in exits]
-    frontier: list[tuple[int, ...]] = [()]
+    found = [trial.estimated(early_exit(trial.target, n)) for n in range(1, num_layers)]
+    skip: tuple[int, ...] = ()
     fastest, idle = 0.0, 0
-    for _ in range(most):
-        sets = {
-            tuple(sorted((*skip, layer)))
-            for skip in frontier
-            for layer in set(range(num_layers)) - set(skip)
-        }
-        choices = [trial.promised(skip, limits.num_tokens) for skip in sorted(sets)]
+    for _ in range(num_layers - 1):
+        sets = [tuple(sorted((*skip, layer))) for layer in set(range(num_layers)) - set(skip)]
+        choices = [trial.estimated(each) for each in sorted(sets)]
         choices.sort(key=lambda choice: choice.order)
         found += choices
-        frontier = [choice.skip for choice in choices[: limits.beam]]
+        skip = choices[0].skip
         idle = 0 if choices[0].speedup > fastest else idle + 1
         fastest = max(fastest, choices[0].speedup)
-        if idle == limits.patience:
+        if idle == PATIENCE:
             break
     return found
 
 
 class _Trial:
-    """Judges sets of layers on some texts, which were read once."""
+    """Measures sets of layers on some texts, which were read once."""
 
     def __init__(
         self,
@@ -184,14 +161,14 @@ class _Trial:
         self.own = [OwnText(target, text, first) for text, first in pairs]
         self.responses = [text[first:] for text, first in pairs]
 
-    def promised(self, skip: tuple[int, ...], num_tokens: int) -> SkipChoice:
+    def estimated(self, skip: tuple[int, ...]) -> SkipChoice:
         """Takes it that a chain goes on for as long as first draft tokens in a row are right."""
         right = self._accepted(skip, 1)
-        return self._best(skip, [_runs(row) for row in right], num_tokens)
+        return self._best(skip, [_runs(row) for row in right])
 
-    def replayed(self, skip: tuple[int, ...], num_tokens: int) -> SkipChoice:
+    def replayed(self, skip: tuple[int, ...]) -> SkipChoice:
         """As it would be decoded."""
-        return self._best(skip, self._accepted(skip, num_tokens), num_tokens)
+        return self._best(skip, self._accepted(skip, MAX_DRAFT_TOKENS))
 
     def _accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
         """[text][n] draft tokens that a pass would have kept at each root."""
@@ -200,15 +177,13 @@ class _Trial:
         drafts = [own.drafts(skip, depth).transpose(0, 1).tolist() for own in self.own]
         return [accepted_lengths(tree, *pair) for pair in zip(drafts, self.responses, strict=True)]
 
-    def _best(
-        self, skip: tuple[int, ...], accepted: list[list[int]], num_tokens: int
-    ) -> SkipChoice:
+    def _best(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
         # The last token of a response has nothing after it to agree with.
         first = [length > 0 for row in accepted for length in row[:-1]]
         agreement = sum(first) / max(len(first), 1)
         share = 1 - len(skip) / self.target.num_layers
         choices = []
-        for length in range(1, num_tokens + 1):
+        for length in range(1, MAX_DRAFT_TOKENS + 1):
             per_step = tau([PromptSteps("", _steps(row, length)) for row in accepted])
             speedup = self.costs.speedup(per_step, length, share)
             choices.append(SkipChoice(skip, length, agreement, per_step, speedup))
@@ -216,7 +191,7 @@ class _Trial:
 
 
 def _steps(accepted: list[int], num_tokens: int) -> list[Step]:
-    return walk([min(length, num_tokens) for length in accepted], len(accepted))
+    return verify_steps([min(length, num_tokens) for length in accepted], len(accepted))
 
 
 def _runs(right: list[int]) -> list[int]:
@@ -227,23 +202,19 @@ def _runs(right: list[int]) -> list[int]:
     return lengths[:0:-1]
 
 
-def measure_costs(
-    target: Target, token_ids: list[int], num_tokens: int, num_repeats: int = 10
-) -> PassCosts:
+def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> PassCosts:
     """The fastest of interleaved passes behind a text; other work only adds to them.
 
     Args:
         target: the target.
         token_ids: the text.
         num_tokens: draft tokens of the largest verify pass.
-        num_repeats: of every pass.
     """
     cache = target.new_cache(1)
-    _seconds(target, cache, token_ids)
-    cache.commit([list(range(len(token_ids)))])
+    prefill(target, cache, [token_ids])
     bare: list[float] = []
     verify: list[list[float]] = [[] for _ in range(num_tokens + 1)]
-    for _ in range(num_repeats):
+    for _ in range(NUM_REPEATS):
         bare.append(_seconds(target, cache, token_ids[:1], early_exit(target, 0)))
         for length, seconds in enumerate(verify):
             seconds.append(_seconds(target, cache, token_ids[:1] * (length + 1)))

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
-from eval.measure.replay import Replayable, accepted_lengths, ranked_drafts, walk
+from eval.measure.replay import Replayable, accepted_lengths, ranked_drafts, verify_steps
 from heads.drafting import Draft, DynamicDrafter, Seen
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
@@ -62,7 +62,7 @@ class StaticTexts:
     def steps(self, tree: Tree) -> list[list[Step]]:
         """The verify passes that decoding each text with a tree would take, exactly."""
         return [
-            walk(accepted_lengths(tree, each, response), len(response))
+            verify_steps(accepted_lengths(tree, each, response), len(response))
             for each, response in zip(self.ranked, self.responses, strict=True)
         ]
 
@@ -204,6 +204,8 @@ class DynamicTexts:
         """The verify passes that decoding each text with a shape would take, exactly."""
         texts = zip(self.drawn[shape.top_k], self.responses, strict=True)
         return [
-            walk([each.accepted(shape.depth, shape.num_tokens) for each in drawn], len(response))
+            verify_steps(
+                [each.accepted(shape.depth, shape.num_tokens) for each in drawn], len(response)
+            )
             for drawn, response in texts
         ]

@@ -19,7 +19,7 @@ from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
 
 
-class _Reader:
+class _EagleDrafter:
     """The head's own memory of the committed texts.
 
     Args:
@@ -67,7 +67,7 @@ class _Reader:
         return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches
 
 
-class EagleChain(_Reader):
+class EagleChain(_EagleDrafter):
     """Drafts a chain, the best token or, when sampling, one drawn from its distribution.
 
     Args:
@@ -115,7 +115,7 @@ class EagleChain(_Reader):
         self.generators = self.generators.rows(rows)
 
 
-class EagleTree(_Reader):
+class EagleTree(_EagleDrafter):
     """Drafts EAGLE-2's tree: expand the likeliest nodes, then keep the likeliest of all.
 
     A node's score is the log-probability of its path, so a child never scores above its

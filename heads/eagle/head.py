@@ -295,15 +295,7 @@ class EagleHead(DraftHead):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth along a text itself.
-
-        Args:
-            output: the target's states of the first S tokens, [1, S, .] each.
-            token_ids: [S + 1], the text and its last token, which the target has not read.
-            first: the first row to draft from; n = S - first.
-            depth: tokens of a draft.
-            width: candidates per depth.
-        """
+        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
@@ -319,11 +311,7 @@ class EagleHead(DraftHead):
         return self.vocab.to_target(torch.cat(parts))
 
     def pruned(self, vocab: DraftVocab) -> "EagleHead":
-        """A copy, float32 and not attached, that drafts fewer ids: its logits are ours at them.
-
-        Args:
-            vocab: some of the ids that this head, which has its own output head, drafts.
-        """
+        """See `DraftHead.pruned`; of a head with an output head of its own."""
         assert self.lm_head is not None
         small = EagleHead(self.config, vocab)
         rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
@@ -345,11 +333,7 @@ class EagleHead(DraftHead):
         return named
 
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
-        """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.
-
-        Raises:
-            InputError: the disk is full or not writable; an older head there is untouched.
-        """
+        """See `DraftHead.save`."""
         documents: dict[str, object] = {
             "config.json": config_json(self.config, len(self.vocab.ids))
         }

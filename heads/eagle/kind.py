@@ -2,21 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from conf.schema_export import ExportFormat
 from heads.eagle import card, export, golden, layouts
 from heads.eagle.config import default_layers
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.formats import read_eagle
 from heads.eagle.head import EagleHead
-from heads.kind import Drafted, Files, HeadFacts, Kind
+from heads.kind import Kind
 from heads.sampling import Sampling, drafter_seeds
 from heads.target.ends import TargetEnds
-from heads.target.model import Target
 from heads.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.vocab import DraftVocab
 
@@ -39,9 +35,7 @@ class EagleKind(Kind[EagleHead]):
         """Whatever it is, the reader says what it lacks."""
         return (folder / "config.json").is_file()
 
-    def read(self, folder: Path, path: str, layers: Sequence[int] | None) -> EagleHead:
-        """In any of the layouts of `heads/eagle/formats.py`."""
-        return read_eagle(folder, path, layers)
+    read = staticmethod(read_eagle)
 
     def most_tokens(self, head: EagleHead) -> None:
         """It goes on from its own outputs to any depth."""
@@ -85,43 +79,12 @@ class EagleKind(Kind[EagleHead]):
             "no row can go; allowed: EAGLE-3 heads with an lm_head of their own, and Medusa heads"
         )
 
-    def export_problem(self, head: EagleHead, engine: ExportFormat) -> str | None:
-        """See `heads/eagle/layouts.py`."""
-        return layouts.problem(head, engine)
-
-    def check_target(self, head: EagleHead, engine: ExportFormat) -> None:
-        """See `heads/eagle/layouts.py`."""
-        layouts.check_target(head, engine)
-
-    def files(self, head: EagleHead, engine: ExportFormat) -> Files:
-        """See `heads/eagle/export.py`."""
-        return export.files(head, engine)
-
-    def serve_command(self, head: EagleHead, engine: ExportFormat, folder: str) -> str:
-        """See `heads/eagle/export.py`."""
-        return export.serve_command(head, engine, folder)
-
-    def hint(self, head: EagleHead, engine: ExportFormat) -> str:
-        """See `heads/eagle/export.py`."""
-        return export.hint(head, engine)
-
-    def drafted(
-        self,
-        head: EagleHead,
-        target: Target,
-        states: list[Tensor],
-        token_ids: Tensor,
-        places: Tensor,
-    ) -> Drafted:
-        """See `heads/eagle/golden.py`."""
-        return golden.drafted(head, target, states, token_ids, places)
-
-    def facts(
-        self, head: EagleHead, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
-        """See `heads/eagle/card.py`."""
-        return card.facts(head, provenance, acceptance)
-
-    def copied(self, head: EagleHead, provenance: dict[str, Any]) -> list[str]:
-        """See `heads/eagle/card.py`."""
-        return card.copied(head, provenance)
+    # See the modules.
+    export_problem = staticmethod(layouts.problem)
+    check_target = staticmethod(layouts.check_target)
+    files = staticmethod(export.files)
+    serve_command = staticmethod(export.serve_command)
+    hint = staticmethod(export.hint)
+    drafted = staticmethod(golden.drafted)
+    facts = staticmethod(card.facts)
+    copied = staticmethod(card.copied)

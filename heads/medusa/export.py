@@ -85,8 +85,9 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def serve_command(num_heads: int, engine: ExportFormat, target: str, folder: str) -> str:
-    """What starts the engine with heads, as lines for a shell."""
+def serve_command(head: MedusaHead, engine: ExportFormat, folder: str) -> str:
+    """What starts the engine with heads, as lines for a shell; a token of each head."""
+    num_heads, target = head.num_heads, head.target_name
     if engine is ExportFormat.vllm:
         return vllm_command("medusa", num_heads, target, folder)
     if engine is ExportFormat.tgi:

@@ -155,11 +155,7 @@ class MedusaHead(DraftHead):
         return self.to(target.device, dtype)
 
     def pruned(self, vocab: DraftVocab) -> "MedusaHead":
-        """A copy, float32 and not attached, that drafts fewer ids: its logits are ours at them.
-
-        Args:
-            vocab: some of the ids that these heads draft.
-        """
+        """See `DraftHead.pruned`."""
         small = MedusaHead(self.config, vocab)
         rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
         last = f".{self.config.num_layers}.weight"
@@ -174,15 +170,7 @@ class MedusaHead(DraftHead):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each head along a text.
-
-        Args:
-            output: the target's states of the first S tokens, [1, S, D].
-            token_ids: [S + 1]; Medusa does not read them.
-            first: the first token to draft from; n = S - first.
-            depth: heads to ask.
-            width: candidates per head.
-        """
+        """[depth, n, width] int64, the best tokens of each head, see `DraftHead.candidates`."""
         del token_ids
         parts = output.hidden_states[0, first:].split(ROWS_PER_CHUNK)
         return torch.cat([self.best(part, depth, width) for part in parts], dim=1)
@@ -202,11 +190,7 @@ class MedusaHead(DraftHead):
         return named if self.vocab.full else named | {TOKEN_MAP: self.vocab.ids}
 
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
-        """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.
-
-        Raises:
-            InputError: the disk is full or not writable; an older head there is untouched.
-        """
+        """See `DraftHead.save`."""
         documents: dict[str, object] = {"config.json": self.config_json()}
         if provenance is not None:
             documents[PROVENANCE] = provenance

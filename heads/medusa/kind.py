@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conf.schema import InputError, MedusaConfig
 from conf.schema_export import ExportFormat
-from heads.kind import Drafted, Files, HeadFacts, Kind
+from heads.kind import Drafted, HeadFacts, Kind
 from heads.medusa import export
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead, is_medusa
@@ -72,17 +72,9 @@ class MedusaKind(Kind[MedusaHead]):
         config = MedusaConfig()
         return MedusaHead.from_target(target, config.num_heads, config.num_layers)
 
-    def export_problem(self, head: MedusaHead, engine: ExportFormat) -> str | None:
-        """See `heads/medusa/export.py`."""
-        return export.problem(head, engine)
-
-    def files(self, head: MedusaHead, engine: ExportFormat) -> Files:
-        """See `heads/medusa/export.py`."""
-        return export.files(head, engine)
-
-    def serve_command(self, head: MedusaHead, engine: ExportFormat, folder: str) -> str:
-        """As many tokens as there are heads."""
-        return export.serve_command(head.num_heads, engine, head.target_name, folder)
+    export_problem = staticmethod(export.problem)
+    files = staticmethod(export.files)
+    serve_command = staticmethod(export.serve_command)
 
     def hint(self, head: MedusaHead, engine: ExportFormat) -> str:
         """Of the authors' loader."""

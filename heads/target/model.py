@@ -156,7 +156,7 @@ class Target(TargetEnds):
         num_new, num_pending = mask.shape[1:]
         cache.begin(num_new, num_pending)
         pending, keys = cache.slots.positions(depths, cache.width)
-        allowed = cache.slots.visible(mask, cache.width)
+        allowed = cache.slots.attention_mask(mask, cache.width)
         with ExitStack() as undo:
             for layer in skip:
                 undo.enter_context(self._skipped(layer))

@@ -27,7 +27,7 @@ from heads.documents import Documents
 from heads.target.ends import TargetEnds
 from heads.target.layerless import LayerlessTarget
 from heads.target.model import Reads, Target
-from train.loss.ranking import largest
+from train.loss.ranking import fast_topk
 
 ROWS_PER_CHUNK = 1024
 GROUP = 8
@@ -100,7 +100,7 @@ def top_k(target: TargetEnds, hidden_states: Tensor, k: int, asked: Tensor) -> d
     log_probs = torch.full(shape, NO_PROBABILITY, dtype=torch.float16, device=device)
     for places in asked.nonzero().squeeze(1).to(device, non_blocking=True).split(ROWS_PER_CHUNK):
         logits = target.logits(hidden_states[places]).float()
-        best, which = largest(logits, k, GROUP)
+        best, which = fast_topk(logits, k, GROUP)
         ids[places] = which.int()
         log_probs[places] = (best - logits.logsumexp(-1, keepdim=True)).half()
     return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}

@@ -89,7 +89,7 @@ KINDS = {
     "n-grams": Kind(lambda _target, _how: Ngram(4)),
     "draft model": Kind(drafted(Tree.chain(3))),
     "early exit": Kind(
-        lambda target, how: SelfDraft(target, early_exit(target, 1), 3, 0.0, how, [7, 8, 9])
+        lambda target, how: SelfDraft(target, early_exit(target, 1), 3, how, [7, 8, 9])
     ),
     # Each of these says why it waits once more, or at every token.
     "draft model, tree": Kind(drafted(default_tree(3, 8)), 2),

@@ -6,7 +6,7 @@ from typing import Any
 from conf.schema import HeadRef, TrainRun
 from data.layout import HIDDEN
 from toy_head.kind import ToyHead
-from train.batch.rows import LEARNT, Batch
+from train.batch.rows import SUPERVISION, Batch
 from train.batch.states import with_states
 from train.loop import command
 from train.loss.losses import Sums, medusa_loss, medusa_weights
@@ -28,7 +28,7 @@ class ToyObjective(Objective):
         self.head, self.target, self.weights = head, target, medusa_weights(1, 1.0)
 
     def counts(self, batch: Batch) -> Any:
-        return batch[LEARNT].counts[1:]
+        return batch[SUPERVISION].counts[1:]
 
     def prepare(self, batch: Batch) -> Batch:
         return with_states(self.target, batch, self.head.reads)

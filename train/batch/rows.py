@@ -16,14 +16,14 @@ from torch import Tensor
 
 from heads.documents import Documents
 
-DOCUMENTS, LEARNT, UNROLLED = "documents", "learnt", "unrolled"
+DOCUMENTS, SUPERVISION, UNROLLED = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"
 Batch = Mapping[str, Any]
 """[B, T, ...] tensors by name; under the names above, where documents lie, what is learnt, and B
 numbers that seed what is drawn for each sequence."""
 
 
-class Rising(NamedTuple):
+class SortedIndices(NamedTuple):
     """Whole numbers in rising order that Python looks into and the device computes with.
 
     Attributes:
@@ -44,11 +44,11 @@ class Rows:
     """
 
     places: Tensor
-    answers: Rising
+    answers: SortedIndices
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Supervision:
     """What a batch teaches.
 
     Attributes:
@@ -62,7 +62,7 @@ class Learnt:
     depths: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, batch: Batch, num_depths: int) -> "Learnt":
+    def of(cls, batch: Batch, num_depths: int) -> "Supervision":
         """What a batch on the CPU teaches depths 0 to `num_depths`."""
         before = supervised(batch, 0).flatten()
         number = before.cumsum(0) - 1
@@ -70,7 +70,7 @@ class Learnt:
         for depth in range(num_depths + 1):
             places = supervised(batch, depth).flatten().nonzero().squeeze(1)
             answers = number[places + depth]
-            depths.append(Rows(places, Rising(answers, answers)))
+            depths.append(Rows(places, SortedIndices(answers, answers)))
         return cls(depths[0].places, tuple(depths))
 
     @property
@@ -98,7 +98,7 @@ class Unrolled:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, learnt: Learnt) -> "Unrolled":
+    def of(cls, learnt: Supervision) -> "Unrolled":
         """The tokens from which any depth from 1 on is learnt, and each depth's share of them."""
         depths = learnt.depths[1:]
         # One row that nothing is learnt from keeps every parameter in the graph.
@@ -110,7 +110,7 @@ class Unrolled:
         sizes = [len(rows.places) for rows in depths]
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
         answers, order = torch.cat([rows.answers.host for rows in depths]).sort(stable=True)
-        rows = Rows(places[order], Rising(answers, answers))
+        rows = Rows(places[order], SortedIndices(answers, answers))
         return cls(drafts, rows, steps[order], order.argsort(), tuple(sizes))
 
 
@@ -141,8 +141,8 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """A batch, or what it holds, with every tensor moved; what Python looks into stays."""
     if isinstance(value, Tensor):
         return move(value)
-    if isinstance(value, Rising):
-        return Rising(value.host, move(value.device))
+    if isinstance(value, SortedIndices):
+        return SortedIndices(value.host, move(value.device))
     if isinstance(value, Mapping):
         return {name: moved(each, move) for name, each in value.items()}
     if isinstance(value, tuple):
@@ -168,4 +168,4 @@ def tensors_of(value: Any) -> list[Tensor]:
 def indexed(batch: Batch, num_depths: int) -> Batch:
     """A batch on the CPU with where its documents lie and what depths 0 to `num_depths` learn."""
     documents = Documents.of(batch["document_ids"])
-    return {**batch, DOCUMENTS: documents, LEARNT: Learnt.of(batch, num_depths)}
+    return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.of(batch, num_depths)}

@@ -18,7 +18,7 @@ from accelerate import (
 from accelerate.utils import KwargsHandler
 from transformers.integrations import unset_hf_deepspeed_config
 
-from conf.launch import check_launch
+from eval.launch import check_launch
 from conf.schema import Dtype, InputError, TrainConfig
 from train.dist.launch import check_batch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import LogConfig, TrainConfig
-from train.batch.feed import Dataset
+from train.batch.prefetch import Dataset
 from train.objective import Objective
 
 Evaluate = Callable[[Any], dict[str, float]]

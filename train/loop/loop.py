@@ -19,8 +19,9 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError
+from heads.cache import upload
 from train import schedule
-from train.batch.feed import Feed, on_device, stacked, uploaded
+from train.batch.prefetch import Prefetcher, on_device, stacked
 from train.batch.rows import NOISE_SEEDS, Batch
 from train.dist import checkpoint, processes
 from train.dist.launch import stop_signals
@@ -57,7 +58,7 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         run.close()
 
 
-class _Told(NamedTuple):
+class _StepResult(NamedTuple):
     """What all processes found in an optimizer step, on the CPU.
 
     Attributes:
@@ -97,7 +98,7 @@ class Run:
             tqdm.write(text)
 
     def resume(self) -> None:
-        """Loads the checkpoint that `train.resume` names; opens feed and metrics."""
+        """Loads the checkpoint that `train.resume` names; opens prefetcher and metrics."""
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
@@ -113,7 +114,7 @@ class Run:
             self.placement.restore(self.step, moments)
             self.say(f"continuing from {path}")
         prepare, last = self.job.objective.prepare, self.config.max_steps
-        self.feed = Feed(self._load, prepare, self.device, self.step, last)
+        self.prefetcher = Prefetcher(self._load, prepare, self.device, self.step, last)
         # Nobody may write before everybody has looked at what is there.
         processes.wait()
         if self.rank == 0:
@@ -185,24 +186,24 @@ class Run:
 
     def optimizer_step(self) -> float:
         """One optimizer step; returns its loss. The host waits for the device once."""
-        batches = self.feed.next_step()
+        batches = self.prefetcher.next_step()
         counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
         self._weights = self.job.objective.begin(self.step)
-        totals = self._sum(uploaded(counts.sum(0).double(), self.device))
+        totals = self._sum(upload(counts.sum(0).double(), self.device))
         # Gradients become a mean over the processes; their sum is wanted.
-        scale = self.world * uploaded(self._weights, self.device) / totals.clamp_min(1).float()
+        scale = self.world * upload(self._weights, self.device) / totals.clamp_min(1).float()
         sums = self._accumulate(scale)
         with record_function("optimizer"):
             norm = self.placement.clip(self.step)
-            told = self._tell(sums, norm, sum(map(_num_tokens, batches)))
-            self._check_finite(told.losses, told.norm)
+            result = self._reduce(sums, norm, sum(map(_num_tokens, batches)))
+            self._check_finite(result.losses, result.norm)
             self._rate = self.config.learning_rate * schedule.rate(self.config, self.step)
             late_norm = self.placement.step(self._rate, self.step)
         self._check_finite([], late_norm)
-        self.stopping = told.stop
-        self.tokens += told.tokens
-        self.window.append(told.sums)
-        return float((self._weights * told.sums[0] / told.sums[1].clamp_min(1)).sum())
+        self.stopping = result.stop
+        self.tokens += result.tokens
+        self.window.append(result.sums)
+        return float((self._weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
 
     def _indices(self, step: int) -> list[int]:
         """The sequences of a step over all processes."""
@@ -226,7 +227,7 @@ class Run:
         """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
         found: list[Tensor] = []
         num_micro = self.config.batch_size // (self.world * self.config.micro_batch_size)
-        for batch in self.feed.micro_batches():
+        for batch in self.prefetcher.micro_batches():
             with self.placement.micro_batch(len(found) == num_micro - 1):
                 sums: Sums = self.placement.objective(batch, scale)
                 with record_function("backward"):
@@ -234,7 +235,7 @@ class Run:
             found.append(sums.terms)
         return torch.stack(found)
 
-    def _tell(self, sums: Tensor, norm: Tensor, num_tokens: int) -> "_Told":
+    def _reduce(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
         """Brings to the host what all processes found in a step; the step's wait for the device.
 
         Args:
@@ -245,12 +246,12 @@ class Run:
         losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
         losses[self.rank] = sums[:, 0].sum(1)
         own = torch.tensor([num_tokens, self.stop["asked"]], dtype=torch.float64)
-        parts = (uploaded(own, self.device), losses.flatten(), sums.sum(0).flatten())
+        parts = (upload(own, self.device), losses.flatten(), sums.sum(0).flatten())
         packed = self._sum(torch.cat([part.double() for part in parts]))
         found = torch.cat([packed, norm.double().view(1)]).to("cpu")
         tokens, stop = found[:2].tolist()
         terms = found[2 + losses.numel() : -1].view_as(sums[0]).float()
-        return _Told(
+        return _StepResult(
             int(tokens), stop > 0, found[2 : 2 + losses.numel()].tolist(), terms, float(found[-1])
         )
 
@@ -302,7 +303,7 @@ class Run:
                     more = self.job.evaluate(objective.head)
                 failed = 0.0
             except EVALUATION_ERRORS as error:
-                self._tell_failure(error)
+                self._report_failure(error)
         objective.train()
         processes.wait()  # the first one has more to measure
         packed = self._sum(torch.cat([sums.new_tensor([failed]), sums.flatten()]))
@@ -314,7 +315,7 @@ class Run:
             self.metrics.log(self.step, self.evaluation)
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
         tqdm.write(
             f"step {self.step}: the evaluation failed in process {self.rank}, training goes on "
@@ -360,7 +361,7 @@ class Run:
 
     def close(self) -> None:
         """Ends the loading, and lets the tracker finish."""
-        self.feed.close()
+        self.prefetcher.close()
         if self.metrics is not None:
             self.metrics.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.schema import InputError, TrainConfig
 from data.provenance import plain
-from train.batch.feed import Dataset
+from train.batch.prefetch import Dataset
 from train.loop.job import Job
 from train.schedule import rate
 

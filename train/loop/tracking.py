@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from conf.schema import InputError, LogConfig, Tracker
+from data.journal import write_whole
 from train.objective import Objective
 
 START_TIMEOUT_S = 60.0
@@ -74,9 +75,7 @@ class Metrics:
         if not self.path.exists():
             return
         lines = [line for line in self.path.read_text().splitlines() if _is_until(line, step)]
-        temporary = self.path.with_suffix(".writing")
-        temporary.write_text("".join(f"{line}\n" for line in lines))
-        temporary.replace(self.path)
+        write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line and tells the tracker.

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from conf.schema_eagle import Divergence
-from train.loss.ranking import first_best
+from train.loss.ranking import fast_argmax
 
-LEAST_ALPHA = 1e-6
+MIN_ALPHA = 1e-6
 """Keeps -log alpha finite where q has nothing of p in float32."""
 
 
-class Said(NamedTuple):
-    """What students say after N tokens.
+class Softmax(NamedTuple):
+    """Distributions of students after N tokens.
 
     Attributes:
         logits: [N, W] float32 (or float64).
@@ -37,7 +37,7 @@ class Said(NamedTuple):
     log_norm: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor) -> "Said":
+    def of(cls, logits: Tensor) -> "Softmax":
         """From the logits alone."""
         q = logits.softmax(-1)
         # Cheaper than logsumexp, which makes the exponentials again.
@@ -46,7 +46,7 @@ class Said(NamedTuple):
     @property
     def best(self) -> Tensor:
         """[N] int64, the first of the likeliest columns."""
-        return first_best(self.logits)
+        return fast_argmax(self.logits)
 
     def log_q(self) -> Tensor:
         """[N, W] log-probabilities."""
@@ -64,18 +64,18 @@ class Pair(NamedTuple):
         p: [N, W], normalised over the whole vocabulary.
         mass: [N], the sum of p.
         p_log_p: [N], the sum of p log p.
-        said: by the students.
+        student: q with its logits.
     """
 
     p: Tensor
     mass: Tensor
     p_log_p: Tensor
-    said: Said
+    student: Softmax
 
     @property
     def q(self) -> Tensor:
         """[N, W]."""
-        return self.said.q
+        return self.student.q
 
     def log_p(self) -> Tensor:
         """[N, W], finite also where p is too small for its dtype."""
@@ -83,34 +83,34 @@ class Pair(NamedTuple):
 
     def p_log_q(self) -> Tensor:
         """[N] the sum of p log q."""
-        return dot(self.p, self.said.logits) - self.mass * self.said.log_norm
+        return dot(self.p, self.student.logits) - self.mass * self.student.log_norm
 
 
-class Found(NamedTuple):
+class LossGrad(NamedTuple):
     """A loss [N] and its gradient [N, W], None if it was not asked for."""
 
     loss: Tensor
     grad: Tensor | None
 
-    def times(self, weight: Tensor | float) -> "Found":
+    def times(self, weight: Tensor | float) -> "LossGrad":
         """The same times a weight, [N] or one for all rows."""
         column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
         grad = None if self.grad is None else self.grad.mul_(column)
-        return Found(self.loss * weight, grad)
+        return LossGrad(self.loss * weight, grad)
 
-    def plus(self, other: "Found") -> "Found":
+    def plus(self, other: "LossGrad") -> "LossGrad":
         """The sum of both."""
         if self.grad is None or other.grad is None:
-            return Found(self.loss + other.loss, None)
-        return Found(self.loss + other.loss, self.grad.add_(other.grad))
+            return LossGrad(self.loss + other.loss, None)
+        return LossGrad(self.loss + other.loss, self.grad.add_(other.grad))
 
-    def where(self, rows: Tensor) -> "Found":
+    def where(self, rows: Tensor) -> "LossGrad":
         """The same with 0 outside some rows, [N] bool.
 
         Not a product: what is not finite where nothing is learnt must not spread.
         """
         grad = None if self.grad is None else self.grad.masked_fill_(~rows.unsqueeze(1), 0.0)
-        return Found(torch.where(rows, self.loss, 0.0), grad)
+        return LossGrad(torch.where(rows, self.loss, 0.0), grad)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -128,60 +128,60 @@ def p_log_p(p: Tensor) -> Tensor:
     return dot(p, finite_log(p))
 
 
-def kl(pair: Pair, want_grad: bool) -> Found:
+def kl(pair: Pair, want_grad: bool) -> LossGrad:
     """KL(p || q); the gradient is q - p."""
     loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
     if not want_grad:
-        return Found(loss, None)
-    return Found(loss, torch.addcdiv(pair.q, pair.p, pair.mass.unsqueeze(1), value=-1.0))
+        return LossGrad(loss, None)
+    return LossGrad(loss, torch.addcdiv(pair.q, pair.p, pair.mass.unsqueeze(1), value=-1.0))
 
 
-def reverse_kl(pair: Pair, want_grad: bool) -> Found:
+def reverse_kl(pair: Pair, want_grad: bool) -> LossGrad:
     """KL(q || p)."""
-    ratio = pair.said.log_q().sub_(pair.log_p())
+    ratio = pair.student.log_q().sub_(pair.log_p())
     loss = dot(pair.q, ratio) + pair.mass.log()
     if not want_grad:
-        return Found(loss, None)
-    return Found(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
+        return LossGrad(loss, None)
+    return LossGrad(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
 
 
-def js(pair: Pair, want_grad: bool) -> Found:
+def js(pair: Pair, want_grad: bool) -> LossGrad:
     """Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
-    log_q = pair.said.log_q()
+    log_q = pair.student.log_q()
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
     from_p = dot(pair.p, log_p.sub_(log_m)) / pair.mass
     to_m = log_q.sub_(log_m)
     from_q = dot(pair.q, to_m)
     loss = 0.5 * (from_p + from_q)
     if not want_grad:
-        return Found(loss, None)
-    return Found(loss, to_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
+        return LossGrad(loss, None)
+    return LossGrad(loss, to_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
 
 
-def total_variation(pair: Pair, want_grad: bool) -> Found:
+def total_variation(pair: Pair, want_grad: bool) -> LossGrad:
     """1 - alpha, alpha = sum of min(p, q): half the sum of |p - q| over the whole vocabulary."""
     least = torch.minimum(pair.p, pair.q)
     loss = 1 - least.sum(-1)
     if not want_grad:
-        return Found(loss, None)
+        return LossGrad(loss, None)
     # As min does, half of the gradient goes to each where they are equal.
     half = pair.q.new_full((), 0.5)
     below = torch.heaviside(pair.p - pair.q, half)
-    return Found(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
+    return LossGrad(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
 
 
-def negative_log_alpha(pair: Pair, want_grad: bool) -> Found:
+def negative_log_alpha(pair: Pair, want_grad: bool) -> LossGrad:
     """-log alpha (LK losses, arXiv 2602.23881)."""
     found = total_variation(pair, want_grad)
-    alpha = (1 - found.loss).clamp_min(LEAST_ALPHA)
+    alpha = (1 - found.loss).clamp_min(MIN_ALPHA)
     if found.grad is not None:
-        seen = (1 - found.loss > LEAST_ALPHA) / alpha
+        seen = (1 - found.loss > MIN_ALPHA) / alpha
         found.grad.mul_(seen.unsqueeze(1))
-    return Found(-alpha.log(), found.grad)
+    return LossGrad(-alpha.log(), found.grad)
 
 
-def hybrid(pair: Pair, eta: float, want_grad: bool) -> Found:
+def hybrid(pair: Pair, eta: float, want_grad: bool) -> LossGrad:
     """l KL + (1 - l) (1 - alpha), l = exp(-eta alpha) per token and without a gradient.
 
     Source: LK losses, arXiv 2602.23881.
@@ -191,19 +191,19 @@ def hybrid(pair: Pair, eta: float, want_grad: bool) -> Found:
     return kl(pair, want_grad).times(mix).plus(accept.times(1 - mix))
 
 
-def top_k(pair: Pair, k: int, want_grad: bool) -> Found:
+def top_k(pair: Pair, k: int, want_grad: bool) -> LossGrad:
     """-sum of p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
     k = min(k, pair.p.shape[1])
     p, best = pair.p.topk(k)
     p = p / pair.mass.unsqueeze(1)
-    loss = -(p * pair.said.log_q_at(best)).sum(-1)
+    loss = -(p * pair.student.log_q_at(best)).sum(-1)
     if not want_grad:
-        return Found(loss, None)
+        return LossGrad(loss, None)
     grad = pair.q * p.sum(-1, keepdim=True)
-    return Found(loss, grad.scatter_add_(1, best, -p))
+    return LossGrad(loss, grad.scatter_add_(1, best, -p))
 
 
-_SIMPLE: dict[Divergence, Callable[[Pair, bool], Found]] = {
+_SIMPLE: dict[Divergence, Callable[[Pair, bool], LossGrad]] = {
     Divergence.kl: kl,
     Divergence.rkl: reverse_kl,
     Divergence.js: js,
@@ -212,7 +212,7 @@ _SIMPLE: dict[Divergence, Callable[[Pair, bool], Found]] = {
 }
 
 
-def divergence(kind: Divergence, pair: Pair, eta: float, want_grad: bool) -> Found:
+def divergence(kind: Divergence, pair: Pair, eta: float, want_grad: bool) -> LossGrad:
     """The divergence of a name; `eta` is of `hybrid` only."""
     if kind is Divergence.hybrid:
         return hybrid(pair, eta, want_grad)

@@ -19,9 +19,9 @@ from conf.schema_eagle import EagleConfig, StepNormalizer
 from data.layout import HIDDEN
 from heads.eagle.head import EagleHead
 from heads.vocab import DraftVocab
-from train.batch.rows import LEARNT, UNROLLED, Batch, Unrolled
-from train.loss.divergences import Found, Pair, Said, divergence, top_k
-from train.loss.fused import Part, Teacher, Verdict, fused_linear
+from train.batch.rows import SUPERVISION, UNROLLED, Batch, Unrolled
+from train.loss.divergences import LossGrad, Pair, Softmax, divergence, top_k
+from train.loss.fused import Part, RowLosses, Teacher, fused_linear
 from train.loss.losses import Sums, term_sums
 from train.loss.teachers import Distribution
 
@@ -65,7 +65,7 @@ def eagle_loss(
     total, (found,) = fused_linear([part], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
-        wanted = batch[HIDDEN].flatten(0, 1)[batch[LEARNT].places[answers.device]].float()
+        wanted = batch[HIDDEN].flatten(0, 1)[batch[SUPERVISION].places[answers.device]].float()
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
         total = total + (near * scales).sum()
         found[0] += near.detach()
@@ -81,23 +81,25 @@ class EagleCriterion:
     def __init__(self, config: EagleConfig, vocab: DraftVocab, compiled: bool = False) -> None:
         self.config, self.vocab, self.compiled = config, vocab, compiled
 
-    def __call__(self, known: Distribution, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+    def __call__(
+        self, chunk: Distribution, at: Tensor, student: Softmax, want_grad: bool
+    ) -> RowLosses:
         """See `train.loss.fused.Criterion`."""
-        best, full = known.best[at], self.vocab.full
-        top1 = (said.best if full else self.vocab.to_target(said.best)) == best
-        pair = known.pair(at, said)
+        best, full = chunk.best[at], self.vocab.full
+        top1 = (student.best if full else self.vocab.to_target(student.best)) == best
+        pair = chunk.pair(at, student)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         found = self._loss(pair, want_grad)
         if not full:
             found = found.where(self.vocab.to_draft(best) >= 0)
-        return Verdict(torch.stack([found.loss, top1.to(alpha), alpha]), found.grad)
+        return RowLosses(torch.stack([found.loss, top1.to(alpha), alpha]), found.grad)
 
-    def _loss(self, pair: Pair, want_grad: bool) -> Found:
+    def _loss(self, pair: Pair, want_grad: bool) -> LossGrad:
         config, terms = self.config, []
         if config.divergence_weight:
             found = divergence(config.divergence, pair, config.lk_eta, want_grad)
             terms.append(found.times(config.divergence_weight))
         if config.top_k_weight:
             terms.append(top_k(pair, config.top_k, want_grad).times(config.top_k_weight))
-        nothing = Found(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q))
-        return reduce(Found.plus, terms) if terms else nothing
+        nothing = LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q))
+        return reduce(LossGrad.plus, terms) if terms else nothing

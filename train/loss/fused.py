@@ -1,6 +1,6 @@
 """Output projection and loss in one: no tensor of [tokens, vocabulary] ever lives.
 
-A loss compares what a student says after some tokens with what a teacher says there. Rows of
+A loss compares a student's distribution after some tokens with a teacher's. Rows of
 the teacher are taken in chunks; for each chunk the teacher's logits are computed once, every
 student row that refers to it is projected and compared, and the gradient is carried back
 through the projection at once. So the backward pass has nothing to recompute: it hands on what
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.projection import Projection
-from train.batch.rows import Rising
-from train.loss.divergences import Said
+from train.batch.rows import SortedIndices
+from train.loss.divergences import Softmax
 
 CHUNK_BYTES = 256 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
     hidden: Tensor
     projection: Projection
-    rows: Rising
+    rows: SortedIndices
     scales: Tensor
 
 
@@ -74,18 +74,18 @@ class Teacher(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """What `known` keeps of a row."""
+        """What `chunk` keeps of a row."""
         ...
 
-    def known(self, begin: int, end: int) -> Any:
+    def chunk(self, begin: int, end: int) -> Any:
         """What `Criterion` needs of rows begin..end; computed once."""
         ...
 
 
-class Verdict(NamedTuple):
+class RowLosses(NamedTuple):
     """Of r student rows: loss and measures [1 + L, r], gradient [r, W] of the logits or None."""
 
-    found: Tensor
+    values: Tensor
     grad: Tensor | None
 
 
@@ -94,36 +94,36 @@ class Criterion(Protocol):
 
     num_measures: int
 
-    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
+    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
         """Compares rows.
 
         Args:
-            known: of the teacher's chunk.
-            at: [r] int64, rows of `known`.
-            said: by the students; may be written over, all but the logits.
+            chunk: of the teacher.
+            at: [r] int64, rows of `chunk`.
+            student: their softmax; may be written over, all but the logits.
             want_grad: whether the gradient is needed.
         """
         ...
 
 
 def compared(
-    criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool
-) -> Verdict:
+    criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
+) -> RowLosses:
     """What a criterion finds of logits; all that is done on [r, W] besides matrix products."""
     precise = torch.promote_types(logits.dtype, torch.float32)
-    return criterion(known, at, Said.of(logits.to(precise)), want_grad)
+    return criterion(chunk, at, Softmax.of(logits.to(precise)), want_grad)
 
 
 _compiled = torch.compile(compared, dynamic=True)
 
 
 def compare_compiled(
-    criterion: Criterion, known: Any, at: Tensor, logits: Tensor, want_grad: bool
-) -> Verdict:
+    criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
+) -> RowLosses:
     """`compared`, compiled on first use."""
     # A single row would be compiled for itself: dynamo takes 1 for a constant.
     one_row = len(logits) == 1
-    return (compared if one_row else _compiled)(criterion, known, at, logits, want_grad)
+    return (compared if one_row else _compiled)(criterion, chunk, at, logits, want_grad)
 
 
 def fused_linear(
@@ -175,11 +175,11 @@ class _Fused(torch.autograd.Function):
             students = [
                 _Student(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
             ]
-            for chunk, (begin, end) in enumerate(pairwise(edges)):
-                known = teacher.known(begin, end)
+            for number, (begin, end) in enumerate(pairwise(edges)):
+                chunk = teacher.chunk(begin, end)
                 for student in students:
-                    student.compare(partial(compare, known), chunk, begin)
-                del known  # before the next one is made
+                    student.compare(partial(compare, chunk), number, begin)
+                del chunk  # before the next one is made
         ctx.hidden_grads = [student.hidden_grad for student in students]
         ctx.weights = [part.projection.weight for part in parts]
         found = [student.found for student in students]
@@ -226,17 +226,17 @@ class _Student:
         self.hidden_grad = torch.zeros_like(part.hidden) if wanted else None
         self.weight_grad = _grad_of(weight) if want_grad and weight.requires_grad else None
 
-    def compare(self, compare: Compare, chunk: int, begin: int) -> None:
+    def compare(self, compare: Compare, number: int, begin: int) -> None:
         """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
         weight = self.part.projection.weight
         if self.projection is None:
             narrow = weight.detach().to(self.dtype)
             self.projection = self.part.projection._replace(weight=narrow)
-        first, last = self.bounds[chunk : chunk + 2]
+        first, last = self.bounds[number : number + 2]
         size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
         for rows in balanced(first, last, size):
             self._rows(compare, rows, self.projection, begin)
-        if chunk == self.last_chunk:
+        if number == self.last_chunk:
             self.projection = None  # before the next student casts its own
 
     def _rows(self, compare: Compare, rows: slice, projection: Projection, begin: int) -> None:
@@ -244,10 +244,10 @@ class _Student:
         logits = projection.logits(hidden, self._buffer(len(hidden)))
         at = self.part.rows.device[rows] - begin
         for piece in balanced(0, len(logits), piece_rows(logits)):
-            verdict = compare(at[piece], logits[piece], self.want_grad)
-            self.found[:, rows][:, piece] = verdict.found
-            if verdict.grad is not None:
-                logits[piece] = projection.before(verdict.grad, logits[piece])
+            result = compare(at[piece], logits[piece], self.want_grad)
+            self.found[:, rows][:, piece] = result.values
+            if result.grad is not None:
+                logits[piece] = projection.before(result.grad, logits[piece])
         if self.want_grad:
             self._carry_back(logits, rows, hidden, projection)
 

@@ -7,7 +7,7 @@ import torch
 from data.layout import HIDDEN
 from heads.target.adapter import Adapter
 from heads.target.model import Reads, Target
-from train.batch.feed import Dataset, on_device, stacked
+from train.batch.prefetch import Dataset, on_device, stacked
 from train.batch.rows import indexed
 from train.batch.states import with_states
 from train.loss.losses import target_loss

@@ -15,9 +15,9 @@ from torch.profiler import record_function
 
 from heads.projection import Projection
 from heads.target.ends import TargetEnds
-from train.batch.rows import LEARNT, Batch, Rows
-from train.loss.divergences import Said, kl
-from train.loss.fused import Part, Teacher, Verdict, fused_linear
+from train.batch.rows import SUPERVISION, Batch, Rows
+from train.loss.divergences import Softmax, kl
+from train.loss.fused import Part, RowLosses, Teacher, fused_linear
 from train.loss.ranking import hits
 from train.loss.teachers import Distribution
 
@@ -86,7 +86,7 @@ def medusa_loss(
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
-    flat, learnt = hidden.flatten(0, 1), batch[LEARNT]
+    flat, learnt = hidden.flatten(0, 1), batch[SUPERVISION]
     parts = []
     with record_function("head"):
         for k in range(heads.num_heads):
@@ -102,7 +102,7 @@ def medusa_loss(
 
 def _labels(batch: Batch) -> Tensor:
     """[P] int64, the tokens after the answered places."""
-    return batch["input_ids"].flatten().roll(-1)[batch[LEARNT].places]
+    return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
 
 
 def target_loss(
@@ -113,7 +113,7 @@ def target_loss(
     teacher: Teacher | None = None,
     compiled: bool = False,
 ) -> Sums:
-    """Cross-entropy of the target itself against the text, or KL from what it said before.
+    """Cross-entropy of the target itself against the text, or KL from what it gave before.
 
     Args:
         target: its output head, which gets no gradient.
@@ -126,7 +126,7 @@ def target_loss(
     Returns:
         One term, with the measures of `medusa_loss`.
     """
-    rows: Rows = batch[LEARNT].depths[0]
+    rows: Rows = batch[SUPERVISION].depths[0]
     states = hidden.flatten(0, 1)[rows.places]
     part = Part(states, target.projection, rows.answers, scale.expand(len(states)))
     with record_function("loss"):
@@ -163,9 +163,9 @@ class TextTeacher:
         """Of a label, or of the distribution beside it."""
         return self.labels.element_size() if self.soft is None else self.soft.row_bytes
 
-    def known(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
+    def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
         """Labels, and the distribution, of rows begin..end."""
-        soft = None if self.soft is None else self.soft.known(begin, end)
+        soft = None if self.soft is None else self.soft.chunk(begin, end)
         return self.labels[begin:end], soft
 
 
@@ -174,18 +174,18 @@ class _TextCriterion:
 
     num_measures = 2
 
-    def __call__(self, known: Any, at: Tensor, said: Said, want_grad: bool) -> Verdict:
-        labels, soft = known[0][at], known[1]
-        measures = hits(said.logits, labels)
+    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
+        labels, soft = chunk[0][at], chunk[1]
+        measures = hits(student.logits, labels)
         if soft is not None:
-            found = kl(soft.pair(at, said), want_grad)
-            return Verdict(torch.stack([found.loss, *measures]), found.grad)
+            found = kl(soft.pair(at, student), want_grad)
+            return RowLosses(torch.stack([found.loss, *measures]), found.grad)
         column = labels.unsqueeze(1)
-        loss = -said.log_q_at(column).squeeze(1)
+        loss = -student.log_q_at(column).squeeze(1)
         # The gradient is q - 1 at the label.
-        minus_one = said.q.new_full(column.shape, -1.0)
-        grad = said.q.scatter_add_(1, column, minus_one) if want_grad else None
-        return Verdict(torch.stack([loss, *measures]), grad)
+        minus_one = student.q.new_full(column.shape, -1.0)
+        grad = student.q.scatter_add_(1, column, minus_one) if want_grad else None
+        return RowLosses(torch.stack([loss, *measures]), grad)
 
 
 text_criterion = _TextCriterion()

@@ -8,7 +8,7 @@ from torch import Tensor
 GROUP = 128
 
 
-def first_best(logits: Tensor) -> Tensor:
+def fast_argmax(logits: Tensor) -> Tensor:
     """`logits.argmax(-1)`, the first of equals; on a CPU nine times as fast.
 
     Args:
@@ -23,7 +23,7 @@ def first_best(logits: Tensor) -> Tensor:
     return group * width + grouped[rows, group].argmax(-1)
 
 
-def largest(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
+def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
     """`logits.topk(k)`, faster: only groups with one of the k largest maxima can hold one of the k.
 
     Args:
@@ -60,8 +60,8 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         Two [n] tensors of 0 and 1, in the dtype of the logits.
     """
     if _by_groups(logits):
-        best = largest(logits, min(5, logits.shape[1]))[1] == labels.unsqueeze(1)
-        return (first_best(logits) == labels).to(logits.dtype), best.any(1).to(logits.dtype)
+        best = fast_topk(logits, min(5, logits.shape[1]))[1] == labels.unsqueeze(1)
+        return (fast_argmax(logits) == labels).to(logits.dtype), best.any(1).to(logits.dtype)
     own = logits.gather(1, labels.unsqueeze(1))
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels.unsqueeze(1)
     rank = torch.where(earlier, logits >= own, logits > own).sum(1)

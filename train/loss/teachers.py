@@ -13,10 +13,10 @@ from torch import Tensor
 
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
-from train.loss.divergences import Pair, Said, dot, p_log_p
+from train.loss.divergences import Pair, Softmax, dot, p_log_p
 from train.loss.fused import balanced, piece_rows
 
-LEAST_MASS = 1e-6
+MIN_MASS = 1e-6
 
 
 class Distribution(Protocol):
@@ -27,12 +27,12 @@ class Distribution(Protocol):
         """[c] int64, the likeliest id of the whole vocabulary."""
         ...
 
-    def pair(self, at: Tensor, said: Said) -> Pair:
-        """It and what students say, over the draft vocabulary.
+    def pair(self, at: Tensor, student: Softmax) -> Pair:
+        """It and the distributions of students, over the draft vocabulary.
 
         Args:
             at: [r] int64, rows of the chunk.
-            said: of r rows.
+            student: r rows.
         """
         ...
 
@@ -61,36 +61,36 @@ class HiddenTeacher:
         """Of V logits."""
         return self.target.vocab_size * self.hidden.element_size()
 
-    def known(self, begin: int, end: int) -> Distribution:
+    def chunk(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
         logits = self.target.logits(self.hidden[begin:end])
         drafted = logits if self.vocab.full else logits.index_select(1, self.vocab.ids)
         pieces = [
-            _told(logits[rows], drafted[rows])
+            _target_softmax(logits[rows], drafted[rows])
             for rows in balanced(0, len(logits), piece_rows(logits))
         ]
         best, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
         if drafted.dtype is torch.float32:
-            return Table(best, drafted, mass, of_p)
-        return _Logits(drafted, best, log_norm, mass, of_p)
+            return TargetProbs(best, drafted, mass, of_p)
+        return _TargetLogits(drafted, best, log_norm, mass, of_p)
 
 
-def _told(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[r] each, see `_Logits`, of logits [r, V] and those of the draft vocabulary [r, W].
+def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[r] each, see `_TargetLogits`, of logits [r, V] and those of the draft vocabulary [r, W].
 
     Probabilities take the place of the latter if they fit: students then need no exponentials.
     """
-    of_drafted = Said.of(drafted.float())
-    whole = of_drafted if drafted.shape == logits.shape else Said.of(logits.float())
+    of_drafted = Softmax.of(drafted.float())
+    whole = of_drafted if drafted.shape == logits.shape else Softmax.of(logits.float())
     mass = (of_drafted.log_norm - whole.log_norm).exp()
     p = of_drafted.q.mul_(mass.unsqueeze(1))
-    told = whole.best, whole.log_norm, mass, dot(p, of_drafted.logits) - mass * whole.log_norm
+    found = whole.best, whole.log_norm, mass, dot(p, of_drafted.logits) - mass * whole.log_norm
     if drafted.dtype is torch.float32:
         drafted.copy_(p)
-    return told
+    return found
 
 
-class _Logits(NamedTuple):
+class _TargetLogits(NamedTuple):
     logits: Tensor
     """[c, W] in the target's dtype, which is half as wide as that of probabilities."""
     best: Tensor
@@ -99,13 +99,13 @@ class _Logits(NamedTuple):
     mass: Tensor
     p_log_p: Tensor
 
-    def pair(self, at: Tensor, said: Said) -> Pair:
-        logits = self.logits.index_select(0, at).to(said.q)
+    def pair(self, at: Tensor, student: Softmax) -> Pair:
+        logits = self.logits.index_select(0, at).to(student.q)
         p = (logits - self.log_norm[at].unsqueeze(1)).exp_()
-        return Pair(p, self.mass[at], self.p_log_p[at], said)
+        return Pair(p, self.mass[at], self.p_log_p[at], student)
 
 
-class Table(NamedTuple):
+class TargetProbs(NamedTuple):
     """A distribution that is written down.
 
     Attributes:
@@ -121,13 +121,13 @@ class Table(NamedTuple):
     p_log_p: Tensor
 
     @classmethod
-    def of(cls, best: Tensor, p: Tensor) -> "Table":
+    def of(cls, best: Tensor, p: Tensor) -> "TargetProbs":
         """From its probabilities."""
         return cls(best, p, p.sum(-1), p_log_p(p))
 
-    def pair(self, at: Tensor, said: Said) -> Pair:
+    def pair(self, at: Tensor, student: Softmax) -> Pair:
         """See `Distribution`."""
-        return Pair(self.p.index_select(0, at), self.mass[at], self.p_log_p[at], said)
+        return Pair(self.p.index_select(0, at), self.mass[at], self.p_log_p[at], student)
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,14 @@ class TopKTeacher:
         """Of k ids and log-probabilities."""
         return 12 * self.ids.shape[1]
 
-    def known(self, begin: int, end: int) -> Distribution:
+    def chunk(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
         ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
-        rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
-        return _TopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
+        rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_MASS)
+        return _TargetTopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
 
 
-class _TopK(NamedTuple):
+class _TargetTopK(NamedTuple):
     best: Tensor
     columns: Tensor
     """[c, k] int64, -1 outside the draft vocabulary."""
@@ -175,14 +175,14 @@ class _TopK(NamedTuple):
     rest: Tensor
     """[c, 1]."""
 
-    def pair(self, at: Tensor, said: Said) -> Pair:
+    def pair(self, at: Tensor, student: Softmax) -> Pair:
         columns, rest = self.columns[at], self.rest[at]
         inside = columns >= 0
         columns = columns.clamp_min(0)
-        probs = self.probs[at].to(said.q).masked_fill(~inside, 0.0)
-        kept = torch.zeros_like(said.q).scatter_add_(1, columns, probs)
-        others = said.q.masked_fill(kept > 0, 0.0)
-        left = others.sum(-1, keepdim=True).clamp_min(LEAST_MASS)
+        probs = self.probs[at].to(student.q).masked_fill(~inside, 0.0)
+        kept = torch.zeros_like(student.q).scatter_add_(1, columns, probs)
+        others = student.q.masked_fill(kept > 0, 0.0)
+        left = others.sum(-1, keepdim=True).clamp_min(MIN_MASS)
         p = others.mul_(rest / left).add_(kept)
         mass = probs.sum(-1) + rest.squeeze(1)
-        return Pair(p, mass, p_log_p(p), said)
+        return Pair(p, mass, p_log_p(p), student)

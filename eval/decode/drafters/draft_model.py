@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from eval.decode.prefill import prefill
 from heads.cache import TreeCache, upload
 from heads.drafting import PAD, Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
@@ -165,15 +166,9 @@ class DraftModel:
 
 def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     """Commits tokens, at least one per text; [B, 1, V] logits after the last of each."""
-    longest = max(map(len, rows))
-    ids = upload([row + [0] * (longest - len(row)) for row in rows], model.device)
     # A token that only the target knows may lie beyond the draft model's vocabulary.
-    ids = ids.clamp_max(model.vocab_size - 1)
-    # What fills up a shorter row comes after its tokens, which cannot see it.
-    causal = torch.ones(1, longest, longest, dtype=torch.bool, device=model.device).tril()
-    depths = torch.arange(longest, device=model.device).unsqueeze(0)
-    output = model.extend(cache, ids, causal, depths)
-    cache.commit([list(range(len(row))) for row in rows])
+    known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
+    output = prefill(model, cache, known)
     last = upload([[len(row) - 1] for row in rows], model.device)
     return model.logits(output.at(last).hidden_states)
 

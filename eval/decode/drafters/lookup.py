@@ -4,20 +4,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from heads.cache import upload
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import Draft, Seen
 from heads.target.model import Reads
-from heads.tree import Tree
 
 Table = TypeVar("Table", bound="_Table")
-
-
-def chain_draft(rows: list[list[int]], device: torch.device) -> Draft:
-    """Chains of different lengths, the shorter ones filled up with PAD."""
-    longest = max(map(len, rows))
-    filled = [row + [PAD] * (longest - len(row)) for row in rows]
-    tokens = upload(filled, device).reshape(len(rows), longest).long()
-    return Draft.of(Tree.chain(longest), tokens)
 
 
 class _Table:
@@ -129,7 +119,7 @@ class _FromText(Generic[Table]):
         """Chains of at most `num_tokens`."""
         for table, root in zip(self.tables, roots, strict=True):
             table.append(root)
-        return chain_draft([table.draft(self.num_tokens) for table in self.tables], self.device)
+        return Draft.chains([table.draft(self.num_tokens) for table in self.tables], self.device)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""

@@ -58,13 +58,13 @@ class Oracle:
         return Draft.of(self.tree, upload(rows, self.device))
 
     def _fill(self, number: int, text: list[int], place: int) -> list[int]:
-        luck = random.Random(f"{self.seed} {number} {place}")
+        rng = random.Random(f"{self.seed} {number} {place}")
         tokens, right = [0] * self.tree.num_nodes, {0}
         for node, children in enumerate(self.tree.children):
             after = place + 1 + self.tree.depths[node]
             truth = text[after] if after < len(text) else 0
-            lucky = bool(children) and luck.random() < self.rate
-            chosen = luck.choice(children) if lucky and node in right else None
+            right_below = bool(children) and rng.random() < self.rate
+            chosen = rng.choice(children) if right_below and node in right else None
             for offset, child in enumerate(children):
                 tokens[child] = (truth + 1 + offset) % self.vocab_size
             if chosen is not None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from eval.decode.drafters.draft_model import read_rows
-from heads.cache import Slots, TreeCache, upload
-from heads.drafting import PAD, Draft, Seen
+from eval.decode.texts import common_prefix
+from heads.cache import Slots, TreeCache
+from heads.drafting import Draft, Seen
 from heads.target.model import Reads, Target
-from heads.tree import Tree
 
 CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
-MOST_BYTES = 4  # of a character
+MAX_CHARACTER_BYTES = 4
 
 
 class Translator:
@@ -69,7 +69,7 @@ class Translator:
 
     def _split(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
         """The ids of whole characters, and those of a last one that is not complete."""
-        for end in range(len(target_ids), max(len(target_ids) - MOST_BYTES, 0), -1):
+        for end in range(len(target_ids), max(len(target_ids) - MAX_CHARACTER_BYTES, 0), -1):
             if not _decode(self.target, target_ids[:end]).endswith(CUT):
                 return target_ids[:end], target_ids[end:]
         return target_ids, []
@@ -108,7 +108,7 @@ class Translation:
         """Begins a later window, if most of its translation is how it was translated so far."""
         long = self.translator.read(self.tail)
         short = self.translator.read(self.tail[-self.window :])
-        same = _common(long[::-1], short[::-1])
+        same = common_prefix(long[::-1], short[::-1])
         if 2 * same < len(short):
             return
         self.done += long[self.overlap : len(long) - same]
@@ -157,10 +157,7 @@ class OtherTokenizer:
                 self.texts, roots, texts, drafted, strict=True
             )
         ]
-        longest = max(map(len, rows))
-        filled = [row + [PAD] * (longest - len(row)) for row in rows]
-        # Where there is nothing at all, numbers come as floats.
-        return Draft.of(Tree.chain(longest), upload(filled, self.model.device).long())
+        return Draft.chains(rows, self.model.device)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
@@ -174,7 +171,8 @@ class OtherTokenizer:
         assert self.cache is not None
         # The last token is read in any case, for the logits after it.
         known = [
-            min(_common(old, new), len(new) - 1) for old, new in zip(self.read, texts, strict=True)
+            min(common_prefix(old, new), len(new) - 1)
+            for old, new in zip(self.read, texts, strict=True)
         ]
         _rewind(self.cache, known)
         new = [text[num:] for text, num in zip(texts, known, strict=True)]
@@ -194,12 +192,6 @@ def _rewind(cache: TreeCache, lengths: list[int]) -> None:
     slots = Slots(len(lengths), cache.slots.device)
     slots.commit([list(range(length)) for length in lengths])
     cache.slots = slots
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """Length of the longest common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import TreeCache, upload
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -34,9 +34,6 @@ class SelfDraft:
         target: the target itself; none of its layers may use keys and values of another.
         skip: decoder layers, from 0, that are left out.
         num_tokens: draft tokens, at least one.
-        confidence: a chain ends with the first token that was given less than this probability;
-            that token is still proposed. 0 ends none; anything else waits for the device at
-            every draft token.
         sampling: the target's, applied to the drafts too.
         seeds: of the draws, one per text; others than the target's.
     """
@@ -48,13 +45,12 @@ class SelfDraft:
         target: Target,
         skip: Sequence[int],
         num_tokens: int,
-        confidence: float = 0.0,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
     ) -> None:
         assert num_tokens > 0
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
-        self.confidence, self.sampling = confidence, sampling
+        self.sampling = sampling
         self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
 
@@ -63,20 +59,15 @@ class SelfDraft:
         self.cache = seen.cache
 
     def propose(self, roots: list[int]) -> Draft:
-        """Chains of at most `num_tokens` tokens, one pass each."""
-        last, going = upload(roots, self.target.device), list(range(len(roots)))
+        """Chains of `num_tokens` tokens, one pass each."""
+        last = upload(roots, self.target.device)
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
-        while going and len(tokens) < self.num_tokens:
-            logits = self._read(last.clamp_min(0), len(tokens))
-            last = self._sample(logits, going, probs)
+        for depth in range(self.num_tokens):
+            last = self._sample(self._read(last, depth), probs)
             tokens.append(last)
-            if self.confidence > 0:
-                q = probs[-1] if probs else logits.float().softmax(-1)
-                likely = q.gather(1, last.clamp_min(0).unsqueeze(1))[:, 0].tolist()
-                going = [row for row in going if likely[row] >= self.confidence]
-        drawn = torch.stack(probs, 1) if probs else None
-        return Draft.of(Tree.chain(len(tokens)), torch.stack(tokens, 1), drawn)
+        draft_probs = torch.stack(probs, 1) if probs else None
+        return Draft.of(Tree.chain(self.num_tokens), torch.stack(tokens, 1), draft_probs)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only; the cache is the target's to cut."""
@@ -92,18 +83,12 @@ class SelfDraft:
         )
         return self.target.logits(output.hidden_states[:, 0])
 
-    def _sample(self, logits: Tensor, going: list[int], probs: list[Tensor]) -> Tensor:
-        """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V].
-
-        A text whose chain has ended gets PAD and draws nothing, as if it were alone.
-        """
-        rows = upload(going, logits.device)
+    def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
+        """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V]."""
         if self.sampling.greedy:
-            found = logits[rows].argmax(-1)
-        else:
-            probs.append(self.sampling.probabilities(logits))
-            found = self.generators.rows(going).sample(probs[-1][rows])
-        return found.new_full((len(logits),), PAD).index_copy(0, rows, found)
+            return logits.argmax(-1)
+        probs.append(self.sampling.probabilities(logits))
+        return self.generators.sample(probs[-1])
 
 
 class OwnText:
@@ -128,15 +113,14 @@ class OwnText:
         # The text stays pending: a committed token would be seen from everywhere.
         target.extend(self.cache, self.ids[None], causal[None], self.places[None])
 
-    def drafts(self, skip: Sequence[int], depth: int, width: int = 1) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth.
+    def drafts(self, skip: Sequence[int], depth: int) -> Tensor:
+        """[depth, n, 1] int64, the best token of each depth.
 
-        Where a chain leaves the text they mean nothing.
+        Where a chain leaves the text it means nothing.
 
         Args:
             skip: decoder layers that are left out.
             depth: draft tokens.
-            width: candidates per depth.
         """
         roots = self.places[self.first :]
         mask, positions, found = self.places < roots.unsqueeze(1), self.places, []
@@ -149,5 +133,5 @@ class OwnText:
                 self.cache, self.ids[fed][None], mask[None], positions[None], skip=skip
             )
             logits = self.target.logits(output.hidden_states[0])
-            found.append(logits.topk(width, dim=-1).indices)
+            found.append(logits.argmax(-1, keepdim=True))
         return torch.stack(found)

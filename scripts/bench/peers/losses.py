@@ -24,7 +24,7 @@ SHARE = 32
 
 
 @dataclass(frozen=True)
-class Job:
+class LossJob:
     """What to run.
 
     Attributes:
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class LossInputs:
     """Hidden states [T, H] and projections [V, H] of student and teacher."""
 
     student: Tensor
@@ -54,7 +54,7 @@ class Inputs:
     output_head: Tensor
 
     @classmethod
-    def of(cls, job: Job, device: torch.device) -> "Inputs":
+    def of(cls, job: LossJob, device: torch.device) -> "LossInputs":
         """The same numbers in every process, and in every dtype, as bfloat16 can hold them."""
         generator = torch.Generator(device).manual_seed(0)
 
@@ -68,21 +68,21 @@ class Inputs:
         projection.requires_grad_(job.trained)
         return cls(student.requires_grad_(), projection, teacher, output_head)
 
-    def first(self, tokens: int) -> "Inputs":
+    def first(self, tokens: int) -> "LossInputs":
         """The same of the first tokens only."""
         student = self.student.detach()[:tokens].requires_grad_()
-        return Inputs(student, self.projection, self.teacher[:tokens], self.output_head)
+        return LossInputs(student, self.projection, self.teacher[:tokens], self.output_head)
 
 
 Loss = Callable[[], Tensor]
 
 
-def ours(inputs: Inputs) -> Loss:
+def ours(inputs: LossInputs) -> Loss:
     """`train.loss.fused` as `train/eagle.py` uses it."""
     from conf.schema_eagle import EagleConfig
     from heads.projection import Projection
     from heads.vocab import DraftVocab
-    from train.batch.rows import Rising
+    from train.batch.rows import SortedIndices
     from train.loss.eagle import EagleCriterion
     from train.loss.fused import Part, fused_linear
     from train.loss.teachers import HiddenTeacher
@@ -92,7 +92,7 @@ def ours(inputs: Inputs) -> Loss:
     target: Any = _OutputHead(inputs.output_head)
     teacher = HiddenTeacher(target, vocab, inputs.teacher)
     numbers = torch.arange(len(inputs.student))
-    rows = Rising(numbers, numbers.to(device))
+    rows = SortedIndices(numbers, numbers.to(device))
     ones = torch.ones(len(numbers), device=device)
     criterion = EagleCriterion(EagleConfig(), vocab)
 
@@ -113,7 +113,7 @@ class _OutputHead:
         return F.linear(hidden_states, self.weight)
 
 
-def naive(inputs: Inputs) -> Loss:
+def naive(inputs: LossInputs) -> Loss:
     """Whole logits and autograd, as textbooks write it."""
 
     def loss() -> Tensor:
@@ -124,7 +124,7 @@ def naive(inputs: Inputs) -> Loss:
     return loss
 
 
-def liger(inputs: Inputs) -> Loss:
+def liger(inputs: LossInputs) -> Loss:
     """liger-kernel's chunked loss; with beta 0 its divergence is KL(teacher || student).
 
     Its mean over tokens is left a mean: it would need more memory to scale its gradients.
@@ -141,7 +141,7 @@ def liger(inputs: Inputs) -> Loss:
     return loss
 
 
-def speculators(inputs: Inputs) -> Loss:
+def speculators(inputs: LossInputs) -> Loss:
     """speculators' loss of logits: its Triton kernel on CUDA, its eager formula elsewhere."""
     from speculators.losses import resolve_loss_config
 
@@ -156,7 +156,7 @@ def speculators(inputs: Inputs) -> Loss:
     return loss
 
 
-def _logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _logits(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """[T, V] of student and teacher."""
     with torch.no_grad():
         targets = F.linear(inputs.teacher, inputs.output_head)
@@ -168,7 +168,7 @@ WHOLE_LOGITS = {"naive", "speculators"}
 MEANS = {"liger"}
 
 
-def step(inputs: Inputs, loss: Loss) -> Tensor:
+def step(inputs: LossInputs, loss: Loss) -> Tensor:
     """One forward and backward pass into fresh gradients."""
     inputs.student.grad = inputs.projection.grad = None
     total = loss()
@@ -176,7 +176,7 @@ def step(inputs: Inputs, loss: Loss) -> Tensor:
     return total.detach()
 
 
-def values(job: Job, inputs: Inputs) -> dict[str, Any]:
+def values(job: LossJob, inputs: LossInputs) -> dict[str, Any]:
     """The summed loss and its gradients, flat."""
     total = step(inputs, PATHS[job.path](inputs))
     factor = job.tokens if job.path in MEANS else 1
@@ -189,7 +189,7 @@ def values(job: Job, inputs: Inputs) -> dict[str, Any]:
     return {"loss": float(total) * factor, "gradients": grads}
 
 
-def costs(job: Job, inputs: Inputs) -> dict[str, Any]:
+def costs(job: LossJob, inputs: LossInputs) -> dict[str, Any]:
     """Time and memory of a step, or what it would need if that is not there."""
     device = inputs.student.device
     if job.path in WHOLE_LOGITS:
@@ -201,7 +201,7 @@ def costs(job: Job, inputs: Inputs) -> dict[str, Any]:
     return found._asdict() | {"grad_bytes": _grad_bytes(inputs)}
 
 
-def _needed(job: Job, inputs: Inputs) -> int:
+def _needed(job: LossJob, inputs: LossInputs) -> int:
     """Bytes that whole logits take, from a run on few tokens."""
     few = inputs.first(max(1, job.tokens // SHARE))
     loss = PATHS[job.path](few)
@@ -211,7 +211,7 @@ def _needed(job: Job, inputs: Inputs) -> int:
     return grad_bytes + (peak - grad_bytes) * job.tokens // len(few.student)
 
 
-def _grad_bytes(inputs: Inputs) -> int:
+def _grad_bytes(inputs: LossInputs) -> int:
     grad = inputs.projection.grad
     return 0 if grad is None else grad.nbytes
 
@@ -219,8 +219,8 @@ def _grad_bytes(inputs: Inputs) -> int:
 def main() -> None:
     """Job in, result out."""
     question, answer = map(Path, sys.argv[1:])
-    job = Job(**json.loads(question.read_text()))
-    inputs = Inputs.of(job, best_device())
+    job = LossJob(**json.loads(question.read_text()))
+    inputs = LossInputs.of(job, best_device())
     result = costs(job, inputs) if job.repeats else values(job, inputs)
     answer.write_text(json.dumps(result))
 

@@ -30,7 +30,7 @@ LARGEST_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class StepJob:
     """What to run.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StepInputs:
     """What a feature store and the target's two ends hold, in float32.
 
     Attributes:
@@ -90,7 +90,7 @@ class Inputs:
     weights: dict[str, Tensor]
 
     @classmethod
-    def of(cls, job: Job, device: torch.device) -> "Inputs":
+    def of(cls, job: StepJob, device: torch.device) -> "StepInputs":
         """The same numbers in every process."""
         generator = torch.Generator().manual_seed(0)
 
@@ -118,7 +118,7 @@ class Inputs:
         return F.rms_norm(self.last, self.last.shape[-1:], eps=EPS)
 
 
-def _text(job: Job, generator: torch.Generator) -> dict[str, Tensor]:
+def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
     """One packed sequence of documents of T / 8 to T / 2 tokens."""
     lengths: list[int] = []
     while (left := job.tokens - sum(lengths)) > 0:
@@ -135,7 +135,7 @@ def _text(job: Job, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def _shapes(job: Job) -> dict[str, tuple[int, int]]:
+def _shapes(job: StepJob) -> dict[str, tuple[int, int]]:
     hidden, wide = job.hidden, job.intermediate
     queries, keys = job.num_heads * job.head_dim, job.num_kv_heads * job.head_dim
     return {
@@ -157,7 +157,7 @@ class Training(NamedTuple):
     loss: Callable[[], Tensor]
 
 
-def eagle3(job: Job, inputs: Inputs, compiled: bool = False) -> Training:
+def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training:
     """`train/eagle.py`, with the output head frozen and steps weighed as speculators does."""
     from conf.schema_eagle import EagleConfig, OutputHead, TokenNormalizer
     from heads.eagle.head import EagleHead
@@ -175,12 +175,12 @@ def eagle3(job: Job, inputs: Inputs, compiled: bool = False) -> Training:
     return _ours(EagleObjective(head, target, config), inputs, compiled)
 
 
-def eagle3_compiled(job: Job, inputs: Inputs) -> Training:
+def eagle3_compiled(job: StepJob, inputs: StepInputs) -> Training:
     """The same with `train.compile=true`."""
     return eagle3(job, inputs, compiled=True)
 
 
-def medusa(job: Job, inputs: Inputs) -> Training:
+def medusa(job: StepJob, inputs: StepInputs) -> Training:
     """`train/medusa.py`, with heads weighed as the original does."""
     from conf.schema import MedusaConfig
     from heads.medusa.head import MedusaHead
@@ -192,7 +192,7 @@ def medusa(job: Job, inputs: Inputs) -> Training:
     return _ours(MedusaObjective(head, target, config), inputs, False)
 
 
-def _target(job: Job, inputs: Inputs) -> Any:
+def _target(job: StepJob, inputs: StepInputs) -> Any:
     from heads.target.ends import TargetEnds
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
@@ -201,8 +201,8 @@ def _target(job: Job, inputs: Inputs) -> Any:
     return TargetEnds(job.llama(), embedding, output_head, None, None, "random")
 
 
-def _ours(objective: Any, inputs: Inputs, compiled: bool) -> Training:
-    from train.batch.feed import on_device
+def _ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:
+    from train.batch.prefetch import on_device
 
     if compiled:
         objective.compile_parts()
@@ -219,7 +219,7 @@ def _ours(objective: Any, inputs: Inputs, compiled: bool) -> Training:
     return Training(objective.head.train(), loss)
 
 
-def original_medusa(job: Job, inputs: Inputs) -> Training:
+def original_medusa(job: StepJob, inputs: StepInputs) -> Training:
     """The step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
 
     Every head gives logits at every token, [K, T, V] in all; the mask is left to the
@@ -246,7 +246,7 @@ def original_medusa(job: Job, inputs: Inputs) -> Training:
     return Training(head.train(), loss)
 
 
-def speculators(job: Job, inputs: Inputs) -> Training:
+def speculators(job: StepJob, inputs: StepInputs) -> Training:
     """speculators' EAGLE-3 and the way `speculators/train/trainer.py` calls it.
 
     On CUDA as it comes; elsewhere its SDPA instead of flex attention, which has no backward
@@ -281,7 +281,7 @@ def speculators(job: Job, inputs: Inputs) -> Training:
     return Training(model, loss)
 
 
-def _speculators_batch(inputs: Inputs) -> dict[str, Tensor]:
+def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
     """The text as its collator packs it: each document shifted, the end padded to T."""
     from speculators.models.eagle3.data import shift_batch
 
@@ -346,9 +346,9 @@ def stepper(training: Training) -> Callable[[], Tensor]:
     return step
 
 
-def measured(job: Job, device: torch.device) -> dict[str, Any]:
+def measured(job: StepJob, device: torch.device) -> dict[str, Any]:
     """The loss of the first step, the cost of later ones, and the versions that ran."""
-    step = stepper(PATHS[job.path](job, Inputs.of(job, device)))
+    step = stepper(PATHS[job.path](job, StepInputs.of(job, device)))
     loss = float(step())
     names = ["torch", *(["speculators"] if job.path == "speculators" else [])]
     return {
@@ -361,7 +361,7 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
 def main() -> None:
     """Job in, result out."""
     question, answer = map(Path, sys.argv[1:])
-    job = Job(**json.loads(question.read_text()))
+    job = StepJob(**json.loads(question.read_text()))
     torch.set_num_threads(job.threads)
     answer.write_text(json.dumps(measured(job, best_device())))
 

@@ -40,11 +40,6 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return moved(batch, lambda each: each.to(device, non_blocking=True))
 
 
-def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device; the host does not wait for it to arrive."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 Load = Callable[[int], list[Batch]]
 Prepare = Callable[[Batch], Batch]
 
@@ -57,7 +52,7 @@ class _Started:
     done: torch.cuda.Event | None
 
 
-class Feed:
+class Prefetcher:
     """The micro batches of steps first..last, in order.
 
     Args:
@@ -72,7 +67,7 @@ class Feed:
     ) -> None:
         self._load, self._prepare, self._device = load, prepare, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(1, "headsmith-feed")
+        self._pool = ThreadPoolExecutor(1, "headsmith-prefetch")
         self._steps = iter(range(first, last))
         self._coming: Future[list[Batch]] | None = None
         self._current: list[Batch] = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.batch.feed import Feed
+from train.batch.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -19,19 +19,19 @@ def double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "y": 2 * batch["x"]}
 
 
-def taken(feed: Feed, num_steps: int) -> list[list[int]]:
+def taken(prefetcher: Prefetcher, num_steps: int) -> list[list[int]]:
     found = []
     for _ in range(num_steps):
-        raw = feed.next_step()
-        prepared = list(feed.micro_batches())
+        raw = prefetcher.next_step()
+        prepared = list(prefetcher.micro_batches())
         assert [int(batch["y"]) for batch in prepared] == [2 * int(batch["x"]) for batch in raw]
         found.append([int(batch["x"]) for batch in prepared])
-    feed.close()
+    prefetcher.close()
     return found
 
 
 def test_batches_of_the_steps_asked_for_in_order() -> None:
-    assert taken(Feed(load, double, CPU, 3, 6), 3) == [[30, 31], [40, 41], [50, 51]]
+    assert taken(Prefetcher(load, double, CPU, 3, 6), 3) == [[30, 31], [40, 41], [50, 51]]
 
 
 def test_the_next_step_is_loaded_while_this_one_runs() -> None:
@@ -41,11 +41,11 @@ def test_the_next_step_is_loaded_while_this_one_runs() -> None:
         loaded[step].set()
         return load(step)
 
-    feed = Feed(telling, double, CPU, 0, 3)
-    feed.next_step()
+    prefetcher = Prefetcher(telling, double, CPU, 0, 3)
+    prefetcher.next_step()
     assert loaded[1].wait(5)
     assert not loaded[2].is_set()
-    feed.close()
+    prefetcher.close()
 
 
 def test_an_error_while_loading_comes_where_the_step_is_asked_for() -> None:
@@ -54,12 +54,12 @@ def test_an_error_while_loading_comes_where_the_step_is_asked_for() -> None:
             raise OSError("stale file handle")
         return load(step)
 
-    feed = Feed(broken, double, CPU, 0, 3)
-    feed.next_step()
-    assert len(list(feed.micro_batches())) == 2
+    prefetcher = Prefetcher(broken, double, CPU, 0, 3)
+    prefetcher.next_step()
+    assert len(list(prefetcher.micro_batches())) == 2
     with pytest.raises(OSError, match="stale file handle"):
-        feed.next_step()
-    feed.close()
+        prefetcher.next_step()
+    prefetcher.close()
 
 
 @pytest.mark.gpu
@@ -74,10 +74,10 @@ def test_a_target_on_a_stream_of_its_own_gives_the_same() -> None:
             x = torch.tanh(x @ weight)
         return {**batch, "y": x}
 
-    feed = Feed(load, slow, device, 0, 5)
+    prefetcher = Prefetcher(load, slow, device, 0, 5)
     for step in range(5):
-        feed.next_step()
-        for batch, raw in zip(feed.micro_batches(), load(step), strict=True):
+        prefetcher.next_step()
+        for batch, raw in zip(prefetcher.micro_batches(), load(step), strict=True):
             alone = slow({"x": raw["x"].to(device)})["y"]
             torch.testing.assert_close(batch["y"], alone)
-    feed.close()
+    prefetcher.close()
