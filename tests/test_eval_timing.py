@@ -222,6 +222,7 @@ def test_figures_by_hand() -> None:
     assert not any("tree" in result["methods"][name] for name in ("vanilla", "generate", "root"))
     assert result["methods"]["silent"]["tau"] == 1.0
     assert own["by_category"]["a"]["num_prompts"] == 1
+    assert own["by_category"]["a"]["tau"] == approx(9 / 4)
     assert own["by_category"]["b"]["speedup"] == approx(2)
     assert result["methods"]["generate"]["tau"] == approx(2)
     assert result["methods"]["generate"]["lossy"]
