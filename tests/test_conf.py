@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
+from eval.entry import register
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
@@ -146,7 +146,7 @@ HASS = {
     ],
 )
 def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) -> None:
-    ConfigStore.instance().store(name="eagle_schema", node=schema_eagle.EagleRun)
+    register(schema_eagle.EagleRun, "eagle", "eagle3")
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         composed = compose("eagle", [f"head={recipe}"])
     run = OmegaConf.to_object(composed)

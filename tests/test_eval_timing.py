@@ -77,7 +77,9 @@ def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> No
     tree = list(zip(plain, [0, 1, 2, 0, 0, 1, 2], strict=True))
     # Of every category in turn; somebody else's loop shows no steps.
     shown = {"methods": {"vanilla": [("z", 0), ("z", 0)], "tree": tree}}
-    assert summarise(bench, SpeedupRun(num_texts=3), methods, found)["texts"] == [
+    result = summarise(bench, SpeedupRun(num_texts=3), methods, found)
+    assert result["lossless"] is None  # chance alone makes sampled texts differ
+    assert result["texts"] == [
         {"prompt": 0, "category": "a", "turn": 1, "question": "question 0", **shown},
         {"prompt": 1, "category": "b", "turn": 1, "question": "question 3", **shown},
         {"prompt": 2, "category": "a", "turn": 1, "question": "question 1", **shown},
@@ -151,6 +153,27 @@ def test_the_interval_of_a_speedup_leaves_out_a_fortieth_at_each_end() -> None:
     assert result["methods"]["tree"]["speedup_ci95"] == [1.125, 1.875]
 
 
+def test_all_intervals_are_those_of_the_seed() -> None:
+    found = []
+    for number in range(12):
+        steps = [Step(number, number + 1, 99)]
+        quick = text(10, 1.0 + number**2, 0.5, steps=steps)
+        plain = text(10, 5.0, 0.5, steps=steps)
+        found.append(BatchRun([prompt("a")], {"vanilla": [[plain]], "tree": [[quick]]}))
+    bench = Bench(None, [], [], GREEDY, {}, True)
+    methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
+
+    def intervals(seed: int) -> list[list[float]]:
+        config = SpeedupRun(num_texts=0, seed=seed)
+        own = summarise(bench, config, methods, found)["methods"]["tree"]
+        rows = (own, own["by_category"]["a"])
+        return [list(row[name]) for row in rows for name in ("speedup_ci95", "tau_ci95")]
+
+    assert intervals(1) == intervals(1)
+    assert intervals(1)[:2] == intervals(1)[2:]
+    assert all(one != two for one, two in zip(intervals(1), intervals(2), strict=True))
+
+
 def test_figures_by_hand() -> None:
     """Two batches, three repeats: 10 tokens a second without drafting, 20 with it."""
     tree = Tree.from_paths([[0], [1], [0, 0]])
@@ -163,15 +186,23 @@ def test_figures_by_hand() -> None:
         ]
         quick = [[text(10, s, 0.1, **drafted)] for s in (0.5, 0.25, 7)]
         others = [[text(10, 2.0, num_passes=5)]] * 3
-        runs = {"vanilla": plain, "tree": quick, "generate": others}
+        one = [[text(10, 1.0, steps=[Step(0, 1, 1)], paths=[(1,)])]] * 3
+        runs = {"vanilla": plain, "tree": quick, "generate": others, "one": one, "root": plain}
+        runs["silent"] = [[text(10, 1.0)]] * 3
         found.append(BatchRun([prompt(category, number)], runs))
     methods = {
         "vanilla": Method(lambda *_: []),
         "tree": Method(lambda *_: [], tree),
         "generate": Method(lambda *_: [], lossy=True),
+        "one": Method(lambda *_: [], Tree.chain(1)),
+        "root": Method(lambda *_: [], Tree.chain(0)),
+        "silent": Method(lambda *_: []),
     }
     bench = Bench(None, [], [], GREEDY, {}, True)
-    result = summarise(bench, SpeedupRun(num_texts=0), methods, found)
+    config = SpeedupRun(num_texts=0, batch_size=4, num_repeats=3)
+    result = summarise(bench, config, methods, found)
+    assert (result["baseline"], result["batch_size"], result["num_repeats"]) == ("vanilla", 4, 3)
+    assert result["texts"] == []
     own = result["methods"]["tree"]
     assert result["methods"]["vanilla"]["tokens_per_s"] == approx(10)
     assert own["tokens_per_s"] == approx(20)
@@ -182,7 +213,16 @@ def test_figures_by_hand() -> None:
     assert own["tau"] == approx(9 / 4)
     assert own["efficiency"] == approx(2 / (9 / 4))
     assert (own["num_tokens"], own["num_steps"], own["num_passes"]) == (20, 8, 8)
-    assert own["tree"]["acceptance"] == [1.0, 0.5, 0.25, 0.5]
+    spent = {"prefill": 0.2, "draft": 0, "verify": 0, "accept": 0, "host": 0.8}
+    assert own["breakdown"] == approx(spent)
+    shape = {"parents": [-1, 0, 0, 1], "ranks": [-1, 0, 1, 0]}
+    assert own["tree"] == {**shape, "acceptance": [1.0, 0.5, 0.25, 0.5]}
+    chain = {"parents": [-1, 0], "ranks": [-1, 0], "acceptance": [1.0, 1.0]}
+    assert result["methods"]["one"]["tree"] == chain
+    assert not any("tree" in result["methods"][name] for name in ("vanilla", "generate", "root"))
+    assert result["methods"]["silent"]["tau"] == 1.0
+    assert own["by_category"]["a"]["num_prompts"] == 1
+    assert own["by_category"]["a"]["tau"] == approx(9 / 4)
     assert own["by_category"]["b"]["speedup"] == approx(2)
     assert result["methods"]["generate"]["tau"] == approx(2)
     assert result["methods"]["generate"]["lossy"]
