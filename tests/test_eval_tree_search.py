@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_dynamic_steps_are_those_of_decoding(target, eagle, top_k: int) -> None:
-    texts = DynamicTexts.read(target, eagle, PROMPTS, 24, 5, [top_k])
+    texts = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS, 24, 5, [top_k])
     for depth, num_tokens in [(1, 1), (3, 5), (5, 12), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
         found = [decode(target, EagleTree(eagle, shape), p.token_ids, 24) for p in PROMPTS]
@@ -146,7 +147,7 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
     target, eagle
 ) -> None:
     static = StaticTexts.read(target, noisy_head(target), PROMPTS, 30, widest(3))
-    dynamic = DynamicTexts.read(target, eagle, PROMPTS, 20, 8, [4])
+    dynamic = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):
         usual, best, found = tree_search.search(texts, Costs(FREE, {}), config)
@@ -159,7 +160,7 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
 
 
 def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
-    texts = DynamicTexts.read(target, eagle, PROMPTS[:1], 8, 8, [1, 4])
+    texts = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4])
     usual, found = tree_search.shapes(texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4]))
     assert usual == DynamicShape(5, 4, 8)
     assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -330,7 +330,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
     refused(r"acceptance.json: no alpha, per_position")
     (run_dir / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "alpha": [0.1] * 3}))
-    refused("measures 3 heads, and this one has 2")
+    refused("measures drafts of 3 tokens, and this head drafts at most 2")
     make_head(tmp_path / "other")
     (run_dir / "acceptance.json").write_text(
         json.dumps({**ACCEPTANCE, "head": str(tmp_path / "other")})
