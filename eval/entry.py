@@ -59,7 +59,7 @@ def register(schema: type[Any], name: str, recipe: str | None) -> None:
     head = [] if recipe is None else [{"head": recipe}]
     silent = [{f"override hydra/{each}": "disabled"} for each in ("job_logging", "hydra_logging")]
     defaults = [f"{name}_schema", "_self_", *head, *silent]
-    store.store(name=name, node={"defaults": defaults, "hydra": HYDRA})
+    store.store(name=name, node={"defaults": defaults, "hydra": HYDRA | {"job": {"name": name}}})
 
 
 def _checked(composed: DictConfig) -> Any:
