@@ -72,7 +72,7 @@ class EagleObjective(Objective):
         """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
-        values of K each), and of width H, 38 bytes in bfloat16 and 40 in float32: inputs of three
+        values of K each), and of width H 33 bytes in bfloat16 as in float32: inputs of three
         projections, norms (in float32), residual stream. The text adds what `fc` reads, before and
         after its cast, and the layer's inputs, 2 H in float32, which live while steps are made.
         """
@@ -81,8 +81,7 @@ class EagleObjective(Objective):
         hidden, inner = llama.hidden_size, llama.intermediate_size
         attention = head.layer.self_attn
         query, keys = attention.q_proj.out_features, attention.k_proj.out_features
-        of_width = 38 if e == 2 else 40
-        a_step = e * (4 * inner + 2 * query + 6 * keys) + of_width * hidden
+        a_step = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
         text = (FLOAT32 + e) * head.fc.in_features + FLOAT32 * 2 * hidden
         kept = tokens * (num_steps * a_step + text)
         grads = FLOAT32 * num_steps * tokens * hidden
