@@ -156,7 +156,7 @@ class SelfDraftConfig:
 
 @dataclass
 class TypicalConfig:
-    """Medusa's typical acceptance, which is lossy; see `eval.decode.accept.Typical`."""
+    """Medusa's typical acceptance, which is lossy; see `heads.sampling.Typical`."""
 
     threshold: float = 0.09
     alpha: float = 0.3

@@ -9,12 +9,11 @@ from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat
 from heads.eagle.config import config_json
 from heads.eagle.head import LAYER_NAMES, WEIGHTS, EagleHead
-from heads.eagle.layouts import EagleLayout, layout_of, takes_own_embedding
+from heads.eagle.layouts import NORMS, EagleLayout, layout_of, takes_own_embedding
 from heads.engines import dtype_of, vllm_command
 from heads.kind import Files
 
 NUM_DRAFT_TOKENS = 5
-NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 
 

@@ -79,7 +79,6 @@ class EagleKind(Kind[EagleHead]):
             "no row can go; allowed: EAGLE-3 heads with an lm_head of their own, and Medusa heads"
         )
 
-    # See the modules.
     export_problem = staticmethod(layouts.problem)
     check_target = staticmethod(layouts.check_target)
     files = staticmethod(export.files)

@@ -32,7 +32,7 @@ PARTS = {
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
 }
 
-NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 
 @dataclass(frozen=True)
