@@ -16,7 +16,7 @@ WORK = ROOT / ".mutants"
 SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
 # The tests that cover a file; in each of them only those that call the mutated function are run.
 TESTS = {
-    "train/schedule.py": "train_loop",
+    "train/schedule.py": "train_schedule train_loop",
     "eval/measure/stats.py": "eval_stats",
     "eval/measure/replay.py": "eval_engine",
     "heads/sampling.py": "eval_accept_rules eval_accept",

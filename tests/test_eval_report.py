@@ -6,23 +6,12 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib import image
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from eval.report.figures import (
-    plot_acceptance,
-    plot_comparison,
-    plot_pruning,
-    plot_speedup,
-    plot_tree_search,
-    step_ms,
-)
 from eval.report.page import Axis, write_report
 from heads.tree import Tree, default_tree
 
@@ -316,14 +305,6 @@ def test_lossy_methods_do_not_lead(pages) -> None:
     assert "9.00\u00d7" not in head
 
 
-def test_time_of_a_pass() -> None:
-    row = {"num_steps": 10, "breakdown": dict.fromkeys(("draft", "verify", "accept", "host"), 0.5)}
-    assert step_ms(row) == {"draft": 50.0, "verify": 50.0, "accept": 50.0, "host": 50.0}
-    assert step_ms({**row, "num_passes": 5})["draft"] == 100.0
-    assert step_ms({**row, "num_steps": 0}) == {}
-    assert step_ms({"breakdown": row["breakdown"]}) == {}
-
-
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [(0, 1, [0, 0.5, 1]), (0.9, 1.1, [0.9, 1, 1.1])],
@@ -335,107 +316,3 @@ def test_ticks_are_round(low, high, ticks) -> None:
 def test_axis_of_equal_figures_has_a_length() -> None:
     axis = Axis.around([1.0, 1.0], 0, 100)
     assert axis(1.0) == pytest.approx(50)
-
-
-@pytest.fixture
-def drawn(monkeypatch, tmp_path) -> Callable[..., list[Axes]]:
-    """The axes of a picture that was written."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
-        figures.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-
-    def draw(plot: Callable[[Any, Path], None], result: Any) -> list[Axes]:
-        plot(result, tmp_path / "picture.png")
-        assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
-        assert image.imread(tmp_path / "picture.png").shape[2] == 4
-        return figures.pop().axes
-
-    return draw
-
-
-def bars(axes: Axes) -> list[float]:
-    return [patch.get_width() for patch in axes.patches]
-
-
-def lines(axes: Axes) -> list[list[tuple[float, float]]]:
-    return [[(float(x), float(y)) for x, y in line.get_xydata()] for line in axes.lines]
-
-
-def words(axes: Axes) -> list[str]:
-    return [label.get_text() for label in axes.get_yticklabels()]
-
-
-def test_a_picture_of_acceptance(drawn) -> None:
-    own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5, 0.25], "num_prompts": 2}
-    tree = {"tau": 2.0, "by_category": {"math": {"tau": 2.25}}}
-    whole = {"tau": 1.75, "tau_ci95": [1.5, 2.0], "alpha": [0.75, 0.5], "static_tree": tree}
-    left, right = drawn(plot_acceptance, {**whole, "by_category": {"math": own}})
-    assert words(left) == ["math", "all"]
-    assert bars(left) == [1.5, 1.75]
-    assert lines(left) == [
-        [(1.25, 0), (1.75, 0)], [(2.25, 0)], [(1.5, 1), (2.0, 1)], [(2.0, 1)], [(1, 0), (1, 1)],
-    ]  # fmt: skip
-    assert lines(right) == [[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]]
-
-
-@pytest.mark.parametrize("make", [large, small])
-def test_a_picture_of_speed(make, drawn) -> None:
-    methods = make()["methods"]
-    speed, times, taus, alphas = drawn(plot_speedup, make())
-    names = [f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()]
-    assert words(speed) == words(times) == words(taus) == names
-    assert bars(speed) == [row["tokens_per_s"] for row in methods.values()]
-    assert [t.get_text() for t in speed.texts] == [
-        f" {row['speedup']:.2f}x" for row in methods.values()
-    ]
-    parts = [step_ms(row).values() for row in methods.values()]
-    assert bars(times) == pytest.approx([ms for row in parts for ms in row])
-    assert [line[0][0] for line in lines(taus)[::2]] == [row["tau"] for row in methods.values()]
-    rates = [row["alpha"] for row in methods.values() if row.get("alpha")]
-    assert [[y for _, y in line] for line in lines(alphas)] == rates
-
-
-def test_a_picture_of_a_search(drawn) -> None:
-    candidates = [(1, 10.0), (2, 12.0), (2, 15.0), (4, 11.0)]
-    rows = [{"num_tokens": size, "tokens_per_s": speed} for size, speed in candidates]
-    curve = {"device": "gpu", "sizes": [1, 2, 4], "seconds": [0.5, 0.75, 1.0]}
-    result = {"candidates": rows, "default": rows[3], "found": rows[2], "curve": curve}
-    left, right = drawn(plot_tree_search, result)
-    assert lines(left) == [[(1, 10.0), (2, 15.0), (4, 11.0)], [(4, 11.0)], [(2, 15.0)]]
-    assert lines(right) == [[(1, 1.0), (2, 1.5), (4, 2.0)]]
-    assert right.get_title() == "gpu"
-
-
-def test_a_picture_of_heads_side_by_side(drawn) -> None:
-    one = {"tau": 1.5, "tau_ci95": [1.25, 1.75], "alpha": [0.5], "static_tree": {"tau": 2.0}}
-    two = {
-        "tau": 2.5, "tau_ci95": [2.25, 2.75], "alpha": [0.75, 0.5], "dynamic_tree": {"tau": 3.0},
-        "agreement": [0.875, 0.625],
-    }  # fmt: skip
-    left, middle, right = drawn(plot_comparison, {"one": one, "two": two})
-    assert words(left) == ["one", "two"]
-    assert bars(left) == [1.5, 2.5]
-    assert lines(left) == [[(1.25, 0), (1.75, 0)], [(2.0, 0)], [(2.25, 1), (2.75, 1)], [(3.0, 1)]]
-    assert lines(middle) == [[(1, 0.5)], [(1, 0.75), (2, 0.5)]]
-    assert lines(right) == [[], [(1, 0.875), (2, 0.625)]]
-
-
-def test_a_picture_of_pruning(drawn) -> None:
-    def row(num_ids: int, figure: float) -> dict[str, Any]:
-        interval = [figure - 0.25, figure + 0.25]
-        return {
-            "num_ids": num_ids, "tau": figure, "tau_ci95": interval, "coverage": figure / 4,
-            "speedup": figure / 2,
-        }  # fmt: skip
-
-    result = {"pruned": [row(16, 1.5), row(32, 2.0)], "before": row(64, 2.5), "device": "gpu"}
-    axes = drawn(plot_pruning, result)
-    for axis, share in zip(axes, (1, 4, 2), strict=True):
-        curve = [(16, 1.5 / share), (32, 2.0 / share), (64, 2.5 / share)]
-        assert lines(axis) == [curve, curve[2:]]
-    assert axes[2].get_ylabel() == "expected speed-up, gpu"
