@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 
+import commands
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -42,12 +43,9 @@ BENCH_NAMES = (
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 
 
-def command(entry: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def command(entry: str, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / entry), *arguments],
-        cwd=cwd, env=environ, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return commands.run([sys.executable, str(ROOT / entry), *arguments], cwd, environ)
 
 
 def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import commands
 from test_eval_methods import given
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +23,7 @@ def measured(settings: dict, out_dir: Path, *launch: str) -> dict:
         f"head.path={settings['head'].path}", f"out_dir={out_dir}", "max_new_tokens=16",
         "num_repeats=1", "num_warmups=0", "temperature=0.7",
     ]  # fmt: skip
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    done = commands.run(command, out_dir.parent, ENV)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote") == 1
     return json.loads((out_dir / "speedup.json").read_text())

@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from email.utils import formatdate
@@ -15,6 +14,7 @@ from data import endpoint as endpoint_module
 from data.endpoint import retry_after_s
 from data.journal import Journal
 from scripts import regenerate
+from tests import commands
 from tests.chat_server import ChatServer, reply_to
 from tests.chats import assistant, chats, rows_in, user, write_rows
 
@@ -189,10 +189,10 @@ def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     with ChatServer(delay_s=0.05) as server:
         command = [
-            sys.executable, ROOT / "scripts/regenerate.py", f"data.path={data}",
+            sys.executable, str(ROOT / "scripts/regenerate.py"), f"data.path={data}",
             f"endpoint={server.url}", f"out_dir={out_dir}", "concurrency=4", "temperature=0.5",
         ]  # fmt: skip
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        process = commands.Command(command, tmp_path, dict(os.environ))
         written = out_dir / "conversations.jsonl"
         deadline = time.monotonic() + 60
         while not (written.exists() and written.read_bytes().count(b"\n") >= 12):
@@ -200,7 +200,7 @@ def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
         before = written.read_text()
         assert before.count("\n") < 60
         with written.open("a") as file:

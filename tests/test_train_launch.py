@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -76,10 +77,7 @@ def arguments(inputs: Path, out_dir: Path, *more: str) -> list[str]:
 
 
 def run(command: list[str], cwd: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command, cwd=cwd, env={**ENV, **env}, capture_output=True, text=True, timeout=180,
-        check=False,
-    )  # fmt: skip
+    return commands.run(command, cwd, {**ENV, **env})
 
 
 def trained(command: list[str], cwd: Path, **env: str) -> str:
@@ -106,7 +104,7 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return elsewhere / "out"
 
 
-def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
+def wait_for(path: Path, process: commands.Command) -> None:
     until = time.monotonic() + 120
     while not path.exists():
         assert process.poll() is None, process.communicate()
@@ -114,11 +112,8 @@ def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
         time.sleep(0.005)
 
 
-def begin(command: list[str], cwd: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command, cwd=cwd, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
+def begin(command: list[str], cwd: Path) -> commands.Command:
+    return commands.Command(command, cwd, ENV)
 
 
 def test_head_learns_and_says_where_it_is_from(straight: Path, inputs: Path) -> None:

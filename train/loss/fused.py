@@ -18,7 +18,7 @@ Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hi
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -114,7 +114,10 @@ def compared(
     return criterion(chunk, at, Softmax.of(logits.to(precise)), want_grad)
 
 
-_compiled = torch.compile(compared, dynamic=True)
+@cache
+def _compiled() -> Compare:
+    """Made where it is used: an import of the compiler takes as long as one of torch."""
+    return torch.compile(compared, dynamic=True)
 
 
 def compare_compiled(
@@ -123,7 +126,7 @@ def compare_compiled(
     """`compared`, compiled on first use."""
     # A single row would be compiled for itself: dynamo takes 1 for a constant.
     one_row = len(logits) == 1
-    return (compared if one_row else _compiled)(criterion, chunk, at, logits, want_grad)
+    return (compared if one_row else _compiled())(criterion, chunk, at, logits, want_grad)
 
 
 def fused_linear(
