@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from eval.decode.engine import NoDraft, decode
+from eval.decode.engine import NoDraft, decode_batch
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.target.load import attention_for
@@ -130,11 +130,10 @@ def eagle_head(
 def texts(target: Target, num_texts: int, num_tokens: int) -> list[list[int]]:
     """The target's greedy texts after some prompts of 4 tokens, prompts included."""
     generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(num_texts):
-        prompt = torch.randint(3, target.vocab_size, (4,), generator=generator).tolist()
-        found.append(prompt + decode(target, NoDraft(), prompt, num_tokens).token_ids)
-    return found
+    shape = (num_texts, 4)
+    prompts = torch.randint(3, target.vocab_size, shape, generator=generator).tolist()
+    found = decode_batch(target, NoDraft(), prompts, num_tokens)
+    return [prompt + text.token_ids for prompt, text in zip(prompts, found, strict=True)]
 
 
 def packed(documents: list[list[int]], num_prompt_tokens: int = 4) -> dict[str, Tensor]:
