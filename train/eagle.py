@@ -17,9 +17,8 @@ from torch.profiler import record_function
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
-from data.features import StoredDataset
+from data.features import TrainingData
 from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from data.pack import PackedDataset
 from eval import entry
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.formats import load_eagle
@@ -27,7 +26,7 @@ from heads.eagle.head import EagleHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
-from train.batch.states import states_of, with_states
+from train.batch.states import states_of
 from train.loop import command, resume
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
@@ -103,13 +102,9 @@ class EagleObjective(Objective):
     def counts(self, batch: Batch) -> Tensor:
         """[J] float32, what the summed loss of each step is divided by."""
         if self.config.token_normalizer is TokenNormalizer.supervised:
-            return batch[SUPERVISION].counts[1:]
+            return super().counts(batch)
         num_tokens = (batch["document_ids"] >= 0).sum().float()
         return num_tokens.expand(self.config.num_steps)
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The batch with the target's states."""
-        return with_states(self.target, batch, self.head.reads)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the head gives on a prepared batch; `scale` [J] weighs the losses of the steps."""
@@ -161,9 +156,7 @@ class EagleObjective(Objective):
 def main(config: EagleRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(
-        target: TargetEnds, train: PackedDataset | StoredDataset
-    ) -> tuple[EagleObjective, list[str]]:
+    def build(target: TargetEnds, train: TrainingData) -> tuple[EagleObjective, list[str]]:
         head, lines = make_head(config, target, train)
         return EagleObjective(head, target, config.head), lines
 
@@ -171,7 +164,7 @@ def main(config: EagleRun) -> None:
 
 
 def make_head(
-    config: EagleRun, target: TargetEnds, train: PackedDataset | StoredDataset
+    config: EagleRun, target: TargetEnds, train: TrainingData
 ) -> tuple[EagleHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 
@@ -208,10 +201,7 @@ def make_head(
 
 def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
     """With the settings of the form's first recipe, for benchmarks."""
-    eagle1 = EagleConfig(form=EagleForm.eagle1, num_steps=1, regression_weight=1.0)
-    return EagleObjective(
-        head, target, eagle1 if head.config.form is EagleForm.eagle1 else EagleConfig()
-    )
+    return EagleObjective(head, target, entry.head_recipe(EagleConfig, head.config.form.value))
 
 
 if __name__ == "__main__":

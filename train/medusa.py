@@ -8,15 +8,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from torch import Tensor
 
 from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
-from data.features import StoredDataset
+from data.features import TrainingData
 from data.layout import HIDDEN
-from data.pack import PackedDataset
 from eval import entry
 from heads.medusa.head import MedusaHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, Batch
-from train.batch.states import with_states
 from train.loop import command, resume
 from train.loss.losses import Sums, medusa_loss, medusa_weights
 from train.loss.sizes import (
@@ -66,14 +64,6 @@ class MedusaObjective(Objective):
         copies = max(0, copied_bytes(head, setting) - e * spared)
         return Counted(copies, kept, loss + grads, grads + 3 * rows * FLOAT32)
 
-    def counts(self, batch: Batch) -> Tensor:
-        """[K] float32 supervised tokens of each head."""
-        return batch[SUPERVISION].counts[1:]
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The batch with the target's states."""
-        return with_states(self.target, batch, self.head.reads)
-
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
@@ -87,9 +77,7 @@ class MedusaObjective(Objective):
 def main(config: MedusaRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(
-        target: TargetEnds, _train: PackedDataset | StoredDataset
-    ) -> tuple[MedusaObjective, list[str]]:
+    def build(target: TargetEnds, _train: TrainingData) -> tuple[MedusaObjective, list[str]]:
         head = make_head(config.head, target)
         size = sum(parameter.numel() for parameter in head.parameters())
         line = f"head: {head.num_heads} Medusa heads, {size / 1e6:.1f} M parameters"
