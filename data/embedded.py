@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from conf.schema import InputError
+from conf.schema import DataConfig, InputError, TargetConfig
 from data.embedded_corpus import (
     CHAT_TEMPLATE,
     Piece,
@@ -115,6 +115,16 @@ def ensure_embedded(
             f"{_FREE_BYTES >> 20} MiB there, or set HEADSMITH_CACHE to a folder with room"
         ) from error
     return _embedded(folder)
+
+
+def fill_unset(
+    target: TargetConfig, data: DataConfig, *, prompts: bool = False, progress: bool = True
+) -> None:
+    """Puts the embedded default where paths are unset: its conversations, or held-out prompts."""
+    if target.path is None or data.path is None:
+        embedded = ensure_embedded(progress=progress)
+        target.path = target.path or embedded.target_path
+        data.path = data.path or (embedded.prompts_path if prompts else embedded.train_path)
 
 
 def _embedded(folder: Path) -> Embedded:

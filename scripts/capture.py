@@ -29,6 +29,7 @@ from tqdm import tqdm
 from conf.retry import retried
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun
+from data.embedded import fill_unset
 from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
 from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
@@ -49,7 +50,7 @@ from scripts.store.states import (
     stored,
     token_fields,
 )
-from train.loop.command import check_data, fill_defaults
+from train.loop.command import check_data
 from train.loop.replay import greedy_answer
 
 ENDS_FOLDER = Path(ENDS).parent
@@ -65,7 +66,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     check_data(config)
     state = start()
     with state.main_process_first():
-        fill_defaults(config, state.is_main_process)
+        fill_unset(config.target, config.data, progress=state.is_main_process)
         work = prepared(config, state, shard_bytes)
     check_plan(work.folder, work.plan)
     check_disk(work, say=state.is_main_process)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from conf.schema_measure import PruneRun
+from data.embedded import fill_unset
 from data.journal import write_whole
 from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
@@ -46,7 +47,7 @@ from scripts.publish.staging import read_json
 from train.batch.prefetch import on_device
 from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
-from train.loop.command import check_data, fill_defaults
+from train.loop.command import check_data
 from train.loop.replay import heldout_prompts
 
 ROWS_PER_CHUNK = 256
@@ -72,7 +73,7 @@ def main(config: PruneRun) -> None:
     state = processes.start()
     if state.num_processes > 1:
         raise InputError(f"{state.num_processes} processes: one prunes; start just that")
-    fill_defaults(config, progress=True)
+    fill_unset(config.target, config.data)
     target = load_target(config.target, state.device)
     # Still float32: what is saved must not be rounded to the target's dtype.
     head.attach(target)
@@ -156,13 +157,7 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
 
 def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDataset, DataReport]:
     """Training and held-out data, split as training splits them."""
-    train, heldout, report = prepare(
-        config.data,
-        target.tokenizer,
-        path=str(config.data.path),
-        eval_path=config.data.eval_path,
-        seed=config.seed,
-    )
+    train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
     print("\n".join(report.lines()))
     return train, heldout, report
 

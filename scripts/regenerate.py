@@ -27,7 +27,7 @@ from conf.schema import Form, InputError, OnBadRow, RegenerateRun
 from data.embedded import ensure_embedded
 from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
-from data.records import Record, Records, load_records
+from data.records import Record, Records, load_data
 from eval.entry import run
 from heads.target.load import load_target, resolve_dtype
 from scripts.answers.local import LocalAnswers
@@ -199,11 +199,8 @@ def _check(config: RegenerateRun) -> None:
 
 
 def _load(config: RegenerateRun) -> Records:
-    data = config.data
-    path = data.path or str(ensure_embedded().train_path)
-    records = load_records(
-        path, subset=data.subset, split=data.split, form=data.form, on_bad_row=data.on_bad_row
-    )
+    path = config.data.path or str(ensure_embedded().train_path)
+    records = load_data(path, config.data)
     if records.form is Form.text:
         raise InputError(
             f"data.path={path}: plain text has no questions to answer; allowed forms: "
