@@ -31,7 +31,7 @@ from eval.measure import processes
 from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
-from eval.measure.replay import accepted_lengths, ranked_drafts, verify_steps
+from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
@@ -253,10 +253,8 @@ def replay(
         prompt, text = each.prompt.token_ids, each.token_ids
         output = target.read_text(prompt + text[:-1], heads[0].reads)
         for head, prompts in zip(heads, found, strict=True):
-            accepted = accepted_lengths(
-                chain, ranked_drafts(head, chain, output, prompt, text), text
-            )
-            prompts.append(PromptSteps(each.prompt.category, verify_steps(accepted, len(text))))
+            ranked = ranked_drafts(head, chain, output, prompt, text)
+            prompts.append(PromptSteps(each.prompt.category, steps_along(chain, ranked, text)))
     return found
 
 
