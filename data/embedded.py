@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from conf.schema import DataConfig, InputError, TargetConfig
+from conf.schema import DataRun, InputError
 from data.embedded_corpus import (
     CHAT_TEMPLATE,
     Piece,
@@ -117,10 +117,9 @@ def ensure_embedded(
     return _embedded(folder)
 
 
-def fill_unset(
-    target: TargetConfig, data: DataConfig, *, prompts: bool = False, progress: bool = True
-) -> None:
+def fill_unset(run: DataRun, *, prompts: bool = False, progress: bool = True) -> None:
     """Puts the embedded default where paths are unset: its conversations, or held-out prompts."""
+    target, data = run.target, run.data
     if target.path is None or data.path is None:
         embedded = ensure_embedded(progress=progress)
         target.path = target.path or embedded.target_path

@@ -246,7 +246,7 @@ def prepare(
         sets.append(packed)
     num_refused = len(bad) - len(loaded.bad) - len(eval_bad)
     num_records = len(train) + len(held_out) - num_refused
-    report = _report(sets, loaded, path, eval_path, num_records, bad)
+    report = _report(sets, loaded, config, num_records, bad)
     return sets[0], sets[1], report
 
 
@@ -310,16 +310,15 @@ def _has_answer(record: Record) -> bool:
 def _report(
     sets: list[PackedDataset],
     loaded: Records,
-    path: str,
-    eval_path: str | None,
+    config: DataConfig,
     num_records: int,
     bad: list[str],
 ) -> DataReport:
     num_tokens = sum(packed.num_tokens for packed in sets)
     slots = sum(len(packed) * packed.max_length for packed in sets)
     return DataReport(
-        path=path,
-        eval_path=eval_path,
+        path=str(config.path),
+        eval_path=config.eval_path,
         form=loaded.form,
         num_records=num_records,
         num_bad=len(bad),

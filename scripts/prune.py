@@ -73,7 +73,7 @@ def main(config: PruneRun) -> None:
     state = processes.start()
     if state.num_processes > 1:
         raise InputError(f"{state.num_processes} processes: one prunes; start just that")
-    fill_unset(config.target, config.data)
+    fill_unset(config)
     target = load_target(config.target, state.device)
     # Still float32: what is saved must not be rounded to the target's dtype.
     head.attach(target)

@@ -21,7 +21,7 @@ from heads.target.load import common
 
 def main(config: ShowMaskRun) -> None:
     """Prints `num_samples` samples with their learnt tokens coloured."""
-    fill_unset(config.target, config.data)
+    fill_unset(config)
     tokenizer = _tokenizer(config.target)
     data = str(config.data.path)
     rows = load_data(data, config.data)

@@ -69,7 +69,7 @@ def open_bench(
     check_out_dir(run, result_name)
     state = processes.start()
     with state.main_process_first():
-        fill_unset(run.target, run.data, prompts=True)
+        fill_unset(run, prompts=True)
     records = _records(run)
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from conf.schema import InputError, TrainConfig, TrainRun
-from conf.schema_capture import CaptureRun
-from conf.schema_measure import PruneRun
+from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, prepare
@@ -33,7 +31,6 @@ from train.objective import Objective
 LOGITS_THAT_PAY = 3e10
 """Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
 
-DataRun = TrainRun | CaptureRun | PruneRun
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
 objective and what to say about it."""
@@ -145,7 +142,7 @@ def memory_of(
 def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
     with processes.main_first():
-        fill_unset(config.target, config.data, progress=accelerator.is_main_process)
+        fill_unset(config, progress=accelerator.is_main_process)
     target = load_target(config.target, accelerator.device)
     with processes.main_first():
         train_data, heldout, report = prepare(
