@@ -308,11 +308,7 @@ def _has_answer(record: Record) -> bool:
 
 
 def _report(
-    sets: list[PackedDataset],
-    loaded: Records,
-    config: DataConfig,
-    num_records: int,
-    bad: list[str],
+    sets: list[PackedDataset], loaded: Records, config: DataConfig, num_records: int, bad: list[str]
 ) -> DataReport:
     num_tokens = sum(packed.num_tokens for packed in sets)
     slots = sum(len(packed) * packed.max_length for packed in sets)

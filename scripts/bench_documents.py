@@ -18,7 +18,7 @@ from torch import Tensor
 from data.pack import PackedDataset
 from heads.documents import Documents
 from heads.target.model import Target
-from scripts.bench.footprint import Footprint, best_device, footprint, where
+from scripts.bench.footprint import Footprint, add_sizes, best_device, footprint, where
 from scripts.bench_train import documents, random_target
 
 
@@ -26,11 +26,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The sizes; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", dest="max_length", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=4096)
+    add_sizes(parser, hidden=256, layers=4, vocab=4096, repeats=3)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args(given)
 
 
