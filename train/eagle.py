@@ -28,18 +28,10 @@ from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
 from train.batch.states import states_of
 from train.loop import command, resume
+from train.loss import sizes
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
 from train.loss.losses import Sums
-from train.loss.sizes import (
-    FLOAT32,
-    PIECES_OF_TEACHER,
-    Counted,
-    Setting,
-    chunk_bytes,
-    copied_bytes,
-    loss_bytes,
-)
 from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import Objective
 
@@ -67,7 +59,7 @@ class EagleObjective(Objective):
         self.criterion.compiled = True
         self.head.compile_layers()
 
-    def memory(self, setting: Setting) -> Counted:
+    def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
@@ -81,18 +73,19 @@ class EagleObjective(Objective):
         attention = head.layer.self_attn
         query, keys = attention.q_proj.out_features, attention.k_proj.out_features
         a_step = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
-        text = (FLOAT32 + e) * head.fc.in_features + FLOAT32 * 2 * hidden
+        text = (sizes.FLOAT32 + e) * head.fc.in_features + sizes.FLOAT32 * 2 * hidden
         kept = tokens * (num_steps * a_step + text)
-        grads = FLOAT32 * num_steps * tokens * hidden
+        grads = sizes.FLOAT32 * num_steps * tokens * hidden
         students = num_steps * tokens
         one = head.projection().weight.shape[0], hidden
         teacher = tokens * one[0] * self.target.dtype.itemsize
         loss = (
             grads
-            + loss_bytes(setting, students, one, PIECES_OF_TEACHER)
-            + min(teacher, chunk_bytes(setting))
+            + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
+            + min(teacher, sizes.chunk_bytes(setting))
         )
-        return Counted(copied_bytes(head, setting), kept, loss, 2 * grads + 3 * tokens * inner * e)
+        copies, backward = sizes.copied_bytes(head, setting), 2 * grads + 3 * tokens * inner * e
+        return sizes.Counted(copies, kept, loss, backward)
 
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what each step learns of it."""

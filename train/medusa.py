@@ -16,16 +16,8 @@ from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, Batch
 from train.loop import command, resume
+from train.loss import sizes
 from train.loss.losses import Sums, medusa_loss, medusa_weights
-from train.loss.sizes import (
-    FLOAT32,
-    PIECES_OF_TEACHER,
-    PIECES_OF_TEXT,
-    Counted,
-    Setting,
-    copied_bytes,
-    loss_bytes,
-)
 from train.loss.teachers import HiddenTeacher
 from train.objective import Objective
 
@@ -50,19 +42,23 @@ class MedusaObjective(Objective):
         self.compiled = True
         self.head.compile_layers()
 
-    def memory(self, setting: Setting) -> Counted:
+    def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """N H float32 of states; per head and token 2 H e in its blocks, H float32 for the loss."""
         head, hidden = self.head, self.target.hidden_size
         tokens, e = setting.tokens, setting.dtype.itemsize
         rows = tokens * hidden
-        kept = FLOAT32 * rows + head.num_heads * rows * (2 * head.config.num_layers * e + FLOAT32)
-        grads = head.num_heads * rows * FLOAT32
+        kept = sizes.FLOAT32 * rows + head.num_heads * rows * (
+            2 * head.config.num_layers * e + sizes.FLOAT32
+        )
+        grads = head.num_heads * rows * sizes.FLOAT32
         one = len(head.vocab.ids), hidden
-        loss = loss_bytes(setting, tokens, one, PIECES_OF_TEACHER if self.soft else PIECES_OF_TEXT)
+        loss = sizes.loss_bytes(
+            setting, tokens, one, sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
+        )
         # With hard labels heads take their turns, and only one has its projection cast.
         spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
-        copies = max(0, copied_bytes(head, setting) - e * spared)
-        return Counted(copies, kept, loss + grads, grads + 3 * rows * FLOAT32)
+        copies = max(0, sizes.copied_bytes(head, setting) - e * spared)
+        return sizes.Counted(copies, kept, loss + grads, grads + 3 * rows * sizes.FLOAT32)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
