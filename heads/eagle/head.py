@@ -22,7 +22,7 @@ from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle.layer import EagleLayer, RmsNorm, normed
-from heads.kind import UNKNOWN, DraftHead
+from heads.kind import UNKNOWN, DraftHead, check_fits
 from heads.projection import Projection
 from heads.storage import PROVENANCE, save_head
 from heads.target.ends import TargetEnds
@@ -140,15 +140,7 @@ class EagleHead(DraftHead):
             InputError: with both sizes.
         """
         config = self.config
-        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        needed = {"hidden_size": config.target_hidden_size, "vocab_size": self.vocab.size}
-        for name, theirs in found.items():
-            if needed[name] != theirs:
-                raise InputError(
-                    f"head.path: this head has {name}={needed[name]} (trained for "
-                    f"{config.target}) but target.path={target.name} has {theirs}; use the "
-                    "head's own target"
-                )
+        check_fits(self, target, config.target_hidden_size)
         if config.form is EagleForm.eagle3 and not config.layers:
             self.config = replace(self.config, layers=default_layers(target.num_layers))
         if config.target == UNKNOWN:
