@@ -16,10 +16,9 @@ from conf.schema import InputError, TargetConfig
 from conf.schema_export import ExportRun
 from eval.entry import run
 from heads.export.golden import golden
-from heads.export.serve import serve_command
 from heads.export.writer import check_format, check_target, export_head
 from heads.kind import UNKNOWN, DraftHead
-from heads.kinds import read_head
+from heads.kinds import kind_of, read_head
 from heads.storage import PROVENANCE, locate
 from heads.target.load import load_target
 from heads.target.model import Target
@@ -36,7 +35,8 @@ def main(config: ExportRun) -> None:
     check_target(head, config.format)
     export_head(head, config.format, golden(head, target), out_dir, provenance)
     _verify(out_dir)
-    print(f"wrote {out_dir}; serve it with\n\n{serve_command(head, config.format, str(out_dir))}")
+    command = kind_of(head).serve_command(head, config.format, str(out_dir))
+    print(f"wrote {out_dir}; serve it with\n\n{command}")
 
 
 def _check_out_dir(out_dir: Path) -> None:

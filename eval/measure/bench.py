@@ -18,7 +18,7 @@ from data.provenance import provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
-from eval.measure.heads import BenchHead, attach, device_name, open_head
+from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.sampling import Sampling
 from heads.target.load import load_target
@@ -76,10 +76,11 @@ def open_bench(
     heads = [open_head(run, ref) for ref in refs]
     target = load_target(run.target, state.device)
     for head in heads:
-        attach(head, target)
+        head.head.attach(target, target.dtype).eval()
     chosen = records.records[: run.data.num_prompts]
     depth = max((head.depth for head in heads), default=0)
-    prompts = _prompts(run, chosen, target, depth)
+    prompts = first_turns(chosen, target.tokenizer)
+    check_window(run.max_new_tokens, prompts, target, depth)
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
@@ -114,14 +115,6 @@ def _records(run: MeasureRun) -> Records:
     for message in records.bad:
         Console(stderr=True).print(f"skipped: {message}", highlight=False)
     return records
-
-
-def _prompts(
-    run: MeasureRun, records: Sequence[Record], target: Target, depth: int
-) -> list[Prompt]:
-    prompts = first_turns(records, target.tokenizer)
-    check_window(run.max_new_tokens, prompts, target, depth)
-    return prompts
 
 
 def _later_turns(
