@@ -177,11 +177,7 @@ def build(folder: Path, recipe: Recipe, progress: bool) -> None:
     files = corpus.find_source_files(recipe.num_files)
     texts = corpus.read_source(files, files.train)
     train, held_out = (
-        [
-            piece
-            for text in side.items()
-            for piece in corpus.cut_pieces(*text, recipe.max_piece_chars)
-        ]
+        [p for text in side.items() for p in corpus.cut_pieces(*text, recipe.max_piece_chars)]
         for side in (texts, corpus.read_source(files, files.held_out))
     )
     tokenizer = corpus.train_tokenizer(

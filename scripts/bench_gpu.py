@@ -183,22 +183,16 @@ def capture(small: bool) -> Figures:
 
 def _inputs(folder: Path, small: bool) -> tuple[str, str]:
     """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from data.embedded_corpus import find_source_files, read_source, train_tokenizer
+    from scripts import bench_train
 
     files = find_source_files(8 if small else 150)
     texts = list(read_source(files, files.train).values())
-    width, layers = (64, 6) if small else (2048, 16)
     tokenizer = train_tokenizer(texts[:20], 1024, 4096)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=max(2, width // 128),
-        num_key_value_heads=max(1, width // 512), max_position_embeddings=4096,
-    )  # fmt: skip
-    dtype = torch.float32 if small else torch.bfloat16
-    model: Any = LlamaForCausalLM(config)
-    model.to(dtype).save_pretrained(folder / "target")
+    shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
+    sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
+    target = bench_train.random_target(bench_train.arguments(sizes.split()), torch.device("cpu"))
+    target.model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     data = folder / "texts.jsonl"
     pieces = [text[at : at + 4000] for text in texts for at in range(0, len(text), 4000)]

@@ -87,10 +87,10 @@ def _verify(out_dir: Path) -> None:
     Raises:
         InputError: it does not compute what was trained.
     """
-    from eval.parity.gate import verify
+    from eval.parity.gate import check_parity
 
     try:
-        verdict = verify(out_dir)
+        verdict = check_parity(out_dir)
     except InputError as error:
         raise InputError(f"{error}. {out_dir} is left as it is: do not serve it") from error
     for line in verdict.lines:

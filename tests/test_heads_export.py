@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from conf.schema import InputError
 from conf.schema_export import ExportFormat
-from eval.parity.gate import verify
+from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export import writer as export
 from heads.export.golden import golden
@@ -299,5 +299,5 @@ def test_golden_values_travel_with_the_head(target: Target, tmp_path: Path) -> N
 def test_an_independent_reader_computes_the_trained_logits(
     target: Target, tmp_path: Path, engine: str, kind: str
 ) -> None:
-    verdict = verify(exported(make(target, kind), target, engine, tmp_path / "out"))
+    verdict = check_parity(exported(make(target, kind), target, engine, tmp_path / "out"))
     assert verdict.max_difference < 1e-4 * verdict.scale

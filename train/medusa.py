@@ -47,14 +47,12 @@ class MedusaObjective(Objective):
         head, hidden = self.head, self.target.hidden_size
         tokens, e = setting.tokens, setting.dtype.itemsize
         rows = tokens * hidden
-        kept = sizes.FLOAT32 * rows + head.num_heads * rows * (
-            2 * head.config.num_layers * e + sizes.FLOAT32
-        )
+        of_a_head = 2 * head.config.num_layers * e + sizes.FLOAT32
+        kept = sizes.FLOAT32 * rows + head.num_heads * rows * of_a_head
         grads = head.num_heads * rows * sizes.FLOAT32
         one = len(head.vocab.ids), hidden
-        loss = sizes.loss_bytes(
-            setting, tokens, one, sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
-        )
+        pieces = sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
+        loss = sizes.loss_bytes(setting, tokens, one, pieces)
         # With hard labels heads take their turns, and only one has its projection cast.
         spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
         copies = max(0, sizes.copied_bytes(head, setting) - e * spared)

@@ -31,6 +31,8 @@ from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
 ROWS_PER_CHUNK = 256
+CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
+"""That a recipe turns on or off."""
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 
 
@@ -102,10 +104,7 @@ class EagleHead(DraftHead):
             target=target.name,
             target_hidden_size=target.hidden_size,
             layers=chosen,
-            fc_bias=settings.fc_bias,
-            fc_norm=settings.fc_norm,
-            norm_output=settings.norm_output,
-            norm_before_residual=settings.norm_before_residual,
+            **{name: getattr(settings, name) for name in CHOSEN_PARTS},
         )
         head = cls(config, vocab)
         head._initialise(seed)
