@@ -88,12 +88,6 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         left -= length
 
 
-def make_objective(options: argparse.Namespace, target: Target, train: PackedDataset) -> Any:
-    """What the entry scripts train."""
-    counts = train.token_counts(target.vocab_size)
-    return fresh_objective(options.head, target, DraftVocab.choose(counts, options.draft_vocab, []))
-
-
 def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
     """A run that was started and has made no step."""
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
@@ -105,7 +99,9 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     target = random_target(options, accelerator.device)
     samples = documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
-    objective = make_objective(options, target, train)
+    counts = train.token_counts(target.vocab_size)
+    vocab = DraftVocab.choose(counts, options.draft_vocab, [])
+    objective = fresh_objective(options.head, target, vocab)
     if options.compile:
         objective.compile_parts()
     job = Job(config, LogConfig(), 0, out_dir, objective, train, train)
