@@ -208,10 +208,7 @@ class DataReport:
 
 
 def prepare(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    progress: bool = True,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
     """Loads, tokenises and packs the training and the held-out data.
 

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from conf.schema import InputError, ShowMaskRun, TargetConfig
+from conf.schema import ShowMaskRun, TargetConfig
 from data.chat import Sample, encode
 from data.embedded import fill_unset
 from data.records import load_data
 from eval.entry import run
-from heads.target.load import common
+from heads.target.load import common, naming
 
 
 def main(config: ShowMaskRun) -> None:
@@ -56,12 +56,8 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bo
 
 
 def _tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    try:
+    with naming(config):
         return AutoTokenizer.from_pretrained(config.path, **common(config))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"target.path={config.path}: no tokenizer can be loaded: {error}"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -115,10 +115,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
 
 
 def memory_of(
-    accelerator: Accelerator,
-    objective: Objective,
-    config: TrainConfig,
-    train_data: TrainingData,
+    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: TrainingData
 ) -> memory.Parts | None:
     """The memory that a run needs by part, if that can be told; says it on rank 0.
 
