@@ -4,8 +4,10 @@ YAML files under `conf/` only select and override; a key that is not here fails 
 command line. Entry scripts receive these dataclasses, never a `DictConfig`.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class InputError(ValueError):
@@ -73,16 +75,32 @@ class Tracker(Enum):
 
 
 def positive(prefix: str, config: object, *names: str) -> None:
-    """Refuses settings that are 0 or below; an unset one passes.
+    """Refuses numbers of 0 and below; unset ones pass.
 
     Raises:
-        InputError: naming the key.
+        InputError: with the key, the value and what is allowed.
     """
+    _refuse(prefix, config, names, lambda value: value <= 0, "above 0")
+
+
+def not_negative(prefix: str, config: object, *names: str) -> None:
+    """The same of numbers below 0."""
+    _refuse(prefix, config, names, lambda value: value < 0, "at least 0")
+
+
+def below_one(prefix: str, config: object, name: str) -> None:
+    """The same of a number that is no share, or all."""
+    _refuse(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
+
+
+def _refuse(
+    prefix: str, config: object, names: Iterable[str], bad: Callable[[Any], bool], allowed: str
+) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and value <= 0:
+        if value is not None and bad(value):
             key = f"{prefix}.{name}".lstrip(".")
-            raise InputError(f"{key}={value}: must be above 0")
+            raise InputError(f"{key}={value}: must be {allowed}")
 
 
 @dataclass
@@ -204,10 +222,7 @@ class TrainConfig:
         )  # fmt: skip
         if not 0 < self.adam_beta2 < 1:
             raise InputError(f"train.adam_beta2={self.adam_beta2}: must be between 0 and 1")
-        if self.num_replay_prompts < 0:
-            raise InputError(
-                f"train.num_replay_prompts={self.num_replay_prompts}: must be at least 0"
-            )
+        not_negative("train", self, "num_replay_prompts")
         if self.warmup_steps < 0 or self.warmup_steps >= self.max_steps:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps}: must be at least 0 and below "
@@ -237,11 +252,17 @@ class HeadRef:
 
 
 @dataclass
-class TrainRun:
-    """What every training command is told; beside it comes `head`, of its own kind."""
+class DataRun:
+    """What every run over data takes."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass
+class TrainRun(DataRun):
+    """What every training command is told; beside it comes `head`, of its own kind."""
+
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/head"
@@ -257,11 +278,9 @@ class MedusaRun(TrainRun):
 
 
 @dataclass
-class RegenerateRun:
+class RegenerateRun(DataRun):
     """`scripts/regenerate.py`."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset
     generates in process."""
@@ -283,11 +302,9 @@ class RegenerateRun:
 
 
 @dataclass
-class ShowMaskRun:
+class ShowMaskRun(DataRun):
     """`scripts/show_mask.py`."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     num_samples: int = 3
 
 

@@ -1,9 +1,9 @@
 """Settings of `scripts/capture.py`, which writes a feature store."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from conf.schema import DataConfig, InputError, TargetConfig, positive
+from conf.schema import DataRun, InputError, not_negative, positive
 
 
 class StateFormat(Enum):
@@ -27,11 +27,9 @@ class TeacherKind(Enum):
 
 
 @dataclass
-class CaptureRun:
+class CaptureRun(DataRun):
     """`scripts/capture.py`."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     layers: list[int] | None = None
     """Features for EAGLE-3, as indices of `output_hidden_states`; unset takes 2, L/2 and L-3 of
     L layers, [] none (Medusa and EAGLE-1 need none)."""
@@ -54,8 +52,7 @@ class CaptureRun:
 
     def __post_init__(self) -> None:
         positive("", self, "top_k", "micro_batch_size")
-        if self.num_replay_prompts < 0:
-            raise InputError(f"num_replay_prompts={self.num_replay_prompts}: must be at least 0")
+        not_negative("", self, "num_replay_prompts")
         if self.data.features is not None:
             raise InputError(f"data.features={self.data.features}: a store is written; unset it")
         if self.teacher is TeacherKind.top_k and self.layers == []:

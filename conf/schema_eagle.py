@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from conf.schema import InputError, TrainRun, positive
+from conf.schema import InputError, TrainRun, not_negative, positive
 
 
 class EagleForm(Enum):
@@ -106,9 +106,8 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         positive("head", self, "draft_vocab_size", "num_steps", "step_decay", "lk_eta", "top_k")
-        for name in ("divergence_weight", "regression_weight", "top_k_weight", "noise"):
-            if getattr(self, name) < 0:
-                raise InputError(f"head.{name}={getattr(self, name)}: must be at least 0")
+        names = ("divergence_weight", "regression_weight", "top_k_weight", "noise")
+        not_negative("head", self, *names)
         if not self.divergence_weight + self.regression_weight + self.top_k_weight:
             raise InputError("head.divergence_weight: every loss has weight 0")
         for name in ("layers", "fc_norm", "norm_output", "norm_before_residual"):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from conf.schema import DataConfig, HeadRef, InputError, TargetConfig, positive
+from conf.schema import DataRun, HeadRef, InputError, below_one, not_negative, positive
 
 
 class Mode(Enum):
@@ -30,11 +30,9 @@ class DynamicTreeConfig:
 
 
 @dataclass
-class MeasureRun:
+class MeasureRun(DataRun):
     """What `eval/acceptance.py` and `eval/speedup.py` share."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     head: HeadRef = field(default_factory=HeadRef)
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -57,8 +55,7 @@ class MeasureRun:
 
     def __post_init__(self) -> None:
         positive("", self, "max_new_tokens", "depth", "top_k", "num_turns")
-        if self.temperature < 0:
-            raise InputError(f"temperature={self.temperature}: must be at least 0")
+        not_negative("", self, "temperature")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
 
@@ -100,8 +97,7 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         positive("draft", self, "num_tokens", "max_tokens")
-        if not 0 <= self.confidence < 1:
-            raise InputError(f"draft.confidence={self.confidence}: must be from 0 to below 1")
+        below_one("draft", self, "confidence")
 
 
 @dataclass
@@ -234,11 +230,9 @@ class TreeSearchRun(MeasureRun):
 
 
 @dataclass
-class PruneRun:
+class PruneRun(DataRun):
     """`scripts/prune.py`."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     head: HeadRef = field(default_factory=HeadRef)
     sizes: list[int] = field(default_factory=list)
     """Ids that a pruned head can draft, rising; one head each."""
@@ -283,8 +277,7 @@ class ServeCheckRun(MeasureRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.tolerance < 1:
-            raise InputError(f"tolerance={self.tolerance}: must be from 0 to below 1")
+        below_one("", self, "tolerance")
         if self.temperature:
             raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
         _unset(_tree_settings(self), "chains are compared")

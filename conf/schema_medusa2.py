@@ -9,6 +9,8 @@ from conf.schema import (
     TargetConfig,
     TrainConfig,
     TrainRun,
+    below_one,
+    not_negative,
     positive,
 )
 
@@ -47,8 +49,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         positive("adapter", self, "rank", "alpha")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"adapter.dropout={self.dropout}: must be from 0 to below 1")
+        below_one("adapter", self, "dropout")
         if self.modules is not None and not self.modules:
             raise InputError("adapter.modules=[]: name a linear layer, or leave it unset")
 
@@ -69,8 +70,7 @@ class JointConfig:
 
     def __post_init__(self) -> None:
         positive("joint", self, "heads_weight", "heads_lr_multiplier")
-        if self.heads_only_steps is not None and self.heads_only_steps < 0:
-            raise InputError(f"joint.heads_only_steps={self.heads_only_steps}: must be at least 0")
+        not_negative("joint", self, "heads_only_steps")
 
 
 @dataclass

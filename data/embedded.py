@@ -24,16 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from conf.schema import InputError
-from data.embedded_corpus import (
-    CHAT_TEMPLATE,
-    Piece,
-    cut_pieces,
-    find_source_files,
-    read_source,
-    render,
-    train_tokenizer,
-)
+from conf.schema import DataRun, InputError
+from data import embedded_corpus as corpus
 
 CATEGORIES = ("function", "method", "class", "module")
 _VERSION = 1  # raise it when the same recipe would give other files
@@ -71,7 +63,7 @@ class Recipe:
     def key(self) -> str:
         """Name of the cache folder: changes with the recipe and the Python version."""
         python = sys.version_info[:2]
-        facts = json.dumps([_VERSION, python, CHAT_TEMPLATE, asdict(self)], sort_keys=True)
+        facts = json.dumps([_VERSION, python, corpus.CHAT_TEMPLATE, asdict(self)], sort_keys=True)
         return f"embedded-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
@@ -115,6 +107,15 @@ def ensure_embedded(
             f"{_FREE_BYTES >> 20} MiB there, or set HEADSMITH_CACHE to a folder with room"
         ) from error
     return _embedded(folder)
+
+
+def fill_unset(run: DataRun, *, prompts: bool = False, progress: bool = True) -> None:
+    """Puts the embedded default where paths are unset: its conversations, or held-out prompts."""
+    target, data = run.target, run.data
+    if target.path is None or data.path is None:
+        embedded = ensure_embedded(progress=progress)
+        target.path = target.path or embedded.target_path
+        data.path = data.path or (embedded.prompts_path if prompts else embedded.train_path)
 
 
 def _embedded(folder: Path) -> Embedded:
@@ -173,13 +174,13 @@ def _num_cores() -> int:
 
 def build(folder: Path, recipe: Recipe, progress: bool) -> None:
     """Train the target and write it, its conversations and the held-out prompts."""
-    files = find_source_files(recipe.num_files)
-    texts = read_source(files, files.train)
+    files = corpus.find_source_files(recipe.num_files)
+    texts = corpus.read_source(files, files.train)
     train, held_out = (
-        [p for name, text in side.items() for p in cut_pieces(name, text, recipe.max_piece_chars)]
-        for side in (texts, read_source(files, files.held_out))
+        [p for text in side.items() for p in corpus.cut_pieces(*text, recipe.max_piece_chars)]
+        for side in (texts, corpus.read_source(files, files.held_out))
     )
-    tokenizer = train_tokenizer(
+    tokenizer = corpus.train_tokenizer(
         list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
     )
     target = train_target(train, tokenizer, recipe, progress)
@@ -217,7 +218,7 @@ def build(folder: Path, recipe: Recipe, progress: bool) -> None:
 
 
 def train_target(
-    pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: bool
+    pieces: list[corpus.Piece], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: bool
 ) -> LlamaForCausalLM:
     """Train a Llama-type model from scratch on packed chats, loss on every token."""
     torch.manual_seed(recipe.seed)
@@ -303,11 +304,12 @@ def _has_fast_bfloat16() -> bool:
 
 
 def _batches(
-    pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
+    pieces: list[corpus.Piece], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[Tensor]:
     """Yield `num_steps` batches [B, T + 1], shuffling the chats anew for every epoch."""
     bos = str(tokenizer.bos_token)
-    chats = tokenizer([render(p, bos) for p in pieces], add_special_tokens=False)["input_ids"]
+    texts = [corpus.render(piece, bos) for piece in pieces]
+    chats = tokenizer(texts, add_special_tokens=False)["input_ids"]
     rng = random.Random(recipe.seed)
     width = recipe.train_length + 1
     need = recipe.batch_size * width
@@ -321,12 +323,12 @@ def _batches(
 
 
 def choose(
-    pieces: list[Piece],
+    pieces: list[corpus.Piece],
     count: int,
     tokenizer: PreTrainedTokenizerFast,
     recipe: Recipe,
     rng: random.Random,
-) -> list[Piece]:
+) -> list[corpus.Piece]:
     """Choose prompts in equal shares of the categories, in turn, short enough and distinct."""
     lengths = tokenizer([p.prompt for p in pieces], add_special_tokens=False)["input_ids"]
     unique = {
@@ -345,7 +347,7 @@ def choose(
 def respond(
     target: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    pieces: list[Piece],
+    pieces: list[corpus.Piece],
     recipe: Recipe,
     progress: bool,
 ) -> list[str]:

@@ -19,6 +19,7 @@ from conf.retry import retried
 from conf.schema import InputError
 from data.layout import NO_PROBABILITY, SCALE, TEACHER_LOG_PROBS
 from data.manifest import TOKEN_COUNTS, Manifest, ShardEntry
+from data.pack import PackedDataset
 from data.quantise import decode
 from data.shard import SUFFIX, ShardIndex, file_checksum, read_sequence, repair
 
@@ -101,16 +102,6 @@ class StoredDataset(Dataset):
         self.ends = list(accumulate(lengths))
         """Sequences up to and with each shard."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens without padding."""
-        return sum(index.starts[-1] for index in self.indexes)
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        """Tokens that are learnt."""
-        return self.store.manifest.plan.splits[self.split].num_supervised_tokens or 0
-
     def token_counts(self, vocab_size: int) -> Tensor:
         """[V] int64: how often each id occurs among the learnt tokens."""
         counts = load_file(self.store.check_file(TOKEN_COUNTS))[self.split]
@@ -138,6 +129,9 @@ class StoredDataset(Dataset):
         num_tokens = found.num_tokens[number]
         room = num_tokens if room is None else room
         return _item(read_sequence(path, self.fields, found, number, room), num_tokens, self.pad_id)
+
+
+TrainingData = PackedDataset | StoredDataset
 
 
 def _opened(folder: Path, entry: ShardEntry) -> ShardIndex:

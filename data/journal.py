@@ -69,13 +69,9 @@ class Journal:
             ) from error
         self.done.update(row["id"] for row in fresh)
 
-    def rows(self) -> list[dict]:
-        """Returns all rows on disk in the order of their ids."""
-        return sorted((row for _, row in _lines(self.path)), key=lambda row: row["id"])
-
     def finish(self) -> list[dict]:
         """Rewrites the file in the order of the ids, at once, and returns its rows."""
-        rows = self.rows()
+        rows = sorted((row for _, row in _lines(self.path)), key=lambda row: row["id"])
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_whole(self.path, "".join(lines))
         return rows

@@ -60,13 +60,8 @@ class Contents:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Contents":
         """What `data.provenance.plain` made of one."""
-        return cls(
-            stored["hidden_size"],
-            tuple(stored["layers"]),
-            TeacherKind(stored["teacher"]),
-            stored["top_k"],
-            StateFormat(stored["format"]),
-        )
+        kinds = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
+        return cls(**{**stored, **kinds, "layers": tuple(stored["layers"])})
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data.chat import Sample, check_tokenizer, encode
-from data.records import Record, Records, load_records
+from data.records import Record, Records, load_data
 
 # Samples sorted and packed together: enough to fill sequences well, few enough that
 # sequences of different windows stay alike.
@@ -208,21 +208,13 @@ class DataReport:
 
 
 def prepare(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    path: str,
-    eval_path: str | None,
-    seed: int,
-    progress: bool = True,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
     """Loads, tokenises and packs the training and the held-out data.
 
     Args:
-        config: form, lengths and what to do with bad rows; its paths are not read.
+        config: of the data; its `path` is set.
         tokenizer: the target's.
-        path: training data.
-        eval_path: held-out data; None takes `config.eval_fraction` of the records of `path`.
         seed: decides which records are held out, and the packing.
         progress: whether to show a bar.
 
@@ -232,6 +224,7 @@ def prepare(
     Raises:
         InputError: bad data, or nothing to learn in either set.
     """
+    path, eval_path = str(config.path), config.eval_path
     loaded = _load(path, config, tokenizer)
     if eval_path is None:
         train, held_out = split(loaded.records, config.eval_fraction, seed, path)
@@ -250,7 +243,7 @@ def prepare(
         sets.append(packed)
     num_refused = len(bad) - len(loaded.bad) - len(eval_bad)
     num_records = len(train) + len(held_out) - num_refused
-    report = _report(sets, loaded, path, eval_path, num_records, bad)
+    report = _report(sets, loaded, config, num_records, bad)
     return sets[0], sets[1], report
 
 
@@ -267,13 +260,7 @@ def split(
 
 
 def _load(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Records:
-    loaded = load_records(
-        path,
-        subset=config.subset,
-        split=config.split,
-        form=config.form,
-        on_bad_row=config.on_bad_row,
-    )
+    loaded = load_data(path, config)
     if loaded.form is not Form.text:
         check_tokenizer(tokenizer)
     return loaded
@@ -318,18 +305,13 @@ def _has_answer(record: Record) -> bool:
 
 
 def _report(
-    sets: list[PackedDataset],
-    loaded: Records,
-    path: str,
-    eval_path: str | None,
-    num_records: int,
-    bad: list[str],
+    sets: list[PackedDataset], loaded: Records, config: DataConfig, num_records: int, bad: list[str]
 ) -> DataReport:
     num_tokens = sum(packed.num_tokens for packed in sets)
     slots = sum(len(packed) * packed.max_length for packed in sets)
     return DataReport(
-        path=path,
-        eval_path=eval_path,
+        path=str(config.path),
+        eval_path=config.eval_path,
         form=loaded.form,
         num_records=num_records,
         num_bad=len(bad),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf.schema import Form, InputError, OnBadRow
+from conf.schema import DataConfig, Form, InputError, OnBadRow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -125,6 +125,14 @@ def load_records(
     if not records:
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
     return Records(records, form, bad, digest.hexdigest())
+
+
+def load_data(path: str, config: DataConfig) -> Records:
+    """`load_records`, as settings of the data say; their own `path` is not read."""
+    return load_records(
+        path, subset=config.subset, split=config.split, form=config.form,
+        on_bad_row=config.on_bad_row,
+    )  # fmt: skip
 
 
 def _detect(rows: list[_Row], path: str) -> Form:

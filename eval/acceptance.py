@@ -19,7 +19,7 @@ from eval.decode.engine import Step, decode
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses, open_bench, seed_of, write_result
-from eval.measure.replay import accepted_lengths, agreements, ranked_drafts, verify_steps
+from eval.measure.replay import agreements, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, summary, tree_figures
 from eval.report.figures import plot_acceptance
 from heads.tree import Tree
@@ -64,9 +64,7 @@ def _replayed(
         output = target.read_text(prompt.token_ids + response[:-1], head.head.reads)
         for name, tree in static.items():
             ranked = ranked_drafts(head.head, tree, output, prompt.token_ids, response)
-            steps[name].append(
-                verify_steps(accepted_lengths(tree, ranked, response), len(response))
-            )
+            steps[name].append(steps_along(tree, ranked, response))
             if name == "chain":
                 agreeing.append(agreements(ranked, response))
     found = processes.gathered(agreeing)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -60,6 +60,12 @@ def register(schema: type[Any], name: str, recipe: str | None) -> None:
     silent = [{f"override hydra/{each}": "disabled"} for each in ("job_logging", "hydra_logging")]
     defaults = [f"{name}_schema", "_self_", *head, *silent]
     store.store(name=name, node={"defaults": defaults, "hydra": HYDRA | {"job": {"name": name}}})
+
+
+def head_recipe(schema: type[Config], name: str) -> Config:
+    """The head's settings in `conf/head/{name}.yaml`, a recipe that builds on no other."""
+    given = OmegaConf.load(Path(CONF) / "head" / f"{name}.yaml")
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(schema, given.head)))
 
 
 def _checked(composed: DictConfig) -> Any:

@@ -320,7 +320,7 @@ def main(config: TreeSearchRun) -> None:
         advice = check(advise(bench, config, context), bench, config, checked)
     result = {
         **report(predicted, simulated, measured),
-        "curve": costs.curve.described(),
+        "curve": asdict(costs.curve),
         "candidates": [each.figures() for each in compared],
         "measured": measured,
         "advice": advice and advice.described(),

@@ -291,6 +291,22 @@ def trained_with(provenance: dict[str, Any]) -> dict[str, Any]:
     return (provenance.get("config") or {}).get("head") or {}
 
 
+def check_fits(head: DraftHead, target: TargetEnds, hidden_size: int) -> None:
+    """Refuses a target of other sizes than a head was trained for.
+
+    Raises:
+        InputError: with both sizes.
+    """
+    needed = {"hidden_size": hidden_size, "vocab_size": head.vocab.size}
+    for name, mine in needed.items():
+        theirs = getattr(target, name)
+        if mine != theirs:
+            raise InputError(
+                f"head.path: this head has {name}={mine} (trained for {head.config.target}) "
+                f"but target.path={target.name} has {theirs}; use the head's own target"
+            )
+
+
 def check_depth(depth: int | None, most: int | None) -> None:
     """Refuses drafts that a head cannot make.
 

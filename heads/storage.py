@@ -111,11 +111,16 @@ def _system_error(error: SafetensorError) -> OSError:
 
 def _sync(folder: Path) -> None:
     for path in (*(p for p in folder.rglob("*") if p.is_file()), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    """Has the disk hold what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _swap(temporary: Path, final: Path) -> None:
@@ -131,11 +136,7 @@ def _swap(temporary: Path, final: Path) -> None:
             old.replace(final)
         raise
     shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _flush(final.parent)
 
 
 def save_head(

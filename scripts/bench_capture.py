@@ -29,9 +29,10 @@ from conf.schema import DataConfig, TargetConfig
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import SHARD_BYTES, Shard, Writers
 from data.layout import HIDDEN, Contents
+from eval.measure.processes import start
 from heads.target.load import load_target
 from heads.target.model import Target
-from scripts.capture import batches, capture_shard, start
+from scripts.capture import batches, capture_shard
 from scripts.store.plan import Work, prepared
 from scripts.store.states import ROWS_PER_CHUNK, states_from_target
 

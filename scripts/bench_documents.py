@@ -17,8 +17,9 @@ from torch import Tensor
 
 from data.pack import PackedDataset
 from heads.documents import Documents
+from heads.target.attention import dense
 from heads.target.model import Target
-from scripts.bench.footprint import Footprint, best_device, footprint, where
+from scripts.bench.footprint import Footprint, add_sizes, best_device, footprint, where
 from scripts.bench_train import documents, random_target
 
 
@@ -26,18 +27,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The sizes; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", dest="max_length", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=4096)
+    add_sizes(parser, hidden=256, layers=4, vocab=4096, repeats=3)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args(given)
-
-
-def written_out(document_ids: Tensor) -> Tensor:
-    """[1, T, T] bool, the tokens that each one sees."""
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    return same & torch.ones_like(same[0]).tril()
 
 
 @torch.no_grad()
@@ -54,8 +46,8 @@ def measured(options: argparse.Namespace) -> dict[str, Footprint]:
         row[name][None] for name in ("input_ids", "position_ids", "document_ids")
     )
     where_they_lie = Documents.of(names).on(device)
-    ids, positions, names = ids.to(device), positions.to(device), names.to(device)
-    allowed = written_out(names)
+    ids, positions = ids.to(device), positions.to(device)
+    allowed = dense(where_they_lie, 1)
     ways = {
         "documents": lambda: target.read(ids, positions, where_they_lie),
         "mask": lambda: target.forward(ids, positions, allowed, positions),

@@ -25,6 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode
+from eval.measure.stats import PromptSteps, tau
+from eval.report.figures import STEP_PARTS
 from heads.drafting import Draft, Drafter, Seen
 from heads.kinds import KINDS
 from heads.sampling import GREEDY
@@ -33,7 +35,6 @@ from heads.tree import DynamicShape, Shape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3
-PARTS = ("draft", "verify", "accept", "host")
 
 
 class Corrected:
@@ -105,11 +106,6 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
     return found
 
 
-def tau(text: Generation) -> float:
-    """Tokens per verify pass."""
-    return sum(step.num_emitted for step in text.steps) / len(text.steps)
-
-
 def measure(
     target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
 ) -> dict[str, list[Generation]]:
@@ -131,8 +127,8 @@ def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]
 
     speedup = median("decode", base) / median("decode", texts)
     num_steps = len(texts[0].steps)
-    parts = [f"{1000 * median(part, texts) / num_steps:.2f}" for part in PARTS]
-    mean = tau(texts[0])
+    parts = [f"{1000 * median(part, texts) / num_steps:.2f}" for part in STEP_PARTS]
+    mean = tau([PromptSteps("", texts[0].steps)])
     return [name, f"{mean:.2f}", f"{speedup:.2f}", f"{speedup / mean:.2f}", *parts]
 
 
@@ -157,7 +153,7 @@ def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> N
     table = Table(
         title=f"{size:.0f}M parameters, {num_layers} layers, {dtype}, {where}; accepted at {rate}"
     )
-    for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
+    for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in STEP_PARTS)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, texts in found.items():
         table.add_row(*row(name, texts, found["no drafting"]))

@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,17 +94,8 @@ def unroll(small: bool) -> Figures:
     }
 
 
-def eagle3(small: bool) -> Figures:
-    """A step of EAGLE-3 on stored states, 3 steps deep."""
-    return _eagle3(3, small)
-
-
-def eagle3_7(small: bool) -> Figures:
-    """The same, 7 deep."""
-    return _eagle3(7, small)
-
-
-def _eagle3(depth: int, small: bool) -> Figures:
+def eagle3(depth: int, small: bool) -> Figures:
+    """A step of EAGLE-3 on stored states, some steps deep."""
     eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
     found = {f"eager over compiled, {depth} steps": eager["seconds"] / compiled["seconds"]}
     theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
@@ -135,7 +127,8 @@ def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> d
     return result_of("steps", job, python)
 
 
-def _train(head: str, small: bool) -> Figures:
+def train(head: str, small: bool) -> Figures:
+    """The loop itself, with a kind of head."""
     from scripts import bench_train
 
     sizes = "--hidden 64 --layers 6 --vocab 256 --max-length 128 --steps 2"
@@ -152,21 +145,6 @@ def _train(head: str, small: bool) -> Figures:
         "peak, GiB": found.peak_gib,
         **parts,
     }
-
-
-def train_medusa(small: bool) -> Figures:
-    """The loop itself, with Medusa heads."""
-    return _train("medusa", small)
-
-
-def train_eagle1(small: bool) -> Figures:
-    """The loop itself, with EAGLE-1."""
-    return _train("eagle1", small)
-
-
-def train_eagle3(small: bool) -> Figures:
-    """The loop itself, with EAGLE-3."""
-    return _train("eagle3", small)
 
 
 def engine(small: bool) -> Figures:
@@ -205,22 +183,16 @@ def capture(small: bool) -> Figures:
 
 def _inputs(folder: Path, small: bool) -> tuple[str, str]:
     """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from data.embedded_corpus import find_source_files, read_source, train_tokenizer
+    from scripts import bench_train
 
     files = find_source_files(8 if small else 150)
     texts = list(read_source(files, files.train).values())
-    width, layers = (64, 6) if small else (2048, 16)
     tokenizer = train_tokenizer(texts[:20], 1024, 4096)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=max(2, width // 128),
-        num_key_value_heads=max(1, width // 512), max_position_embeddings=4096,
-    )  # fmt: skip
-    dtype = torch.float32 if small else torch.bfloat16
-    model: Any = LlamaForCausalLM(config)
-    model.to(dtype).save_pretrained(folder / "target")
+    shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
+    sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
+    target = bench_train.random_target(bench_train.arguments(sizes.split()), torch.device("cpu"))
+    target.model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     data = folder / "texts.jsonl"
     pieces = [text[at : at + 4000] for text in texts for at in range(0, len(text), 4000)]
@@ -229,12 +201,18 @@ def _inputs(folder: Path, small: bool) -> tuple[str, str]:
 
 
 BENCHES: dict[str, Callable[[bool], Figures]] = {
-    each.__name__: each
-    for each in (
-        loss, documents, unroll, eagle3, eagle3_7, medusa, train_medusa, train_eagle1,
-        train_eagle3, engine, capture,
-    )
-}  # fmt: skip
+    "loss": loss,
+    "documents": documents,
+    "unroll": unroll,
+    "eagle3": partial(eagle3, 3),
+    "eagle3_7": partial(eagle3, 7),
+    "medusa": medusa,
+    "train_medusa": partial(train, "medusa"),
+    "train_eagle1": partial(train, "eagle1"),
+    "train_eagle3": partial(train, "eagle3"),
+    "engine": engine,
+    "capture": capture,
+}
 
 
 def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
@@ -246,9 +224,7 @@ def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
     for figure, value in figures.items():
         floor = floors.get(figure)
         passed = None if floor is None or not judged else value >= floor
-        rows.append(
-            {"bench": name, "figure": figure, "value": value, "floor": floor, "passed": passed}
-        )
+        rows.append(_row(name, figure, value, floor, passed))
     return rows
 
 
@@ -275,13 +251,13 @@ def run(name: str, small: bool) -> list[dict[str, Any]]:
 
 
 def _failed(name: str, why: str) -> dict[str, Any]:
-    return {
-        "bench": name,
-        "figure": f"failed: {why}",
-        "value": None,
-        "floor": None,
-        "passed": False,
-    }
+    return _row(name, f"failed: {why}", None, None, False)
+
+
+def _row(
+    name: str, figure: str, value: float | None, floor: float | None, passed: bool | None
+) -> dict[str, Any]:
+    return {"bench": name, "figure": figure, "value": value, "floor": floor, "passed": passed}
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -291,16 +267,15 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for column in ("value", "floor", "result"):
         made.add_column(column, justify="right")
     for row in rows:
-        value, floor = (
-            "-"
-            if row[key] is None
-            else f"{row[key]:,.3g}"
-            if row[key] < 1000
-            else f"{row[key]:,.0f}"
-            for key in ("value", "floor")
-        )
+        value, floor = _shown(row["value"]), _shown(row["floor"])
         made.add_row(row["bench"], row["figure"], value, floor, words[row["passed"]])
     return made
+
+
+def _shown(figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure:,.3g}" if figure < 1000 else f"{figure:,.0f}"
 
 
 def arguments() -> argparse.Namespace:

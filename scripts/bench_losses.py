@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from scripts.bench.apart import markdown, python_for, result_of
-from scripts.bench.footprint import best_device, where
+from scripts.bench.footprint import add_sizes, best_device, where
 
 WORKER = "losses"
 PATHS = {
@@ -112,11 +112,8 @@ def _mib(found: dict[str, Any]) -> float:
 def main() -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=152064)
+    add_sizes(parser, tokens=8192, hidden=4096, vocab=152064, repeats=3)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     try:
         found = {path: python_for(variable) for path, variable in PATHS.items()}

@@ -1,6 +1,6 @@
 """What a run needs of memory: estimated for an 8B target, and against peaks measured here.
 
-`python scripts/bench_memory.py` prints the estimate by part of Medusa (4 heads) and EAGLE-3 on a
+`python scripts/bench_memory.py` prints the estimate by part of every kind of head on a
 target of Llama-3-8B's shape, on 8 processes; then, at an eighth of its width and 4 layers, the
 estimate beside the peak of live memory of a training step, one process and two. Every token is
 supervised, as the estimate assumes.
@@ -17,7 +17,6 @@ import os
 import random
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,8 +28,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conf.schema import Dtype, LogConfig, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
+from heads.kinds import forms
 from heads.target.model import Target
 from heads.vocab import DraftVocab
+from scripts.bench.footprint import highest
 from scripts.bench.objectives import fresh_objective
 from train.dist import processes
 from train.loop import loop
@@ -38,7 +39,7 @@ from train.loop.job import Job
 from train.loop.memory import Parts, estimate
 from train.loss.sizes import Setting
 
-HEADS = ("medusa", "eagle3")
+HEADS = tuple(forms())
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 DTYPE = torch.bfloat16
 
@@ -66,15 +67,6 @@ def make_objective(name: str, config: LlamaConfig, size: int, device: torch.devi
         model.to(DTYPE)
         target = Target(model, None, "random")
         return fresh_objective(name, target, DraftVocab(torch.arange(size), target.vocab_size))
-
-
-def documents(num_sequences: int, length: int, vocab_size: int) -> Iterator[Sample]:
-    """Random tokens, all of them supervised."""
-    generator = random.Random(0)
-    for _ in range(num_sequences):
-        yield Sample(
-            [generator.randrange(vocab_size) for _ in range(length)], [True] * length, False
-        )
 
 
 def large(length: int) -> Table:
@@ -106,7 +98,10 @@ def measured(name: str, length: int) -> dict[str, Any]:
         accelerator = processes.start(config)
         shape = llama(8, 4, length)
         objective = make_objective(name, shape, 4000, torch.device("cpu"))
-        train = PackedDataset(documents(8, length, shape.vocab_size), length, seed=0)
+        generator = random.Random(0)
+        texts = [[generator.randrange(shape.vocab_size) for _ in range(length)] for _ in range(8)]
+        samples = [Sample(ids, [True] * length, False) for ids in texts]
+        train = PackedDataset(samples, length, seed=0)
         job = Job(config, LogConfig(), 0, Path(folder) / "out", objective, train, train)
         run = loop.Run(accelerator, job)
         run.resume()
@@ -117,22 +112,9 @@ def measured(name: str, length: int) -> dict[str, Any]:
         run.close()
     strategy = run.placement.name
     parts = estimate(objective, Setting.of(config, length, strategy, accelerator)) or {}
-    peak = _peak(found.profiler.kineto_results.events(), "measured")
+    peak = highest(found.profiler.kineto_results.events(), "measured")
     processes.end(accelerator)
     return {"strategy": strategy, "parts": parts, "peak": peak}
-
-
-def _peak(events: list[Any], name: str) -> int:
-    """Most bytes that live during a named stretch, those from before it included."""
-    (stretch,) = [each for each in events if each.name() == name]
-    begin, end = stretch.start_ns(), stretch.start_ns() + stretch.duration_ns()
-    live = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            if begin <= event.start_ns() <= end:
-                peak = max(peak, live)
-    return peak
 
 
 def launched(name: str, length: int, file: str | None) -> dict[str, Any]:

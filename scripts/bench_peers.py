@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from scripts.bench.apart import markdown, python_for, result_of
-from scripts.bench.footprint import best_device, where
+from scripts.bench.footprint import add_sizes, best_device, where
 
 WORKER = "steps"
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
@@ -136,16 +136,9 @@ def arguments() -> argparse.Namespace:
         InputError: one is too small, or the draft vocabulary larger than the target's.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--num-heads", type=int, default=8)
-    parser.add_argument("--num-kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=1536)
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--draft-vocab", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
+    add_sizes(parser, tokens=1024, hidden=512, vocab=8192, draft_vocab=4096)
+    add_sizes(parser, num_heads=8, num_kv_heads=4, head_dim=64, intermediate=1536)
+    add_sizes(parser, threads=1, repeats=3)
     options = parser.parse_args()
     least = dict.fromkeys(vars(options), 1) | {"tokens": LEAST_TOKENS}
     for name, value in vars(options).items():

@@ -37,6 +37,7 @@ from eval.clock import timed
 from heads.kinds import forms
 from heads.target.model import Target
 from heads.vocab import DraftVocab
+from scripts.bench.footprint import add_sizes, best_device, where
 from scripts.bench.objectives import fresh_objective
 from train.dist import processes
 from train.loop import loop
@@ -51,13 +52,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(forms()))
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--draft-vocab", type=int, default=32000)
+    add_sizes(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences of a step")
-    parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--compile", action="store_true")
@@ -91,12 +88,6 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         left -= length
 
 
-def make_objective(options: argparse.Namespace, target: Target, train: PackedDataset) -> Any:
-    """What the entry scripts train."""
-    counts = train.token_counts(target.vocab_size)
-    return fresh_objective(options.head, target, DraftVocab.choose(counts, options.draft_vocab, []))
-
-
 def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
     """A run that was started and has made no step."""
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
@@ -108,7 +99,9 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     target = random_target(options, accelerator.device)
     samples = documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
-    objective = make_objective(options, target, train)
+    counts = train.token_counts(target.vocab_size)
+    vocab = DraftVocab.choose(counts, options.draft_vocab, [])
+    objective = fresh_objective(options.head, target, vocab)
     if options.compile:
         objective.compile_parts()
     job = Job(config, LogConfig(), 0, out_dir, objective, train, train)
@@ -151,7 +144,6 @@ class Speed:
     """What some steps took.
 
     Attributes:
-        device: they ran on.
         step_s: median of a step.
         tokens_per_s: without padding.
         peak_gib: see `peak_gib`.
@@ -162,7 +154,6 @@ class Speed:
         head_size: parameters.
     """
 
-    device: str
     step_s: float
     tokens_per_s: float
     peak_gib: float
@@ -191,7 +182,6 @@ def measured(options: argparse.Namespace) -> Speed:
     rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
     step_s = statistics.median(times)
     return Speed(
-        device=run.device.type,
         step_s=step_s,
         tokens_per_s=tokens / sum(times),
         peak_gib=peak_gib(run.device),
@@ -207,9 +197,8 @@ def main() -> None:
     """Prints the table."""
     options = arguments()
     found = measured(options)
-    where = f"{found.device}, {torch.get_num_threads()} threads, {options.dtype}"
-    size = f"head of {found.head_size / 1e6:.1f} M"
-    table = Table("figure", "value", title=f"{options.head}, {size}, {where}")
+    head = f"{options.head}, head of {found.head_size / 1e6:.1f} M, {options.dtype}"
+    table = Table("figure", "value", title=f"{head}, {where(best_device())}")
     table.add_row("time of a step", f"{1000 * found.step_s:.0f} ms")
     table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}")
     table.add_row("peak memory", f"{found.peak_gib:.2f} GiB")

@@ -24,7 +24,7 @@ from eval.clock import timed
 from heads.documents import Documents
 from heads.eagle.branch_attention import branch_attention, plain_attention
 from heads.eagle.branches import Branches, causal_rows
-from scripts.bench.footprint import peak_bytes
+from scripts.bench.footprint import add_sizes, best_device, peak_bytes
 
 STEPS = (1, 3, 5, 7)
 
@@ -68,24 +68,20 @@ def _places(query: Tensor) -> Tensor:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The sizes; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
+    add_sizes(parser, tokens=1024, heads=16, kv_heads=4, head_dim=64, repeats=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args(given)
 
 
 def main() -> None:
     """Prints one line per J."""
     options = arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     heads = f"{options.heads} heads on {options.kv_heads}"
-    print(f"{options.tokens} tokens, {heads}, {options.dtype}, {device}")
+    print(f"{options.tokens} tokens, {heads}, {options.dtype}, {device.type}")
     print("   J   MiB fused   plain    full   s fused   plain    full   plain/fused   full/fused")
     for num_steps in STEPS:
-        mib, seconds = measured(options, num_steps, torch.device(device))
+        mib, seconds = measured(options, num_steps, device)
         fused, plain, full = seconds
         print(
             f"{num_steps:4} {mib[0]:11.0f} {mib[1]:7.0f} {mib[2]:7.0f} {fused:9.2f} {plain:7.2f} "

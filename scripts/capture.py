@@ -7,13 +7,11 @@ Training then needs neither the target nor the data. Every process writes shards
 several machines into a folder that all of them see; a second start continues.
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
@@ -29,13 +26,14 @@ from tqdm import tqdm
 from conf.retry import retried
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun
+from data.embedded import fill_unset
 from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
 from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
 from data.provenance import provenance
 from data.shard import ShardIndex, file_checksum, is_whole
 from eval import entry
-from eval.launch import check_launch
+from eval.measure.processes import start
 from heads.target.ends import TargetEnds
 from heads.target.layerless import LayerlessTarget
 from heads.target.load import load_target, load_tokenizer
@@ -49,7 +47,7 @@ from scripts.store.states import (
     stored,
     token_fields,
 )
-from train.loop.command import check_data, fill_defaults
+from train.loop.command import check_data
 from train.loop.replay import greedy_answer
 
 ENDS_FOLDER = Path(ENDS).parent
@@ -65,7 +63,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     check_data(config)
     state = start()
     with state.main_process_first():
-        fill_defaults(config, state.is_main_process)
+        fill_unset(config, progress=state.is_main_process)
         work = prepared(config, state, shard_bytes)
     check_plan(work.folder, work.plan)
     check_disk(work, say=state.is_main_process)
@@ -82,19 +80,6 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
             finish(work, state)
     if state.is_main_process:
         print(f"features saved to {work.folder}: train with data.features={work.folder}")
-
-
-def start() -> PartialState:
-    """Joins the processes of this launch.
-
-    Raises:
-        InputError: they do not see each other.
-    """
-    cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    # A process that continues may wait for one that has all of its shards to write.
-    state = PartialState(cpu=cpu, timeout=timedelta(days=30))
-    check_launch(os.environ, state.num_processes)
-    return state
 
 
 @contextmanager

@@ -16,10 +16,9 @@ from conf.schema import InputError, TargetConfig
 from conf.schema_export import ExportRun
 from eval.entry import run
 from heads.export.golden import golden
-from heads.export.serve import serve_command
 from heads.export.writer import check_format, check_target, export_head
 from heads.kind import UNKNOWN, DraftHead
-from heads.kinds import read_head
+from heads.kinds import kind_of, read_head
 from heads.storage import PROVENANCE, locate
 from heads.target.load import load_target
 from heads.target.model import Target
@@ -36,7 +35,8 @@ def main(config: ExportRun) -> None:
     check_target(head, config.format)
     export_head(head, config.format, golden(head, target), out_dir, provenance)
     _verify(out_dir)
-    print(f"wrote {out_dir}; serve it with\n\n{serve_command(head, config.format, str(out_dir))}")
+    command = kind_of(head).serve_command(head, config.format, str(out_dir))
+    print(f"wrote {out_dir}; serve it with\n\n{command}")
 
 
 def _check_out_dir(out_dir: Path) -> None:
@@ -87,10 +87,10 @@ def _verify(out_dir: Path) -> None:
     Raises:
         InputError: it does not compute what was trained.
     """
-    from eval.parity.gate import verify
+    from eval.parity.gate import check_parity
 
     try:
-        verdict = verify(out_dir)
+        verdict = check_parity(out_dir)
     except InputError as error:
         raise InputError(f"{error}. {out_dir} is left as it is: do not serve it") from error
     for line in verdict.lines:

@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from conf.schema import InputError
 from conf.schema_measure import PruneRun
+from data.embedded import fill_unset
 from data.journal import write_whole
 from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
@@ -30,7 +30,7 @@ from eval.measure import processes
 from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
-from eval.measure.replay import accepted_lengths, ranked_drafts, verify_steps
+from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
@@ -46,19 +46,15 @@ from scripts.publish.staging import read_json
 from train.batch.prefetch import on_device
 from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
-from train.loop.command import check_data, fill_defaults
+from train.loop.command import check_data
 from train.loop.replay import heldout_prompts
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"
 
 
-@dataclass(frozen=True)
-class AnsweredPrompt:
-    """A held-out prompt and the target's own greedy text after it."""
-
-    prompt: Prompt
-    token_ids: list[int]
+Answered = tuple[list[int], list[int]]
+"""Token ids of a held-out prompt, and of the target's own greedy text after it."""
 
 
 def main(config: PruneRun) -> None:
@@ -72,7 +68,7 @@ def main(config: PruneRun) -> None:
     state = processes.start()
     if state.num_processes > 1:
         raise InputError(f"{state.num_processes} processes: one prunes; start just that")
-    fill_defaults(config, progress=True)
+    fill_unset(config)
     target = load_target(config.target, state.device)
     # Still float32: what is saved must not be rounded to the target's dtype.
     head.attach(target)
@@ -94,7 +90,7 @@ def main(config: PruneRun) -> None:
         "before": rows[-1],
         "pruned": rows[:-1],
         "num_prompts": len(answers),
-        "num_tokens": sum(len(each.token_ids) for each in answers),
+        "num_tokens": sum(len(text) for _, text in answers),
         "num_counted": int(counts.sum()),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "device": device_name(),
@@ -156,20 +152,12 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
 
 def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDataset, DataReport]:
     """Training and held-out data, split as training splits them."""
-    train, heldout, report = prepare(
-        config.data,
-        target.tokenizer,
-        path=str(config.data.path),
-        eval_path=config.data.eval_path,
-        seed=config.seed,
-    )
+    train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
     print("\n".join(report.lines()))
     return train, heldout, report
 
 
-def answer(
-    config: PruneRun, target: Target, heldout: PackedDataset, depth: int
-) -> list[AnsweredPrompt]:
+def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int) -> list[Answered]:
     """The target's greedy text after held-out prompts.
 
     Raises:
@@ -183,7 +171,7 @@ def answer(
     prompts = [Prompt("heldout", token_ids) for token_ids in found]
     check_window(config.max_new_tokens, prompts, target, depth)
     texts = greedy_responses(target, prompts, config.max_new_tokens)
-    return [AnsweredPrompt(*pair) for pair in zip(prompts, texts, strict=True)]
+    return list(zip(found, texts, strict=True))
 
 
 @torch.no_grad()
@@ -216,7 +204,7 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
 
 
 def measure(
-    target: Target, heads: Sequence[DraftHead], answers: Sequence[AnsweredPrompt], depth: int
+    target: Target, heads: Sequence[DraftHead], answers: Sequence[Answered], depth: int
 ) -> list[dict[str, Any]]:
     """tau of each head on the same text, and what a draft of it costs.
 
@@ -224,7 +212,7 @@ def measure(
     decoding, one text at a time, over the same engine without drafting.
     """
     chain = Tree.chain(depth)
-    texts = sorted((each.prompt.token_ids + each.token_ids for each in answers), key=len)
+    texts = sorted((prompt + text for prompt, text in answers), key=len)
     drafters = {
         index: BenchHead("", head, chain, chain).drafter("chain", GREEDY, [0])
         for index, head in enumerate(heads)
@@ -250,18 +238,15 @@ def measure(
 
 
 def replay(
-    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[AnsweredPrompt]
+    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[Answered]
 ) -> list[list[PromptSteps]]:
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]
-    for each in tqdm(answers, desc="replay", unit="prompt"):
-        prompt, text = each.prompt.token_ids, each.token_ids
+    for prompt, text in tqdm(answers, desc="replay", unit="prompt"):
         output = target.read_text(prompt + text[:-1], heads[0].reads)
         for head, prompts in zip(heads, found, strict=True):
-            accepted = accepted_lengths(
-                chain, ranked_drafts(head, chain, output, prompt, text), text
-            )
-            prompts.append(PromptSteps(each.prompt.category, verify_steps(accepted, len(text))))
+            ranked = ranked_drafts(head, chain, output, prompt, text)
+            prompts.append(PromptSteps("heldout", steps_along(chain, ranked, text)))
     return found
 
 

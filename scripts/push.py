@@ -20,16 +20,10 @@ from eval.entry import run
 from heads.kind import DraftHead
 from heads.kinds import kind_of, load_head
 from heads.storage import PROVENANCE
+from scripts.publish import push_exports
 from scripts.publish.card_facts import CardFacts, ExportFacts, copied_weights, is_hub_id
 from scripts.publish.hub import Terms, ask_terms, files_of, upload
 from scripts.publish.model_card import model_card
-from scripts.publish.push_exports import (
-    ExportFolder,
-    check_same,
-    open_exports,
-    stage_export,
-    verified,
-)
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
 FIGURES = ("acceptance.png", "speedup.png")
@@ -42,11 +36,11 @@ NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 def main(config: PushRun) -> None:
     """Stages, then writes to `out_dir` (dry run) or uploads, in one commit per repository."""
     _check(config)
-    exports = open_exports(config.exports)
+    exports = push_exports.open_exports(config.exports)
     folder = _head_folder(config)
     head = load_head(str(folder))
     for export in exports:
-        check_same(head, export)
+        push_exports.check_same(head, export)
     provenance = read_json(folder / PROVENANCE) or {}
     terms = _terms(config, provenance, head.config.target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
@@ -158,7 +152,9 @@ def _is_own(path: Path) -> bool:
     return path.name in OWN_JSON or path.name.endswith(OWN_SUFFIXES)
 
 
-def _stage_export(config: PushRun, export: ExportFolder, repos: dict[str, Path]) -> ExportFacts:
+def _stage_export(
+    config: PushRun, export: push_exports.ExportFolder, repos: dict[str, Path]
+) -> ExportFacts:
     """Effects: fills a folder of the head's repository, or one that joins `repos`."""
     if config.layout is Layout.one:
         repo_id, folder = config.repo_id, export.format.value
@@ -166,8 +162,8 @@ def _stage_export(config: PushRun, export: ExportFolder, repos: dict[str, Path])
         repo_id, folder = f"{config.repo_id}-{export.format.value}", ""
         repos[repo_id] = repos[config.repo_id].parent / export.format.value
     staged = repos[repo_id] / folder
-    stage_export(export, staged)
-    return verified(export, staged, repo_id, folder)
+    push_exports.stage_export(export, staged)
+    return push_exports.verified(export, staged, repo_id, folder)
 
 
 def _facts(config: PushRun, head: DraftHead, folder: Path, provenance: dict[str, Any]) -> CardFacts:

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from tqdm import tqdm
 
-from conf.schema import Form, InputError, OnBadRow, RegenerateRun
+from conf.schema import Form, InputError, OnBadRow, RegenerateRun, not_negative, positive
 from data.embedded import ensure_embedded
 from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
-from data.records import Record, Records, load_records
+from data.records import Record, Records, load_data
 from eval.entry import run
 from heads.target.load import load_target, resolve_dtype
 from scripts.answers.local import LocalAnswers
@@ -185,12 +185,8 @@ def main(config: RegenerateRun) -> None:
 
 
 def _check(config: RegenerateRun) -> None:
-    for name in ("concurrency", "batch_size", "max_new_tokens", "timeout_s"):
-        if getattr(config, name) <= 0:
-            raise InputError(f"{name}={getattr(config, name)}: must be above 0")
-    for name in ("temperature", "max_retries"):
-        if getattr(config, name) < 0:
-            raise InputError(f"{name}={getattr(config, name)}: must be at least 0")
+    positive("", config, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
+    not_negative("", config, "temperature", "max_retries")
     if config.endpoint is None and config.model is not None:
         raise InputError(
             f"model={config.model}: names an endpoint's model, and endpoint is not set; "
@@ -199,11 +195,8 @@ def _check(config: RegenerateRun) -> None:
 
 
 def _load(config: RegenerateRun) -> Records:
-    data = config.data
-    path = data.path or str(ensure_embedded().train_path)
-    records = load_records(
-        path, subset=data.subset, split=data.split, form=data.form, on_bad_row=data.on_bad_row
-    )
+    path = config.data.path or str(ensure_embedded().train_path)
+    records = load_data(path, config.data)
     if records.form is Form.text:
         raise InputError(
             f"data.path={path}: plain text has no questions to answer; allowed forms: "

@@ -11,27 +11,20 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from conf.schema import InputError, ShowMaskRun
+from conf.schema import ShowMaskRun, TargetConfig
 from data.chat import Sample, encode
-from data.embedded import ensure_embedded
-from data.records import load_records
+from data.embedded import fill_unset
+from data.records import load_data
 from eval.entry import run
+from heads.target.load import common, naming
 
 
 def main(config: ShowMaskRun) -> None:
     """Prints `num_samples` samples with their learnt tokens coloured."""
-    target, data = config.target.path, config.data.path
-    if target is None or data is None:
-        embedded = ensure_embedded()
-        target, data = target or embedded.target_path, data or embedded.train_path
-    tokenizer = _tokenizer(config, target)
-    rows = load_records(
-        data,
-        subset=config.data.subset,
-        split=config.data.split,
-        form=config.data.form,
-        on_bad_row=config.data.on_bad_row,
-    )
+    fill_unset(config)
+    tokenizer = _tokenizer(config.target)
+    data = str(config.data.path)
+    rows = load_data(data, config.data)
     console = Console(highlight=False)
     console.print(f"{data}: {len(rows.records):,} records of form {rows.form.value}", markup=False)
     for message in rows.bad:
@@ -62,15 +55,9 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bo
     return text
 
 
-def _tokenizer(config: ShowMaskRun, target: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(
-            target,
-            revision=config.target.revision,
-            trust_remote_code=config.target.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise InputError(f"target.path={target}: no tokenizer can be loaded: {error}") from None
+def _tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    with naming(config):
+        return AutoTokenizer.from_pretrained(config.path, **common(config))
 
 
 if __name__ == "__main__":

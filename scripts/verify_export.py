@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.schema import InputError
-from eval.parity.gate import FORMATS, verify
+from eval.parity.gate import FORMATS, check_parity
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     try:
-        verdict = verify(chosen.folder, chosen.format)
+        verdict = check_parity(chosen.folder, chosen.format)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

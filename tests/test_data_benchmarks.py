@@ -186,6 +186,6 @@ def test_a_configuration_that_is_missing(hub):
 
 
 def test_the_configuration_is_a_setting(hub):
-    config = DataConfig(subset="main", split="test", max_length=512)
-    report = prepare(config, tokenizer(), path="openai/gsm8k", eval_path=None, seed=0)[2]
+    config = DataConfig("openai/gsm8k", subset="main", split="test", max_length=512)
+    report = prepare(config, tokenizer(), seed=0)[2]
     assert report.num_records == 4

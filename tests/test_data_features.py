@@ -130,7 +130,6 @@ def test_what_is_written_is_read_and_padded(
     written = make_store(tmp_path / "store", kept)
     store = FeatureStore(tmp_path / "store")
     assert [len(each) for each in (store.train, store.heldout, store.replay)] == [3, 1, 1]
-    assert (store.train.num_tokens, store.train.num_supervised_tokens) == (10, 5)
     for number, expected in enumerate(written["train"]):
         found = store.train[number]
         assert set(found) == {*expected, "position_ids"}

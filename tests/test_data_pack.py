@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
+from data import pack as packing
 from data.chat import Sample
-from data.pack import NUM_BAD_SHOWN, DataReport, PackedDataset, pack, prepare, split
+from data.pack import NUM_BAD_SHOWN, DataReport, PackedDataset, pack, split
 from data.records import Record
 
 CHATML = (
@@ -25,6 +27,12 @@ CHATML = (
 def sample(*ids: int, learnt: bool = True) -> Sample:
     """Token ids; the first is never learnt."""
     return Sample(list(ids), [False] + [learnt] * (len(ids) - 1), False)
+
+
+def prepare(
+    config: DataConfig, tokenizer: Any, *, path: str, eval_path: str | None, **more: Any
+) -> tuple[PackedDataset, PackedDataset, DataReport]:
+    return packing.prepare(replace(config, path=path, eval_path=eval_path), tokenizer, **more)
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_a_curve_never_falls_beyond_its_sizes() -> None:
 
 def test_a_curve_survives_its_file(tmp_path) -> None:
     curve = CostCurve("gpu", [1, 2], [0.5, 0.75], context=7, draft_seconds=0.25, source="me")
-    (tmp_path / "curve.json").write_text(json.dumps(curve.described()))
+    (tmp_path / "curve.json").write_text(json.dumps(asdict(curve)))
     assert load_curve(str(tmp_path / "curve.json")) == curve
 
 

@@ -28,7 +28,7 @@ from toys import noisy_head, random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
-from eval.parity.gate import TOLERANCE, verify
+from eval.parity.gate import TOLERANCE, check_parity
 from heads.eagle.head import EagleHead
 from heads.target.model import Target
 from heads.vocab import DraftVocab
@@ -90,7 +90,7 @@ def test_a_good_export_gives_the_trained_logits(
 ) -> None:
     head = eagle(target, EagleForm[kind], **settings)
     count = {"num_aux_hidden_states": len(head.config.layers)} if kind == "eagle3" else {}
-    verdict = verify(write_eagle(tmp_path / "export", head, target, **count))
+    verdict = check_parity(write_eagle(tmp_path / "export", head, target, **count))
     assert verdict.max_difference < TOLERANCE * verdict.scale / 2
     assert f"format vllm, head {kind}" in verdict.lines[0]
 
@@ -99,7 +99,7 @@ def test_a_good_export_gives_the_trained_logits(
 def test_every_rope_that_a_head_can_have_is_read(tmp_path: Path, rope: str) -> None:
     target = random_target(**FAR, rope_parameters=ROPES[rope])
     old = None if rope == "default" else old_spelling(ROPES[rope])
-    verify(write_eagle(tmp_path / "export", eagle(target), target, rope_scaling=old))
+    check_parity(write_eagle(tmp_path / "export", eagle(target), target, rope_scaling=old))
 
 
 def test_a_qwen3_head_with_its_own_embedding_and_one_norm_over_all_features(
@@ -107,26 +107,26 @@ def test_a_qwen3_head_with_its_own_embedding_and_one_norm_over_all_features(
 ) -> None:
     config = replace(eagle(target).config, qk_norm=True, norm_before_fc=True, own_embedding=True)
     head = shaken(EagleHead(config, DraftVocab.everything(target.vocab_size)).attach(target))
-    verify(write_eagle(tmp_path / "export", head, target))
+    check_parity(write_eagle(tmp_path / "export", head, target))
 
 
 def test_a_head_that_uses_the_targets_output_head(target: Target, tmp_path: Path) -> None:
     config = replace(eagle(target).config, own_output_head=False)
     head = shaken(EagleHead(config, DraftVocab.everything(target.vocab_size)).attach(target))
     folder = write_eagle(tmp_path / "export", head, target, draft_vocab_size=target.vocab_size)
-    assert "the target's output head" in verify(folder).lines[-1]
+    assert "the target's output head" in check_parity(folder).lines[-1]
 
 
 def test_medusa_under_the_names_of_the_authors_and_of_vllm(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path, "medusa")
-    assert verify(folder).max_difference == 0
+    assert check_parity(folder).max_difference == 0
     with edited(folder / "medusa_lm_head.safetensors") as tensors:
         for name in list(tensors):
             head, layer, *rest = name.split(".")
             block = f"blocks.{head}.layers.{layer}.{rest[-1]}"
             new = block if rest[0] == "linear" else f"lm_heads.{head}.weight"
             tensors[new] = tensors.pop(name)
-    assert verify(folder).max_difference == 0
+    assert check_parity(folder).max_difference == 0
 
 
 DIFFER = "logits of the served head differ"
@@ -207,7 +207,7 @@ def test_a_fault_in_the_weights_is_named(good: Path, tmp_path: Path, fault: str)
     with edited(next(folder.glob("*.safetensors"))) as tensors:
         breaks(tensors)
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 BROKEN_CONFIGS = {
@@ -301,7 +301,7 @@ def test_a_fault_in_the_config_is_named(good: Path, tmp_path: Path, fault: str) 
     with edited_json(folder / CONFIG) as config:
         breaks(config)
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 def test_layers_off_by_one_show_in_the_logits_too(good: Path, tmp_path: Path) -> None:
@@ -310,4 +310,4 @@ def test_layers_off_by_one_show_in_the_logits_too(good: Path, tmp_path: Path) ->
         layers(0, 2, 4)(config)
         note["export"]["layers"] = [0, 2, 4]
     with pytest.raises(InputError, match=rf"{DIFFER}.* at depth \d, row \d+"):
-        verify(folder)
+        check_parity(folder)

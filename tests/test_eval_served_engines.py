@@ -14,7 +14,7 @@ from toys import noisy_head, random_target
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat
-from eval.parity.gate import TOLERANCE, verify
+from eval.parity.gate import TOLERANCE, check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
@@ -91,7 +91,7 @@ def good(
     "cell", [f"{engine} {name}" for name, formats in CELLS.items() for engine in formats]
 )
 def test_what_the_exporter_writes_is_what_was_trained(good: Path, cell: str) -> None:
-    verdict = verify(good / cell)
+    verdict = check_parity(good / cell)
     assert verdict.max_difference < TOLERANCE * verdict.scale / 2
 
 
@@ -104,7 +104,7 @@ def test_a_bfloat16_export_is_compared_as_it_will_be_served(
     head = shaken(head).attach(target, torch.bfloat16)
     folder = tmp_path / "export"
     export_head(head, ExportFormat.vllm, golden(head, target), folder, {"seed": 0})
-    assert any("of bfloat16" in line for line in verify(folder).lines)
+    assert any("of bfloat16" in line for line in check_parity(folder).lines)
 
 
 def ids(*numbers: int) -> Callable[[dict[str, Any]], None]:
@@ -265,7 +265,7 @@ def test_a_trap_of_an_engine_in_the_config(good: Path, tmp_path: Path, trap: str
     with edited_json(folder / "config.json") as config:
         breaks(config)
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 def foreign_embedding(tensors: dict[str, Tensor]) -> None:
@@ -318,7 +318,7 @@ def test_a_trap_of_an_engine_in_the_weights(good: Path, tmp_path: Path, trap: st
     with edited(next(folder.glob("*.safetensors"))) as tensors:
         breaks(tensors)
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_the_layers_that_tensorrt_llm_is_launched_with(
     assert "eagle3_layers_to_capture: [1, 3, 4]" in text
     (folder / "README.md").write_text(text.replace("eagle3_layers_to_capture: [1, 3, 4]", wrong))
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 def test_one_feature_as_wide_as_the_head_is_not_fused(good: Path, tmp_path: Path) -> None:
@@ -345,11 +345,11 @@ def test_one_feature_as_wide_as_the_head_is_not_fused(good: Path, tmp_path: Path
         ids(3)(config)
         config["num_aux_hidden_states"] = 1
     with pytest.raises(InputError, match="leaves fc out"):
-        verify(folder)
+        check_parity(folder)
 
 
 def test_medusa_heads_lie_in_the_file_that_is_opened(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path, "tgi medusa")
     next(folder.glob("*.safetensors")).rename(folder / "model.safetensors")
     with pytest.raises(InputError, match=r"reads medusa_lm_head\.safetensors alone"):
-        verify(folder)
+        check_parity(folder)

@@ -13,7 +13,7 @@ from torch import Tensor
 from toys import random_target
 
 from conf.schema import InputError
-from eval.parity.gate import verify
+from eval.parity.gate import check_parity
 from scripts import verify_export
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +56,7 @@ def test_a_fault_in_the_golden_file_is_named(good: Path, tmp_path: Path, fault: 
     with edited(folder / GOLDEN) as tensors:
         breaks(tensors)
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 BROKEN_FOLDERS = {
@@ -87,26 +87,26 @@ def test_a_fault_in_the_folder_is_named(good: Path, tmp_path: Path, fault: str) 
     folder = copied(good, tmp_path, "eagle3")
     breaks(folder)
     with pytest.raises(InputError, match=message):
-        verify(folder)
+        check_parity(folder)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
-        verify(tmp_path / "export")
+        check_parity(tmp_path / "export")
 
 
 def test_the_note_must_fit_the_golden_file_and_the_format(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path, "eagle3")
     with pytest.raises(InputError, match="--format sglang"):
-        verify(folder, "sglang")
+        check_parity(folder, "sglang")
     with edited_json(folder / NOTE) as note:
         note["export"]["format"] = "tgi"
     with pytest.raises(InputError, match=r"no heads of kind eagle3; allowed: .*'vllm'"):
-        verify(folder)
+        check_parity(folder)
     with edited_json(folder / NOTE) as note:
         note["export"]["kind"] = "medusa"
     with pytest.raises(InputError, match=r"export\.kind=medusa"):
-        verify(folder)
+        check_parity(folder)
 
 
 def test_the_command_prints_one_line_per_check(good: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,10 +237,10 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(setting, tmp_path, fa
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
     head = setting["folder"] / "medusa"
     for name, curve in (("free", FREE), ("dear", DEAR)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(curve.described()))
+        (tmp_path / f"{name}.json").write_text(json.dumps(asdict(curve)))
         result = searched(setting, head, tmp_path / name, curve=str(tmp_path / f"{name}.json"))
         assert not (head / "draft_tree.json").exists()
-        assert result["curve"] == curve.described()
+        assert result["curve"] == asdict(curve)
         assert result["measured"] is result["measured_gain"] is result["advice"] is None
         found = result["found"]
         assert found["measured_tau"] is found["measured_speedup"] is None

@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 
 from conf.schema import InputError
 from conf.schema_export import ExportFormat
-from eval.parity.gate import verify
+from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export import writer as export
 from heads.export.golden import golden
-from heads.export.serve import serve_command
 from heads.export.writer import check_format, check_target
-from heads.kinds import load_head
+from heads.kinds import kind_of, load_head
 from heads.medusa.head import MedusaHead
 from heads.target.model import Target
 from heads.vocab import DraftVocab
@@ -279,7 +278,7 @@ def test_the_readme_says_how_to_serve_and_verify(
     head = make(target, kind)
     if kind == "medusa":
         head.config = replace(head.config, target="me/toy")
-    assert serve_command(head, ExportFormat(engine), "DIR") == SERVED[engine, kind]
+    assert kind_of(head).serve_command(head, ExportFormat(engine), "DIR") == SERVED[engine, kind]
     text = (exported(head, target, engine, tmp_path / "out") / "README.md").read_text()
     assert f"```\n{SERVED[engine, kind]}\n```" in text
     assert "python scripts/verify_export.py DIR" in text
@@ -300,5 +299,5 @@ def test_golden_values_travel_with_the_head(target: Target, tmp_path: Path) -> N
 def test_an_independent_reader_computes_the_trained_logits(
     target: Target, tmp_path: Path, engine: str, kind: str
 ) -> None:
-    verdict = verify(exported(make(target, kind), target, engine, tmp_path / "out"))
+    verdict = check_parity(exported(make(target, kind), target, engine, tmp_path / "out"))
     assert verdict.max_difference < 1e-4 * verdict.scale

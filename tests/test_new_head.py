@@ -23,7 +23,7 @@ from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
 from eval import acceptance, speedup
 from eval.compare.methods import known_methods
 from eval.parity import readers
-from eval.parity.gate import verify
+from eval.parity.gate import check_parity
 from heads.kinds import KINDS, load_head
 from scripts import bench_engine, export, prune
 from scripts.bench.objectives import fresh_objective
@@ -127,7 +127,7 @@ def test_its_export_is_verified_and_published(
 
     save_file(weights, out / WEIGHTS)
     with pytest.raises(InputError, match="differ from the trained one's"):
-        verify(out)
+        check_parity(out)
 
 
 def test_pruning_refuses_it_with_its_own_words(inputs: Path, head: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from conf.schema import HeadRef, InputError, Layout, PushRun
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from conf.schema_export import ExportFormat
-from eval.parity.gate import verify
+from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
@@ -104,7 +104,7 @@ def test_what_is_pulled_computes_the_head(hub: HubServer, run_dir: Path, tmp_pat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     for engine in ("vllm", "sglang"):
-        verdict = verify(tmp_path / "pulled" / engine)
+        verdict = check_parity(tmp_path / "pulled" / engine)
         assert verdict.max_difference <= 1e-4 * verdict.scale
 
 

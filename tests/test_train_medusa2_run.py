@@ -64,8 +64,7 @@ def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path, in
     assert last["eval/target_change_percent"] == pytest.approx(change) != 0.0
     adapted = TargetConfig(path=str(inputs / "target"), adapter=str(straight / "adapter"))
     target, config = load_target(adapted, CPU), settings(inputs, straight)
-    path = str(config.data.path)
-    heldout = prepare(config.data, target.tokenizer, path=path, eval_path=None, seed=0)[1]
+    heldout = prepare(config.data, target.tokenizer, seed=0)[1]
     head = load_head(str(straight / "head")).attach(target).eval()
     live = HeldoutReplay(target, heldout_prompts(heldout, 2), 2, head.reads)
     assert last["eval/tau"] == pytest.approx(live(head)["tau"])

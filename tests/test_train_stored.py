@@ -100,8 +100,8 @@ def test_settings_of_the_data_that_contradict_the_store(
     ("target", "message"),
     [
         ({"dtype": Dtype.float32}, r"target\.dtype=float32: .* captured in bfloat16"),
-        ({"adapter": "lora"}, r"target\.adapter=lora: .* captured with None"),
-        ({"revision": "v2"}, r"target\.revision=v2: .* captured with None"),
+        ({"adapter": "lora"}, r"target\.adapter=lora: .* captured with target\.adapter=None"),
+        ({"revision": "v2"}, r"target\.revision=v2: .* captured with target\.revision=None"),
     ],
 )
 def test_settings_of_the_target_that_contradict_the_store(

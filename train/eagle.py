@@ -17,9 +17,8 @@ from torch.profiler import record_function
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
-from data.features import StoredDataset
+from data.features import TrainingData
 from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from data.pack import PackedDataset
 from eval import entry
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.formats import load_eagle
@@ -27,20 +26,12 @@ from heads.eagle.head import EagleHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
-from train.batch.states import states_of, with_states
+from train.batch.states import states_of
 from train.loop import command, resume
+from train.loss import sizes
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Teacher
 from train.loss.losses import Sums
-from train.loss.sizes import (
-    FLOAT32,
-    PIECES_OF_TEACHER,
-    Counted,
-    Setting,
-    chunk_bytes,
-    copied_bytes,
-    loss_bytes,
-)
 from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import Objective
 
@@ -68,7 +59,7 @@ class EagleObjective(Objective):
         self.criterion.compiled = True
         self.head.compile_layers()
 
-    def memory(self, setting: Setting) -> Counted:
+    def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
@@ -82,18 +73,19 @@ class EagleObjective(Objective):
         attention = head.layer.self_attn
         query, keys = attention.q_proj.out_features, attention.k_proj.out_features
         a_step = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
-        text = (FLOAT32 + e) * head.fc.in_features + FLOAT32 * 2 * hidden
+        text = (sizes.FLOAT32 + e) * head.fc.in_features + sizes.FLOAT32 * 2 * hidden
         kept = tokens * (num_steps * a_step + text)
-        grads = FLOAT32 * num_steps * tokens * hidden
+        grads = sizes.FLOAT32 * num_steps * tokens * hidden
         students = num_steps * tokens
         one = head.projection().weight.shape[0], hidden
         teacher = tokens * one[0] * self.target.dtype.itemsize
         loss = (
             grads
-            + loss_bytes(setting, students, one, PIECES_OF_TEACHER)
-            + min(teacher, chunk_bytes(setting))
+            + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
+            + min(teacher, sizes.chunk_bytes(setting))
         )
-        return Counted(copied_bytes(head, setting), kept, loss, 2 * grads + 3 * tokens * inner * e)
+        copies, backward = sizes.copied_bytes(head, setting), 2 * grads + 3 * tokens * inner * e
+        return sizes.Counted(copies, kept, loss, backward)
 
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what each step learns of it."""
@@ -103,13 +95,9 @@ class EagleObjective(Objective):
     def counts(self, batch: Batch) -> Tensor:
         """[J] float32, what the summed loss of each step is divided by."""
         if self.config.token_normalizer is TokenNormalizer.supervised:
-            return batch[SUPERVISION].counts[1:]
+            return super().counts(batch)
         num_tokens = (batch["document_ids"] >= 0).sum().float()
         return num_tokens.expand(self.config.num_steps)
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The batch with the target's states."""
-        return with_states(self.target, batch, self.head.reads)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the head gives on a prepared batch; `scale` [J] weighs the losses of the steps."""
@@ -161,9 +149,7 @@ class EagleObjective(Objective):
 def main(config: EagleRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(
-        target: TargetEnds, train: PackedDataset | StoredDataset
-    ) -> tuple[EagleObjective, list[str]]:
+    def build(target: TargetEnds, train: TrainingData) -> tuple[EagleObjective, list[str]]:
         head, lines = make_head(config, target, train)
         return EagleObjective(head, target, config.head), lines
 
@@ -171,7 +157,7 @@ def main(config: EagleRun) -> None:
 
 
 def make_head(
-    config: EagleRun, target: TargetEnds, train: PackedDataset | StoredDataset
+    config: EagleRun, target: TargetEnds, train: TrainingData
 ) -> tuple[EagleHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 
@@ -208,10 +194,7 @@ def make_head(
 
 def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
     """With the settings of the form's first recipe, for benchmarks."""
-    eagle1 = EagleConfig(form=EagleForm.eagle1, num_steps=1, regression_weight=1.0)
-    return EagleObjective(
-        head, target, eagle1 if head.config.form is EagleForm.eagle1 else EagleConfig()
-    )
+    return EagleObjective(head, target, entry.head_recipe(EagleConfig, head.config.form.value))
 
 
 if __name__ == "__main__":

@@ -8,26 +8,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from torch import Tensor
 
 from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
-from data.features import StoredDataset
+from data.features import TrainingData
 from data.layout import HIDDEN
-from data.pack import PackedDataset
 from eval import entry
 from heads.medusa.head import MedusaHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, Batch
-from train.batch.states import with_states
 from train.loop import command, resume
+from train.loss import sizes
 from train.loss.losses import Sums, medusa_loss, medusa_weights
-from train.loss.sizes import (
-    FLOAT32,
-    PIECES_OF_TEACHER,
-    PIECES_OF_TEXT,
-    Counted,
-    Setting,
-    copied_bytes,
-    loss_bytes,
-)
 from train.loss.teachers import HiddenTeacher
 from train.objective import Objective
 
@@ -52,27 +42,21 @@ class MedusaObjective(Objective):
         self.compiled = True
         self.head.compile_layers()
 
-    def memory(self, setting: Setting) -> Counted:
+    def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """N H float32 of states; per head and token 2 H e in its blocks, H float32 for the loss."""
         head, hidden = self.head, self.target.hidden_size
         tokens, e = setting.tokens, setting.dtype.itemsize
         rows = tokens * hidden
-        kept = FLOAT32 * rows + head.num_heads * rows * (2 * head.config.num_layers * e + FLOAT32)
-        grads = head.num_heads * rows * FLOAT32
+        of_a_head = 2 * head.config.num_layers * e + sizes.FLOAT32
+        kept = sizes.FLOAT32 * rows + head.num_heads * rows * of_a_head
+        grads = head.num_heads * rows * sizes.FLOAT32
         one = len(head.vocab.ids), hidden
-        loss = loss_bytes(setting, tokens, one, PIECES_OF_TEACHER if self.soft else PIECES_OF_TEXT)
+        pieces = sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
+        loss = sizes.loss_bytes(setting, tokens, one, pieces)
         # With hard labels heads take their turns, and only one has its projection cast.
         spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
-        copies = max(0, copied_bytes(head, setting) - e * spared)
-        return Counted(copies, kept, loss + grads, grads + 3 * rows * FLOAT32)
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[K] float32 supervised tokens of each head."""
-        return batch[SUPERVISION].counts[1:]
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The batch with the target's states."""
-        return with_states(self.target, batch, self.head.reads)
+        copies = max(0, sizes.copied_bytes(head, setting) - e * spared)
+        return sizes.Counted(copies, kept, loss + grads, grads + 3 * rows * sizes.FLOAT32)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
@@ -87,9 +71,7 @@ class MedusaObjective(Objective):
 def main(config: MedusaRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(
-        target: TargetEnds, _train: PackedDataset | StoredDataset
-    ) -> tuple[MedusaObjective, list[str]]:
+    def build(target: TargetEnds, _train: TrainingData) -> tuple[MedusaObjective, list[str]]:
         head = make_head(config.head, target)
         size = sum(parameter.numel() for parameter in head.parameters())
         line = f"head: {head.num_heads} Medusa heads, {size / 1e6:.1f} M parameters"

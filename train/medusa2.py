@@ -103,10 +103,6 @@ class Medusa2Objective(Objective):
         weight = heads_weight(self.joint, step - self._first_step, joint_steps)
         return self._weights(float(self.adapting), weight)
 
-    def counts(self, batch: Batch) -> Tensor:
-        """[1 + K] float32 supervised tokens of the target and of each head."""
-        return batch[SUPERVISION].counts
-
     def prepare(self, batch: Batch) -> Batch:
         """The batch: what the target gives needs gradients."""
         return batch

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from train.batch.rows import Batch, indexed
+from train.batch.rows import SUPERVISION, Batch, indexed
+from train.batch.states import with_states
 from train.loss.losses import Sums
 from train.loss.sizes import Counted, Setting
 
@@ -74,12 +75,15 @@ class Objective(nn.Module):
         return indexed(batch, self.depth)
 
     def counts(self, batch: Batch) -> Tensor:
-        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum."""
-        raise NotImplementedError
+        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum.
+
+        Its supervised tokens, unless a loss is another mean.
+        """
+        return batch[SUPERVISION].counts[self.first_depth :]
 
     def prepare(self, batch: Batch) -> Batch:
         """An indexed batch with what the target gives; needs no gradient, no head, and no step."""
-        raise NotImplementedError
+        return with_states(self.target, batch, self.head.reads)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""

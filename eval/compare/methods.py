@@ -139,8 +139,8 @@ class Builder:
         if self.config.draft.path is not None:
             found |= self._with_draft_model(self.config.draft.path, single)
         return found | {
-            "prompt_lookup": self._prompt_lookup,
-            "ngram": self._ngram,
+            "prompt_lookup": partial(self._lookup, PromptLookup),
+            "ngram": partial(self._lookup, Ngram),
             "lookahead": self._lookahead,
             "early_exit": self._early_exit,
             "skip_layers": self._skip_layers,
@@ -233,17 +233,9 @@ class Builder:
         num_tokens = self.config.draft.num_tokens
         return self._engine(lambda _: OtherTokenizer(model, self.target.tokenizer, num_tokens))
 
-    def _prompt_lookup(self) -> Method:
-        settings = self.config.lookup
-        return self._engine(
-            lambda _: PromptLookup(settings.num_tokens, settings.max_ngram, settings.min_ngram)
-        )
-
-    def _ngram(self) -> Method:
-        settings = self.config.lookup
-        return self._engine(
-            lambda _: Ngram(settings.num_tokens, settings.max_ngram, settings.min_ngram)
-        )
+    def _lookup(self, kind: type[PromptLookup | Ngram]) -> Method:
+        how = self.config.lookup
+        return self._engine(lambda _: kind(how.num_tokens, how.max_ngram, how.min_ngram))
 
     def _lookahead(self) -> Method:
         settings = self.config.lookahead

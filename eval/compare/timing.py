@@ -1,6 +1,5 @@
 """Runs methods side by side and turns what they did into figures."""
 
-import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from eval.decode.texts import common_prefix
 from eval.measure import processes
 from eval.measure.bench import Bench, batches, seed_of
 from eval.measure.prompts import Prompt
-from eval.measure.stats import NUM_BOOTSTRAPS, PromptSteps, summary
+from eval.measure.stats import PromptSteps, interval, summary
 from heads.target.model import Target
 from heads.tree import Tree
 
@@ -90,7 +89,7 @@ def summarise(
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
         "texts": [
-            _coloured(index, batch.prompts[row], batch, row, methods, bench.target)
+            _coloured(index, batch, row, methods, bench.target)
             for index, (batch, row) in enumerate(_spread(found, config.num_texts))
         ],
     }
@@ -106,9 +105,13 @@ def _figures(
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
     measured = summary(steps, depth, config.seed)
     watched = any(p.steps for p in steps)
+    speed, speedup = _speed(name, found, "total")
+    mean: Any = measured["tau"] if watched else _tau_unseen(name, found)
     figures = {
-        "tau": measured["tau"] if watched else _tau_unseen(name, found),
-        **_speed(name, found, config.seed),
+        "tau": mean,
+        "tokens_per_s": speed,
+        "speedup": speedup,
+        "speedup_ci95": _speedup_interval(name, found, config.seed),
         "num_tokens": num_tokens,
         "num_passes": num_passes,
         "breakdown": {
@@ -116,12 +119,12 @@ def _figures(
         },
         "lossy": method.lossy,
         "by_category": _by_category(name, found, measured, config.seed),
+        "efficiency": speedup / mean,
     }
-    figures["efficiency"] = figures["speedup"] / figures["tau"]
     if watched:
-        figures |= {key: measured[key] for key in ("tau_ci95", "alpha", "per_position")}
-        figures["num_steps"] = measured["num_steps"]
-        figures |= _decode_speed(name, found)
+        names = ("tau_ci95", "alpha", "per_position", "num_steps")
+        figures |= {key: measured[key] for key in names}
+        figures["decode_tokens_per_s"], figures["decode_speedup"] = _speed(name, found, "decode")
     if method.tree is not None and method.tree.num_nodes > 1:
         figures["tree"] = _tree(method.tree, [g for _, g in texts])
     return figures
@@ -145,23 +148,13 @@ def _median_total(seconds: Iterable[list[float]]) -> float:
     return sum(map(statistics.median, seconds))
 
 
-def _speed(name: str, found: list[BatchRun], seed: int) -> dict[str, Any]:
-    """Tokens per second, prompts included, and their ratio to the baseline's."""
-    low, high = _speedup_interval(name, found, seed)
-    return {
-        "tokens_per_s": _tokens_per_s(name, found, "total"),
-        "speedup": _tokens_per_s(name, found, "total") / _tokens_per_s(BASELINE, found, "total"),
-        "speedup_ci95": [low, high],
-    }
+def _speed(name: str, found: list[BatchRun], part: str) -> tuple[float, float]:
+    """Tokens per second, and their ratio to the baseline's.
 
-
-def _decode_speed(name: str, found: list[BatchRun]) -> dict[str, float]:
-    """The same without prompts and without the token that reading them gives."""
-    speed = _tokens_per_s(name, found, "decode")
-    return {
-        "decode_tokens_per_s": speed,
-        "decode_speedup": speed / _tokens_per_s(BASELINE, found, "decode"),
-    }
+    In `total`, or in `decode`: without prompts and without the token that reading them gives.
+    """
+    speed = _tokens_per_s(name, found, part)
+    return speed, speed / _tokens_per_s(BASELINE, found, part)
 
 
 def _tokens_per_s(name: str, found: list[BatchRun], part: str) -> float:
@@ -171,7 +164,7 @@ def _tokens_per_s(name: str, found: list[BatchRun], part: str) -> float:
     return num_tokens / max(_median_total(batch.seconds(name, part) for batch in found), 1e-9)
 
 
-def _speedup_interval(name: str, found: list[BatchRun], seed: int) -> tuple[float, float]:
+def _speedup_interval(name: str, found: list[BatchRun], seed: int) -> list[float]:
     """95% bootstrap interval of the speed-up over batches, each at its median time."""
     cells = [
         (
@@ -180,15 +173,12 @@ def _speedup_interval(name: str, found: list[BatchRun], seed: int) -> tuple[floa
         )
         for batch in found
     ]  # fmt: skip
-    rng = random.Random(seed)
-    draws = []
-    for _ in range(NUM_BOOTSTRAPS):
-        tokens, time, base_tokens, base_time = map(
-            sum, zip(*rng.choices(cells, k=len(cells)), strict=True)
-        )
-        draws.append((tokens / time) / (base_tokens / base_time))
-    draws.sort()
-    return draws[int(0.025 * NUM_BOOTSTRAPS)], draws[int(0.975 * NUM_BOOTSTRAPS)]
+
+    def speedup(drawn: Sequence[tuple[float, ...]]) -> float:
+        tokens, time, base_tokens, base_time = map(sum, zip(*drawn, strict=True))
+        return (tokens / time) / (base_tokens / base_time)
+
+    return list(interval(cells, speedup, seed))
 
 
 def _by_category(
@@ -197,12 +187,11 @@ def _by_category(
     rows = {}
     for category, row in measured["by_category"].items():
         members = [batch for batch in found if batch.category == category]
-        speed = _speed(name, members, seed)
         rows[category] = {
             "tau": row["tau"],
             "tau_ci95": row["ci95"],
-            "speedup": speed["speedup"],
-            "speedup_ci95": speed["speedup_ci95"],
+            "speedup": _speed(name, members, "total")[1],
+            "speedup_ci95": _speedup_interval(name, members, seed),
             "num_prompts": row["num_prompts"],
         }
     return rows
@@ -217,10 +206,8 @@ def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
 
 
 def _lossless(bench: Bench, methods: dict[str, Method], found: list[BatchRun]) -> dict[str, Any]:
-    divergences, prompts = (
-        [],
-        [(batch, row) for batch in found for row in range(len(batch.prompts))],
-    )
+    divergences = []
+    prompts = [(batch, row) for batch in found for row in range(len(batch.prompts))]
     for index, (batch, row) in enumerate(prompts):
         expected = batch.runs[BASELINE][0][row].token_ids
         for name in methods:
@@ -259,15 +246,10 @@ def _spread(found: list[BatchRun], num_texts: int) -> list[tuple[BatchRun, int]]
 
 
 def _coloured(
-    index: int,
-    prompt: Prompt,
-    batch: BatchRun,
-    row: int,
-    methods: dict[str, Method],
-    target: Target,
+    index: int, batch: BatchRun, row: int, methods: dict[str, Method], target: Target
 ) -> dict[str, Any]:
     """A prompt's texts with the depth at which each token was accepted, 0 for the target's own."""
-    texts = {}
+    texts, prompt = {}, batch.prompts[row]
     for name in methods:
         text = batch.runs[name][0][row]
         if text.steps or name == BASELINE:

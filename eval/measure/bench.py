@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
-from data.embedded import ensure_embedded
+from data.embedded import fill_unset
 from data.journal import write_whole
 from data.provenance import provenance
-from data.records import Record, Records, load_records
+from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
-from eval.measure.heads import BenchHead, attach, device_name, open_head
+from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.sampling import Sampling
 from heads.target.load import load_target
@@ -69,17 +69,18 @@ def open_bench(
     check_out_dir(run, result_name)
     state = processes.start()
     with state.main_process_first():
-        _fill_defaults(run)
+        fill_unset(run, prompts=True)
     records = _records(run)
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
     target = load_target(run.target, state.device)
     for head in heads:
-        attach(head, target)
+        head.head.attach(target, target.dtype).eval()
     chosen = records.records[: run.data.num_prompts]
     depth = max((head.depth for head in heads), default=0)
-    prompts = _prompts(run, chosen, target, depth)
+    prompts = first_turns(chosen, target.tokenizer)
+    check_window(run.max_new_tokens, prompts, target, depth)
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
@@ -108,33 +109,12 @@ def check_out_dir(run: MeasureRun, result_name: str) -> None:
         raise InputError(f"out_dir={run.out_dir} already holds {result_name}: choose another")
 
 
-def _fill_defaults(run: MeasureRun) -> None:
-    if run.target.path is None or run.data.path is None:
-        embedded = ensure_embedded()
-        run.target.path = run.target.path or embedded.target_path
-        run.data.path = run.data.path or embedded.prompts_path
-
-
 def _records(run: MeasureRun) -> Records:
     assert run.data.path is not None
-    records = load_records(
-        run.data.path,
-        split=run.data.split,
-        subset=run.data.subset,
-        form=run.data.form,
-        on_bad_row=run.data.on_bad_row,
-    )
+    records = load_data(run.data.path, run.data)
     for message in records.bad:
         Console(stderr=True).print(f"skipped: {message}", highlight=False)
     return records
-
-
-def _prompts(
-    run: MeasureRun, records: Sequence[Record], target: Target, depth: int
-) -> list[Prompt]:
-    prompts = first_turns(records, target.tokenizer)
-    check_window(run.max_new_tokens, prompts, target, depth)
-    return prompts
 
 
 def _later_turns(

@@ -13,7 +13,6 @@ from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head, name_of
 from heads.sampling import Sampling
 from heads.storage import locate
-from heads.target.model import Target
 from heads.tree import DynamicShape, Shape, Tree
 
 SHAPE_FILE = "draft_tree.json"
@@ -84,11 +83,6 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     else:
         shape = _static_tree(run.tree or stored.get("tree"), usual, kind.most_tokens(head))
     return BenchHead(ref.path, head, shape, Tree.chain(run.depth or kind.usual_depth(head)))
-
-
-def attach(bench_head: BenchHead, target: Target) -> None:
-    """Puts a head on its target, in the target's dtype."""
-    bench_head.head.attach(target, target.dtype).eval()
 
 
 def stored_shape(ref: HeadRef) -> dict[str, Any]:

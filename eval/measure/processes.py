@@ -1,4 +1,4 @@
-"""The processes of a launch, each of which measures its share of the prompts."""
+"""The processes of a launch, each of which measures or stores its share."""
 
 import os
 from datetime import timedelta
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, parse_flag_from_env
 
 from eval.launch import check_launch
 
@@ -19,8 +19,9 @@ def start() -> PartialState:
     Raises:
         InputError: they do not see each other.
     """
+    cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     # A process that has its share waits for the others, whose prompts may be much longer.
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
+    state = PartialState(cpu=cpu, timeout=timedelta(days=30))
     check_launch(os.environ, state.num_processes)
     return state
 

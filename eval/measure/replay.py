@@ -42,6 +42,11 @@ def replay(
     """
     output = target.read_text(prompt_ids + response_ids[:-1], head.reads)
     ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
+    return steps_along(tree, ranked, response_ids)
+
+
+def steps_along(tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]) -> list[Step]:
+    """The verify passes over a response [n], of drafts as `ranked_drafts` gives them."""
     return verify_steps(accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 

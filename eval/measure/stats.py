@@ -6,12 +6,13 @@ kept depth d among those that kept depth d - 1 and whose text was long enough to
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from eval.decode.engine import Step
 
+Item = TypeVar("Item")
 NUM_BOOTSTRAPS = 1000
 
 
@@ -49,11 +50,18 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     ]
 
 
-def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> tuple[float, float]:
-    """95% bootstrap interval of tau over prompts."""
+def interval(
+    items: Sequence[Item], figure: Callable[[Sequence[Item]], float], seed: int
+) -> tuple[float, float]:
+    """95% bootstrap interval of a figure over items."""
     rng = random.Random(seed)
-    draws = sorted(tau(rng.choices(prompts, k=len(prompts))) for _ in range(NUM_BOOTSTRAPS))
+    draws = sorted(figure(rng.choices(items, k=len(items))) for _ in range(NUM_BOOTSTRAPS))
     return draws[int(0.025 * NUM_BOOTSTRAPS)], draws[int(0.975 * NUM_BOOTSTRAPS)]
+
+
+def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> tuple[float, float]:
+    """Of tau over prompts."""
+    return interval(prompts, tau, seed)
 
 
 def tree_figures(result: dict[str, Any]) -> dict[str, Any]:

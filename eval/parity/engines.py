@@ -6,7 +6,7 @@ Sources, read November 2026: vLLM 0.32 `model_executor/models/llama_eagle.py`, `
 `models/eagle3`; SafeAILab/EAGLE `eagle/model/cnets.py` (EAGLE-3) and `cnets1.py` (EAGLE-1).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from eval.parity.chain import FLAGS
@@ -86,33 +86,29 @@ class Engine:
 
 
 BIASES = ("attention_bias", "mlp_bias")
+VLLM_EAGLE3 = Engine(
+    "vLLM",
+    (
+        "LlamaForCausalLM",
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+    ),
+    flags=FLAGS,
+    layers=Layers.hidden_states,
+    always_fuses=True,
+    biases=BIASES,
+    qwen3=True,
+)
 ENGINES = {
     ("vllm", "eagle1"): Engine(
         "vLLM", ("LlamaForCausalLM", "EagleLlamaForCausalLM"), ("layers.0.",), biases=BIASES
     ),
-    ("vllm", "eagle3"): Engine(
-        "vLLM",
-        (
-            "LlamaForCausalLM",
-            "LlamaForCausalLMEagle3",
-            "Eagle3LlamaForCausalLM",
-            "Eagle3Qwen3ForCausalLM",
-        ),
-        flags=FLAGS,
-        layers=Layers.hidden_states,
-        always_fuses=True,
-        biases=BIASES,
-        qwen3=True,
-    ),
-    ("speculators", "eagle3"): Engine(
-        "vLLM",
-        ("Eagle3Speculator", "Eagle3DraftModel"),
-        ("layers.0.",),
-        flags=FLAGS,
-        layers=Layers.hidden_states,
-        always_fuses=True,
-        biases=BIASES,
-        qwen3=True,
+    ("vllm", "eagle3"): VLLM_EAGLE3,
+    ("speculators", "eagle3"): replace(
+        VLLM_EAGLE3,
+        architectures=("Eagle3Speculator", "Eagle3DraftModel"),
+        prefixes=("layers.0.",),
         random_head=True,
         t2d=Place.must,
     ),

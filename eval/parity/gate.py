@@ -75,7 +75,7 @@ def readers_by_kind() -> dict[str, Reader]:
 
 
 @torch.no_grad()
-def verify(folder: Path, engine: str | None = None) -> Verdict:
+def check_parity(folder: Path, engine: str | None = None) -> Verdict:
     """Reads an export as its engine does and compares its logits with the trained head's.
 
     Args:

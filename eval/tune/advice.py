@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,15 +66,7 @@ class Advice:
     def described(self) -> dict[str, Any]:
         """For a results file."""
         return {
-            "points": [
-                {
-                    "batch_size": point.batch_size,
-                    "best_length": point.best_length,
-                    "predicted": point.predicted,
-                    "measured": point.measured,
-                }
-                for point in self.points
-            ],
+            "points": [asdict(point) | {"best_length": point.best_length} for point in self.points],
             "stops_paying_at_batch_size": self.stops_paying,
         }
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -58,10 +58,6 @@ class CostCurve:
             return float(np.interp(num_tokens, self.sizes, self.seconds))
         (a, b), (s, t) = self.sizes[-2:], self.seconds[-2:]
         return t + (num_tokens - b) * max(t - s, 0.0) / (b - a)
-
-    def described(self) -> dict[str, object]:
-        """For a results file, and what `load_curve` reads."""
-        return asdict(self)
 
 
 def load_curve(path: str) -> CostCurve:

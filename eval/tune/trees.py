@@ -16,7 +16,7 @@ from tqdm import tqdm
 from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
-from eval.measure.replay import Replayable, accepted_lengths, ranked_drafts, verify_steps
+from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
 from heads.drafting import Draft, DynamicDrafter, Seen
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
@@ -62,7 +62,7 @@ class StaticTexts:
     def steps(self, tree: Tree) -> list[list[Step]]:
         """The verify passes that decoding each text with a tree would take, exactly."""
         return [
-            verify_steps(accepted_lengths(tree, each, response), len(response))
+            steps_along(tree, each, response)
             for each, response in zip(self.ranked, self.responses, strict=True)
         ]
 

@@ -95,13 +95,9 @@ class Branches:
 
     def select(self, rows: Tensor) -> "Branches":
         """The branches of other rows: [M] int64 indices, equally many of each text in order."""
-        return Branches(
-            self.keys,
-            self.values,
-            Stretch(self.seen.first[rows], self.seen.end[rows]),
-            [keys[rows] for keys in self.own_keys],
-            [values[rows] for values in self.own_values],
-        )
+        seen = Stretch(self.seen.first[rows], self.seen.end[rows])
+        own = [[each[rows] for each in drafts] for drafts in (self.own_keys, self.own_values)]
+        return Branches(self.keys, self.values, seen, *own)
 
     @cached_property
     def spans(self) -> list[Span]:

@@ -22,7 +22,7 @@ from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle.layer import EagleLayer, RmsNorm, normed
-from heads.kind import UNKNOWN, DraftHead
+from heads.kind import UNKNOWN, DraftHead, check_fits
 from heads.projection import Projection
 from heads.storage import PROVENANCE, save_head
 from heads.target.ends import TargetEnds
@@ -31,6 +31,8 @@ from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
 ROWS_PER_CHUNK = 256
+CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
+"""That a recipe turns on or off."""
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 
 
@@ -102,10 +104,7 @@ class EagleHead(DraftHead):
             target=target.name,
             target_hidden_size=target.hidden_size,
             layers=chosen,
-            fc_bias=settings.fc_bias,
-            fc_norm=settings.fc_norm,
-            norm_output=settings.norm_output,
-            norm_before_residual=settings.norm_before_residual,
+            **{name: getattr(settings, name) for name in CHOSEN_PARTS},
         )
         head = cls(config, vocab)
         head._initialise(seed)
@@ -140,15 +139,7 @@ class EagleHead(DraftHead):
             InputError: with both sizes.
         """
         config = self.config
-        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        needed = {"hidden_size": config.target_hidden_size, "vocab_size": self.vocab.size}
-        for name, theirs in found.items():
-            if needed[name] != theirs:
-                raise InputError(
-                    f"head.path: this head has {name}={needed[name]} (trained for "
-                    f"{config.target}) but target.path={target.name} has {theirs}; use the "
-                    "head's own target"
-                )
+        check_fits(self, target, config.target_hidden_size)
         if config.form is EagleForm.eagle3 and not config.layers:
             self.config = replace(self.config, layers=default_layers(target.num_layers))
         if config.target == UNKNOWN:

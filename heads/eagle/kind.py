@@ -76,7 +76,7 @@ class EagleKind(Kind[EagleHead]):
             return None
         return (
             f"this {head.config.form.value} head drafts through the target's output head, of which "
-            "no row can go; allowed: EAGLE-3 heads with an lm_head of their own, and Medusa heads"
+            "no row can go; allowed: heads that project onto the ids by weights of their own"
         )
 
     export_problem = staticmethod(layouts.problem)

@@ -8,11 +8,6 @@ from heads.kind import DraftHead
 from heads.kinds import kind_of
 
 
-def serve_command(head: DraftHead, engine: ExportFormat, folder: str) -> str:
-    """What starts the engine with the head, see `Kind.serve_command`."""
-    return kind_of(head).serve_command(head, engine, folder)
-
-
 def readme(head: DraftHead, engine: ExportFormat, layers: Sequence[int]) -> str:
     """The README of an export; `DIR` stands for its folder."""
     kind = kind_of(head)
@@ -24,7 +19,7 @@ def readme(head: DraftHead, engine: ExportFormat, layers: Sequence[int]) -> str:
         f"For speculative decoding with {ENGINES[engine]}, {dtype_of(head)} weights{reads}. "
         f"Written by Headsmith after the loaders of {LOADERS[engine]}.\n\n"
         "## Serve\n\n"
-        f"```\n{serve_command(head, engine, 'DIR')}\n```\n\n{further}"
+        f"```\n{kind.serve_command(head, engine, 'DIR')}\n```\n\n{further}"
         "## Verify\n\n"
         "`parity/parity.safetensors` holds features of the target and the logits of the trained "
         "head on them. On any machine with Headsmith\n\n"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conf.schema import InputError
-from heads.kind import DraftHead
+from heads.kind import DraftHead, check_fits
 from heads.projection import Projection
 from heads.storage import PROVENANCE, load_tensors, locate, save_head
 from heads.target.ends import TargetEnds
@@ -144,13 +144,7 @@ class MedusaHead(DraftHead):
         Raises:
             InputError: with both sizes.
         """
-        for name in ("hidden_size", "vocab_size"):
-            mine, theirs = getattr(self.config, name), getattr(target, name)
-            if mine != theirs:
-                raise InputError(
-                    f"head.path: this head has {name}={mine} (trained for {self.config.target}) "
-                    f"but target.path={target.name} has {theirs}; use the head's own target"
-                )
+        check_fits(self, target, self.config.hidden_size)
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
 

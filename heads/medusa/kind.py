@@ -31,9 +31,7 @@ class MedusaKind(Kind[MedusaHead]):
     forms: ClassVar = {"medusa": "Medusa heads"}
     phrase = "a Medusa head"
 
-    def holds(self, folder: Path) -> bool:
-        """By the name of the weights, or vLLM's architecture."""
-        return is_medusa(folder)
+    holds = staticmethod(is_medusa)
 
     def read(self, folder: Path, path: str, layers: Sequence[int] | None) -> MedusaHead:
         """In the original layout or vLLM's."""

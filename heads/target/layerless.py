@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from conf.schema import InputError, Quantization, TargetConfig
 from heads.target.ends import TargetEnds
-from heads.target.load import load_tokenizer, resolve_dtype
+from heads.target.load import common, load_tokenizer, naming, resolve_dtype
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 
@@ -51,9 +50,8 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
     """
     assert config.path is not None
     _check_settings(config)
-    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        whole, bare = (AutoConfig.from_pretrained(config.path, **common) for _ in range(2))
+    with naming(config):
+        whole, bare = (AutoConfig.from_pretrained(config.path, **common(config)) for _ in range(2))
         _empty(bare)
         with _without_report():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -62,10 +60,8 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
                 dtype=resolve_dtype(config.dtype, device),
                 use_safetensors=True,
                 output_loading_info=True,
-                **common,
+                **common(config),
             )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
     model, info = loaded
     if info["missing_keys"]:
         raise InputError(f"target.path={config.path}: lacks {sorted(info['missing_keys'])}")

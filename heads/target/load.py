@@ -50,10 +50,10 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
         InputError: nothing there.
     """
     assert config.path is not None
-    with _naming(config):
+    with naming(config):
         return (
-            AutoConfig.from_pretrained(config.path, **_common(config)),
-            AutoTokenizer.from_pretrained(config.path, **_common(config)),
+            AutoConfig.from_pretrained(config.path, **common(config)),
+            AutoTokenizer.from_pretrained(config.path, **common(config)),
         )
 
 
@@ -72,7 +72,7 @@ def attention_for(model_config: Any) -> str:
 
 
 @contextmanager
-def _naming(config: TargetConfig) -> Iterator[None]:
+def naming(config: TargetConfig) -> Iterator[None]:
     """Says of what transformers raises which setting it is about."""
     try:
         yield
@@ -80,7 +80,8 @@ def _naming(config: TargetConfig) -> Iterator[None]:
         raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
 
 
-def _common(config: TargetConfig) -> dict[str, Any]:
+def common(config: TargetConfig) -> dict[str, Any]:
+    """What every `from_pretrained` of a target is told."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
@@ -111,9 +112,9 @@ def load_model(
         # Straight from the files: no process holds a copy of its own on the host.
         options["device_map"] = {"": device}
     assert config.path is not None
-    with _naming(config):
+    with naming(config):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, config=model_config, use_safetensors=True, **options, **_common(config)
+            config.path, config=model_config, use_safetensors=True, **options, **common(config)
         )
     return model
 

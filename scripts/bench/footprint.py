@@ -3,10 +3,12 @@
 Needs torch alone, so that it also runs in the environments of other toolkits.
 """
 
+import argparse
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -43,11 +45,19 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     # Every allocation, unlike resident memory, which also counts what nobody holds any more.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
+    return highest(found.profiler.kineto_results.events())
+
+
+def highest(events: list[Any], within: str | None = None) -> int:
+    """Most bytes that live during a profile, or a named stretch of it with those from before."""
+    spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == within]
+    begin, end = spans[0] if within else (0, math.inf)
     live = peak = 0
-    for event in found.profiler.kineto_results.events():
+    for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
-            peak = max(peak, live)
+            if begin <= event.start_ns() <= end:
+                peak = max(peak, live)
     return peak
 
 
@@ -63,6 +73,12 @@ def free_bytes(device: torch.device) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = dict(line.split(":") for line in lines)["MemAvailable"]
     return int(free.split()[0]) * 1024
+
+
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """A flag for each whole number."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def best_device() -> torch.device:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 from huggingface_hub.utils import filter_repo_objects
 
 from conf.schema import InputError
@@ -59,13 +53,13 @@ def ask_terms(name: str) -> Terms | str:
     api = HfApi()
     try:
         info = api.model_info(name, expand=["private", "gated", "cardData"])
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         return f"{api.endpoint} does not show it to you: it is private to others, or gone"
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         return f"{api.endpoint} answered HTTP {error.response.status_code}"
-    except OfflineModeIsEnabled:
+    except errors.OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set, so nobody asked"
-    except HTTPError as error:
+    except errors.HTTPError as error:
         return f"cannot reach {api.endpoint}: {told(error)}"
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
     license_id = card.get("license")
@@ -145,9 +139,9 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise InputError(_refusal(error, repo_id, endpoint)) from error
-    except (HTTPError, OfflineModeIsEnabled) as error:
+    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
         raise InputError(f"cannot reach {endpoint}: {told(error)}; {RESUME}") from error
     except ValueError as error:
         raise InputError(f"repo_id={repo_id}: {told(error)}") from error
@@ -155,7 +149,7 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         raise InputError(f"repo_id={repo_id}: {told(error)}; {RESUME}") from error
 
 
-def _refusal(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:
+def _refusal(error: errors.HfHubHTTPError, repo_id: str, endpoint: str) -> str:
     status = error.response.status_code
     if status == 401:
         return (

@@ -1,11 +1,11 @@
 """The model card of a published head: what it is, what it was made from, what it gives."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from heads.engines import vllm_command
 from heads.kind import trained_with
 from scripts.publish.card_facts import CardFacts, is_hub_id
 
@@ -223,18 +223,11 @@ def _exports(facts: CardFacts) -> str:
 
 
 def _serve(facts: CardFacts) -> str:
-    if facts.head.vllm_method is None:
-        return f"vLLM does not load this head: {facts.head.vllm_problem}"
-    speculation = {
-        "method": facts.head.vllm_method,
-        "model": facts.repo_id,
-        "num_speculative_tokens": facts.head.num_draft_tokens,
-    }
-    return (
-        "Serve with vLLM:\n\n"
-        f"```\nvllm serve {facts.target or 'TARGET'} --speculative-config "
-        f"'{json.dumps(speculation)}'\n```"
-    )
+    head, target = facts.head, facts.target or "TARGET"
+    if head.vllm_method is None:
+        return f"vLLM does not load this head: {head.vllm_problem}"
+    command = vllm_command(head.vllm_method, head.num_draft_tokens, target, facts.repo_id)
+    return f"Serve with vLLM:\n\n```\n{command}\n```"
 
 
 def _training(facts: CardFacts) -> str:

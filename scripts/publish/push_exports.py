@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from conf.schema import InputError
 from conf.schema_export import ExportDtype, ExportFormat
-from eval.parity.gate import verify
+from eval.parity.gate import check_parity
 from heads.engines import LOADERS
 from heads.kind import DraftHead
 from heads.kinds import load_head
@@ -125,7 +125,7 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
         InputError: it does not compute the trained head.
     """
     try:
-        verdict = verify(staged)
+        verdict = check_parity(staged)
     except InputError as error:
         raise InputError(f"exports={export.folder}: {error}") from error
     download, served = _download(export.format, repo_id, folder)

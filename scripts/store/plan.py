@@ -55,14 +55,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     """
     model_config, tokenizer = load_tokenizer(config.target)
     contents = contents_of(config, model_config.get_text_config())
-    train, heldout, report = prepare(
-        config.data,
-        tokenizer,
-        path=str(config.data.path),
-        eval_path=config.data.eval_path,
-        seed=config.seed,
-        progress=state.is_main_process,
-    )
+    train, heldout, report = prepare(config.data, tokenizer, config.seed, state.is_main_process)
     sets = {"train": train, "heldout": heldout}
     # An engine gives states of texts, not answers.
     num_prompts = config.num_replay_prompts if config.engine is None else 0

@@ -11,17 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data import layout
 from data.endpoint import Endpoint
 from data.engine_states import EngineStates, EngineTaps
-from data.layout import (
-    HIDDEN,
-    NO_PROBABILITY,
-    SCALE,
-    TEACHER_IDS,
-    TEACHER_LOG_PROBS,
-    TOKENS,
-    Contents,
-)
 from data.quantise import encode
 from heads.documents import Documents
 from heads.target.ends import TargetEnds
@@ -49,7 +41,7 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
             for name in ("input_ids", "position_ids")
         )
         output = target.read(ids, positions, documents, Reads(layers))
-        return {HIDDEN: output.hidden_states} | {
+        return {layout.HIDDEN: output.hidden_states} | {
             f"layers.{index}": states for index, states in output.layers.items()
         }
 
@@ -97,18 +89,18 @@ def top_k(target: TargetEnds, hidden_states: Tensor, k: int, asked: Tensor) -> d
     """
     shape, device = (len(hidden_states), k), hidden_states.device
     ids = torch.zeros(shape, dtype=torch.int32, device=device)
-    log_probs = torch.full(shape, NO_PROBABILITY, dtype=torch.float16, device=device)
+    log_probs = torch.full(shape, layout.NO_PROBABILITY, dtype=torch.float16, device=device)
     for places in asked.nonzero().squeeze(1).to(device, non_blocking=True).split(ROWS_PER_CHUNK):
         logits = target.logits(hidden_states[places]).float()
         best, which = fast_topk(logits, k, GROUP)
         ids[places] = which.int()
         log_probs[places] = (best - logits.logsumexp(-1, keepdim=True)).half()
-    return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}
+    return {layout.TEACHER_IDS: ids, layout.TEACHER_LOG_PROBS: log_probs}
 
 
 def stored(
     target: TargetEnds,
-    contents: Contents,
+    contents: layout.Contents,
     states: Mapping[str, Tensor],
     tokens: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
@@ -125,19 +117,19 @@ def stored(
         values, scale = encode(states[name].to(target.device), contents.format)
         found[name] = values
         if scale is not None:
-            found[name + SCALE] = scale
+            found[name + layout.SCALE] = scale
     if contents.top_k:
         # Losses hold heads against the target where its next token is learnt.
         asked = tokens["loss_mask"].roll(-1)
         asked[-1] = False
-        found |= top_k(target, states[HIDDEN].to(target.device), contents.top_k, asked)
+        found |= top_k(target, states[layout.HIDDEN].to(target.device), contents.top_k, asked)
     return found
 
 
 def token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Ids, documents and masks [n] of a packed sequence, as they are stored."""
     num_tokens = int((row["document_ids"] >= 0).sum())
-    return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKENS}
+    return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in layout.TOKENS}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,7 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
             save_file(content, staging / name)
         state = {
             "format": _FORMAT,
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "position": progress.position,
-            "run": progress.run,
+            **asdict(progress),
             "files": {name: _fingerprint(staging / name) for name in _FILES},
         }
         (staging / "state.json").write_text(json.dumps(state, indent=1))

@@ -9,13 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from accelerate import (
-    Accelerator,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-)
-from accelerate.utils import KwargsHandler
+from accelerate import Accelerator, utils
 from transformers.integrations import unset_hf_deepspeed_config
 
 from eval.launch import check_launch
@@ -41,9 +35,9 @@ def start(config: TrainConfig) -> Accelerator:
         _set_up_fsdp()
     cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
     # Gradients lie in the buckets of DDP, not beside them.
-    handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    handlers: list[utils.KwargsHandler] = [utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if deepspeed and not cuda:
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        handlers.append(utils.InitProcessGroupKwargs(backend="gloo"))
     try:
         accelerator = Accelerator(
             cpu=not cuda and not deepspeed,
@@ -139,7 +133,7 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
     Raises:
         InputError: a setting of DeepSpeed that would change what is trained, or how it is saved.
     """
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+    if accelerator.distributed_type != utils.DistributedType.DEEPSPEED:
         raise InputError(
             "ACCELERATE_USE_CPU switches DeepSpeed off: for DeepSpeed on the CPU unset it, and "
             "hide GPUs with CUDA_VISIBLE_DEVICES= instead"

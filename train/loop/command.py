@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from conf.schema import InputError, TrainConfig, TrainRun
-from conf.schema_capture import CaptureRun
-from conf.schema_measure import PruneRun
-from data.embedded import ensure_embedded
-from data.features import FeatureStore, StoredDataset
-from data.pack import DataReport, PackedDataset, prepare
+from conf.schema import DataRun, InputError, TrainConfig, TrainRun
+from data.embedded import fill_unset
+from data.features import FeatureStore, TrainingData
+from data.pack import DataReport, prepare
 from data.provenance import provenance
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
@@ -33,7 +31,6 @@ from train.objective import Objective
 LOGITS_THAT_PAY = 3e10
 """Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
 
-DataRun = TrainRun | CaptureRun | PruneRun
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
 objective and what to say about it."""
@@ -53,8 +50,8 @@ class Source:
     """
 
     target: TargetEnds
-    train: PackedDataset | StoredDataset
-    heldout: PackedDataset | StoredDataset
+    train: TrainingData
+    heldout: TrainingData
     report: DataReport
     lines: list[str]
     replay: Callable[[int, Reads], Replay]
@@ -118,10 +115,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
 
 
 def memory_of(
-    accelerator: Accelerator,
-    objective: Objective,
-    config: TrainConfig,
-    train_data: PackedDataset | StoredDataset,
+    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: TrainingData
 ) -> memory.Parts | None:
     """The memory that a run needs by part, if that can be told; says it on rank 0.
 
@@ -145,16 +139,11 @@ def memory_of(
 def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
     with processes.main_first():
-        fill_defaults(config, accelerator.is_main_process)
+        fill_unset(config, progress=accelerator.is_main_process)
     target = load_target(config.target, accelerator.device)
     with processes.main_first():
         train_data, heldout, report = prepare(
-            config.data,
-            target.tokenizer,
-            path=str(config.data.path),
-            eval_path=config.data.eval_path,
-            seed=config.seed,
-            progress=accelerator.is_main_process,
+            config.data, target.tokenizer, config.seed, accelerator.is_main_process
         )
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
@@ -196,14 +185,6 @@ def check_data(config: DataRun) -> None:
         local = path.startswith((".", "/", "~")) or path.count("/") != 1
         if local or Path(path).suffix in (".jsonl", ".json", ".parquet"):
             raise InputError(f"data.{key}={path}: no such file or folder")
-
-
-def fill_defaults(config: DataRun, progress: bool) -> None:
-    """Puts the embedded default where target or data are unset."""
-    if config.target.path is None or config.data.path is None:
-        embedded = ensure_embedded(progress=progress)
-        config.target.path = config.target.path or embedded.target_path
-        config.data.path = config.data.path or embedded.train_path
 
 
 def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:

@@ -13,7 +13,7 @@ from data.features import StoredDataset, restore
 from data.layout import HIDDEN
 from data.pack import PackedDataset
 from eval.decode.engine import NoDraft, decode
-from eval.measure.replay import Replayable, accepted_lengths, ranked_drafts, verify_steps
+from eval.measure.replay import Replayable, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
@@ -49,8 +49,7 @@ class Replay(ABC):
         steps = []
         for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
             ranked = ranked_drafts(head, chain, output, prompt, answer)
-            accepted = accepted_lengths(chain, ranked, answer)
-            steps.append(PromptSteps("heldout", verify_steps(accepted, len(answer))))
+            steps.append(PromptSteps("heldout", steps_along(chain, ranked, answer)))
         rates = alpha(steps, chain.depth)
         return {"tau": tau(steps)} | {
             f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)

@@ -1,7 +1,9 @@
 """Training from a feature store: whether it fits the settings, and what it gives in their place."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,13 +67,8 @@ def check_reads(store: FeatureStore, reads: Reads) -> None:
 
 
 def _check_data(data: DataConfig, plan: Plan) -> None:
-    for name in (field.name for field in fields(DataConfig) if field.name != "features"):
-        given, default = getattr(data, name), getattr(DataConfig(), name)
-        if given != default and plain(given) != plan.data[name]:
-            raise InputError(
-                f"data.{name}={plain(given)}: data.features={data.features} was captured with "
-                f"data.{name}={plan.data[name]}: leave it unset, or capture again"
-            )
+    names = [field.name for field in fields(DataConfig) if field.name != "features"]
+    _check_unset("data", data, plan.data, names, data.features)
 
 
 def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
@@ -82,7 +79,7 @@ def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
             "leave it unset, or capture again"
         )
     if target.path is None:
-        _check_unset(target, stored, folder)
+        _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
     found = identify(target, load_tokenizer(target)[1])
     known = Identity(**{field.name: stored[field.name] for field in fields(Identity)})
@@ -98,14 +95,16 @@ def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
         )
 
 
-def _check_unset(target: TargetConfig, stored: dict[str, str | None], folder: str) -> None:
-    """Refuses changes to a target that is otherwise the store's."""
-    for name in ("revision", "adapter", "quantization"):
-        given, default = getattr(target, name), getattr(TargetConfig(), name)
+def _check_unset(
+    group: str, config: Any, stored: Mapping[str, Any], names: Iterable[str], folder: str | None
+) -> None:
+    """Refuses settings that were changed, and not to the store's."""
+    for name in names:
+        given, default = getattr(config, name), getattr(type(config)(), name)
         if given != default and plain(given) != stored[name]:
             raise InputError(
-                f"target.{name}={plain(given)}: data.features={folder} was captured with "
-                f"{stored[name]}: leave it unset, or capture again"
+                f"{group}.{name}={plain(given)}: data.features={folder} was captured with "
+                f"{group}.{name}={stored[name]}: leave it unset, or capture again"
             )
 
 

@@ -11,13 +11,7 @@ import torch
 
 from conf.schema import Dtype, TrainConfig
 from heads.target.load import resolve_dtype
-from train.loss.fused import (
-    CHUNK_BYTES,
-    CPU_CHUNK_BYTES,
-    CPU_PIECE_BYTES,
-    PIECE_BYTES,
-    TILE_BYTES,
-)
+from train.loss import fused
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
 """Float32 tensors of a piece of the loss that live at a time (see `train.loss.fused.PIECE_BYTES`):
@@ -80,15 +74,16 @@ def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: 
     e, (width, hidden) = setting.dtype.itemsize, shape
     whole = chunk_bytes(setting)
     chunk = min(rows, max(1, whole // (width * e)))
-    piece = min(PIECE_BYTES if setting.cuda else CPU_PIECE_BYTES, chunk * width * FLOAT32)
-    tile = min(TILE_BYTES, width * max(hidden, chunk) * FLOAT32)
+    most = fused.PIECE_BYTES if setting.cuda else fused.CPU_PIECE_BYTES
+    piece = min(most, chunk * width * FLOAT32)
+    tile = min(fused.TILE_BYTES, width * max(hidden, chunk) * FLOAT32)
     back = chunk * hidden * (e + FLOAT32) + (0 if e == FLOAT32 else tile)
     return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
 
 
 def chunk_bytes(setting: Setting) -> int:
     """Most that the logits of a chunk take."""
-    return CHUNK_BYTES if setting.cuda else CPU_CHUNK_BYTES
+    return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
 
 
 def copied_bytes(head: Any, setting: Setting) -> int:

@@ -120,7 +120,6 @@ class Lookahead:
     def __init__(self, window: int = 7, level: int = 5, num_guesses: int = 7) -> None:
         self.size, self.num_guesses = (window, level), num_guesses
         self.windows: list[_Window] = []
-        self.device = torch.device("cpu")
 
     def observe(self, seen: Seen) -> None:
         """Starts from the prompts, then moves the windows on."""

@@ -1,13 +1,7 @@
 """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
-from typing import Generic, TypeVar
-
-import torch
-
 from heads.drafting import Draft, Seen
 from heads.target.model import Reads
-
-Table = TypeVar("Table", bound="_Table")
 
 
 class _Table:
@@ -87,7 +81,7 @@ class _Followers(_Table):
         return drafted
 
 
-class _FromText(Generic[Table]):
+class _FromText:
     """Keeps a table per text and drafts chains from it; the host does all of it.
 
     Args:
@@ -97,13 +91,12 @@ class _FromText(Generic[Table]):
     """
 
     reads = Reads()
-    table: type[Table]
+    table: type[_Table]
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
         self.num_tokens = num_tokens
         self.limits = (max_ngram, min_ngram)
-        self.tables: list[Table] = []
-        self.device = torch.device("cpu")
+        self.tables: list[_Table] = []
 
     def observe(self, seen: Seen) -> None:
         """Reads on; a root is in the table since it was proposed from."""
@@ -127,7 +120,7 @@ class _FromText(Generic[Table]):
             self.tables = [self.tables[row] for row in rows]
 
 
-class PromptLookup(_FromText[_FirstPlaces]):
+class PromptLookup(_FromText):
     """Copies what followed the last tokens where they first stood in prompt or answer.
 
     The same drafts as transformers' `prompt_lookup_num_tokens`, whose
@@ -139,7 +132,7 @@ class PromptLookup(_FromText[_FirstPlaces]):
     table = _FirstPlaces
 
 
-class Ngram(_FromText[_Followers]):
+class Ngram(_FromText):
     """Drafts by an n-gram model of prompt and answer, with back-off to shorter n-grams.
 
     Unlike a copy it follows the majority, and goes on where a copied passage ends.

@@ -3,8 +3,6 @@
 import random
 from collections.abc import Sequence
 
-import torch
-
 from heads.cache import upload
 from heads.drafting import Draft, Seen
 from heads.target.model import Reads
@@ -38,7 +36,6 @@ class Oracle:
         self.texts = list(enumerate(texts))
         self.tree, self.rate, self.vocab_size, self.seed = tree, rate, vocab_size, seed
         self.places: list[int] = []
-        self.device = torch.device("cpu")
 
     def observe(self, seen: Seen) -> None:
         """Counts what was committed."""

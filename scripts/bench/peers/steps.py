@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +159,10 @@ class Training(NamedTuple):
 
 
 def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training:
-    """`train/eagle.py`, with the output head frozen and steps weighed as speculators does."""
+    """`train/eagle.py`, with the output head frozen and steps weighed as speculators does.
+
+    `compiled` is `train.compile=true`.
+    """
     from conf.schema_eagle import EagleConfig, OutputHead, TokenNormalizer
     from heads.eagle.head import EagleHead
     from heads.vocab import DraftVocab
@@ -173,11 +177,6 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
     head = EagleHead.from_target(target, config, vocab, seed=0)
     _fill(head, "layer.", inputs.weights)
     return _ours(EagleObjective(head, target, config), inputs, compiled)
-
-
-def eagle3_compiled(job: StepJob, inputs: StepInputs) -> Training:
-    """The same with `train.compile=true`."""
-    return eagle3(job, inputs, compiled=True)
 
 
 def medusa(job: StepJob, inputs: StepInputs) -> Training:
@@ -320,9 +319,9 @@ def _fill(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
         found[name.replace("layer.", layer)].data.copy_(weight)
 
 
-PATHS = {
+PATHS: dict[str, Callable[[StepJob, StepInputs], Training]] = {
     "eagle3": eagle3,
-    "eagle3_compiled": eagle3_compiled,
+    "eagle3_compiled": partial(eagle3, compiled=True),
     "speculators": speculators,
     "medusa": medusa,
     "original_medusa": original_medusa,
