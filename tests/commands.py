@@ -7,6 +7,7 @@ Headsmith is made with, and nothing of Headsmith. What a launcher starts, it sta
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,7 @@ class Command:
         self, command: list[str], cwd: Path, env: dict[str, str], merged: bool = True
     ) -> None:
         assert command[0] == sys.executable
+        self.command = command
         self._folder = tempfile.TemporaryDirectory()
         names = ("out", "out" if merged else "error")
         self._outputs = [Path(self._folder.name, name) for name in names]
@@ -82,7 +84,26 @@ class Command:
 
 def run(command: list[str], cwd: Path, env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     """Waits for a command."""
-    started = Command(command, cwd, env, merged=False)
+    return _finished(Command(command, cwd, env, merged=False))
+
+
+def run_two(
+    command: list[str], cwd: Path, env: dict[str, str]
+) -> "list[subprocess.CompletedProcess[str]]":
+    """Waits for two processes that find each other as those of a launcher do."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = env | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no",
+    }  # fmt: skip
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    started = [Command(command, cwd, shared | rank, merged=False) for rank in ranks]
+    return [_finished(each) for each in started]
+
+
+def _finished(started: Command) -> "subprocess.CompletedProcess[str]":
     out, error = started.communicate()
     assert started.returncode is not None
-    return subprocess.CompletedProcess(command, started.returncode, out, error)
+    return subprocess.CompletedProcess(started.command, started.returncode, out, error)

@@ -14,7 +14,7 @@ from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
-from eval.tune import advice
+from eval.tune import advice, cost
 from eval.tune.advice import Advice, Point, chain_taus, check, full_batch, speedups
 from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, time_steps
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -89,7 +89,8 @@ def target():
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_all_sizes_and_drafters_are_timed(target, batch_size: int) -> None:
+def test_all_sizes_and_drafters_are_timed(target, batch_size: int, monkeypatch) -> None:
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 2)
     eagle = eagle_head(target, EagleForm.eagle3, num_updates=1)
     seeds = range(batch_size)
     for drafters in (
@@ -97,7 +98,7 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int) -> None:
         {0: MedusaDrafter(noisy_head(target), Tree.chain(3))},
         {0: NoDraft()},
     ):
-        curve, drafts = time_steps(target, drafters, PROMPT, batch_size, (2, 3, 7), num_rounds=2)
+        curve, drafts = time_steps(target, drafters, PROMPT, batch_size, (2, 3, 7))
         assert (curve.device, curve.batch_size, curve.context) == ("cpu", batch_size, 4)
         assert curve.sizes == [1, 2, 3, 7]
         assert len(curve.seconds) == 4
@@ -130,7 +131,8 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
         drafter.propose = clock.taking(draft_seconds(name, seconds), drafter.propose)
     monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.extend))
     monkeypatch.setattr(eval_clock, "time", clock)
-    curve, drafts = time_steps(target, drafters, PROMPT, 1, (2, 3, 7), num_rounds=3)
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 3)
+    curve, drafts = time_steps(target, drafters, PROMPT, 1, (2, 3, 7))
     assert curve.sizes == [1, 2, 3, 7]
     assert curve.seconds == [1.0, 2.5, 3.5, 7.5]
     assert drafts == {"a": 2.0, "b": 4.0}

@@ -93,8 +93,8 @@ def test_a_batch_gives_every_text_that_it_gives_alone(family: str) -> None:
     target = random_target(family)
     prompts = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
     target.model.generation_config.eos_token_id = None
-    texts = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in prompts]
-    target.model.generation_config.eos_token_id = [texts[1][8]]
+    first = decode(target, NoDraft(), prompts[1], 9).token_ids
+    target.model.generation_config.eos_token_id = [first[8]]
     texts = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in prompts]
     assert len({len(text) for text in texts}) > 1
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])

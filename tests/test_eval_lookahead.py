@@ -109,7 +109,7 @@ def test_the_texts_own_ngrams_are_guessed() -> None:
 def with_a_stop(target: Target) -> list[list[int]]:
     """Sets a stop token that ends one of the texts early; gives the texts."""
     target.model.generation_config.eos_token_id = None
-    first = decode(target, NoDraft(), PROMPTS[1], 50).token_ids
+    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
     target.model.generation_config.eos_token_id = [first[9]]
     return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
 

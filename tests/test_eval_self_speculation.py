@@ -67,10 +67,10 @@ def test_early_exit_leaves_out_the_last_layers(target) -> None:
 
 
 def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
-    text = decode(each, NoDraft(), PROMPT, 32).token_ids
+    text = decode(each, NoDraft(), PROMPT, 24).token_ids
     num_accepted = 0
     for skip in kinds(each):
-        drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 32)
+        drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 24)
         assert drafted.token_ids == text
         assert replay(each, SelfReplay(each, skip), Tree.chain(3), PROMPT, text) == drafted.steps
         num_accepted += sum(step.num_accepted for step in drafted.steps)
@@ -79,7 +79,7 @@ def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
 
 def test_a_batch_gives_every_text_that_it_gives_alone(each) -> None:
     prompts = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
-    text = decode(each, NoDraft(), prompts[1], 16).token_ids
+    text = decode(each, NoDraft(), prompts[1], 7).token_ids
     each.model.generation_config.eos_token_id = [text[6]]
     try:
         check_batch(each, prompts)

@@ -21,6 +21,7 @@ from eval.decode.engine import decode
 from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, Costs
+from eval.tune import cost
 from eval.tune.cost import CostCurve
 from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.eagle.drafter import EagleTree
@@ -173,6 +174,12 @@ def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
     texts = StaticTexts([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
     usual = Candidate.of(Tree.chain(2), texts, Costs(FREE, {}))
     assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(cost, "NUM_PLAIN", 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from conf.schema import HeadRef, InputError, PushRun
@@ -17,7 +16,9 @@ from heads.kinds import load_head
 from heads.vocab import DraftVocab
 from scripts import push
 from tests.hub_server import HubServer
-from tests.test_scripts_push import ACCEPTANCE, PROVENANCE, ROOT, hub_env
+from tests.test_scripts_push import ACCEPTANCE, PROVENANCE, hub
+
+__all__ = ["hub"]
 
 TREE = {
     "tau": 2.25,
@@ -187,30 +188,20 @@ def test_sampled_measurements_are_not_called_greedy(tmp_path: Path) -> None:
     assert "texts equal" not in card
 
 
-def test_push_then_load_from_the_hub_gives_the_same_head(tmp_path: Path) -> None:
+def test_push_then_load_from_the_hub_gives_the_same_head(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process; `test_scripts_push.py` has one of its own for each side."""
     ours = tmp_path / "head"
     make_head(ours, EagleForm.eagle3, fc_norm=True)
-    with HubServer() as hub:
-        env = hub_env(hub, tmp_path / "hf-home")
-        pushed = subprocess.run(
-            [sys.executable, ROOT / "scripts/push.py", f"head.path={ours}",
-             "repo_id=me/qwen-eagle3"],
-            env=env, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert pushed.returncode == 0, pushed.stderr
-        assert set(hub.repos["me/qwen-eagle3"].files("main") or ()) == {
-            ".gitattributes", "README.md", "config.json", "headsmith.json", "model.safetensors",
-        }  # fmt: skip
-        code = (
-            "import sys; from pathlib import Path; from heads.kinds import load_head;"
-            "load_head('me/qwen-eagle3').save(Path(sys.argv[1]))"
-        )
-        env |= {"HF_HOME": str(tmp_path / "other-hf-home"), "PYTHONPATH": str(ROOT)}
-        loaded = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "loaded"], env=env, check=False, cwd=tmp_path,
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert loaded.returncode == 0, loaded.stderr
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    push.main(PushRun(head=HeadRef(path=str(ours)), repo_id="me/qwen-eagle3"))
+    assert set(hub.repos["me/qwen-eagle3"].files("main") or ()) == {
+        ".gitattributes", "README.md", "config.json", "headsmith.json", "model.safetensors",
+    }  # fmt: skip
+    load_head("me/qwen-eagle3").save(tmp_path / "loaded")
     mine, theirs = load_head(str(ours)), load_head(str(tmp_path / "loaded"))
     assert isinstance(theirs, EagleHead)
     assert theirs.config.layers == (2, 18, 33)

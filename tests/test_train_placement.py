@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
 import pytest
 import test_train_eagle_launch as eagle
 import torch
 from safetensors.torch import load_file
 from test_train_launch import (
     ENDLESS,
+    ENV,
     LAUNCH,
     ROOT,
     arguments,
@@ -73,7 +75,11 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fsdp2(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("fsdp2") / "out"
-    said = trained([*launched("fsdp2"), *arguments(inputs, out_dir, KEEP_ALL)], out_dir.parent)
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    command = [*ONE, *arguments(inputs, out_dir, KEEP_ALL)]
+    processes = commands.run_two(command, out_dir.parent, ENV | asked)
+    assert [done.returncode for done in processes] == [0, 0], processes
+    said = processes[0].stdout
     assert "2 process(es), cpu" in said
     assert "layout: FSDP2, 50% of the optimizer state on each process" in said
     return out_dir

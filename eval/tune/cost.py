@@ -26,7 +26,9 @@ from heads.tree import Tree
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
 NUM_ROUNDS = 6
+"""Timed passes per size and drafter."""
 NUM_PLAIN = 8
+"""Timed passes over one token, each round and drafter."""
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -95,7 +97,6 @@ def time_steps(
     context: list[int],
     batch_size: int = 1,
     sizes: Sequence[int] = SIZES,
-    num_rounds: int = NUM_ROUNDS,
 ) -> tuple[CostCurve, dict[Key, float]]:
     """Times passes over drafts of every size, and drafts of every drafter.
 
@@ -110,7 +111,6 @@ def time_steps(
         context: tokens of every text.
         batch_size: texts of a pass.
         sizes: tokens per text that are checked, the root included; rising from 2.
-        num_rounds: timed passes per size and drafter.
 
     Returns:
         The passes, and seconds of a draft between two passes.
@@ -126,7 +126,7 @@ def time_steps(
     drafts: dict[Key, list[float]] = {key: [] for key in drafters}
     passes: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
     verify = partial(_verify, target, cache, roots)
-    for _ in tqdm(range(num_rounds), desc=f"step times, batch {batch_size}", leave=False):
+    for _ in tqdm(range(NUM_ROUNDS), desc=f"step times, batch {batch_size}", leave=False):
         for key, drafter in drafters.items():
             plain += [timed(partial(verify, Reads(), 1), target.device) for _ in range(NUM_PLAIN)]
             for size in sizes:
