@@ -80,12 +80,12 @@ def test_greedy_text_is_the_targets_alone_and_in_a_batch(family: str) -> None:
     draft = noisy_copy(target, 0.05)
     text = decode(target, NoDraft(), PROMPTS[1], 9).token_ids
     target.model.generation_config.eos_token_id = [text[8]]
-    texts = [decode(target, NoDraft(), prompt, 24).token_ids for prompt in PROMPTS]
+    texts = [decode(target, NoDraft(), prompt, 16).token_ids for prompt in PROMPTS]
     assert len(set(map(len, texts))) > 1
     for tree, length in SHAPES.values():
-        together = decode_batch(target, DraftModel(draft, tree, length=length), PROMPTS, 24)
+        together = decode_batch(target, DraftModel(draft, tree, length=length), PROMPTS, 16)
         for prompt, text, found in zip(PROMPTS, texts, together, strict=True):
-            alone = decode(target, DraftModel(draft, tree, length=length), prompt, 24)
+            alone = decode(target, DraftModel(draft, tree, length=length), prompt, 16)
             assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
             assert found.token_ids == text
         assert len({step.num_accepted for found in together for step in found.steps}) > 1
@@ -145,11 +145,11 @@ def test_drafts_are_those_of_a_model_that_reads_everything_anew(family: str, sha
     target = endless(family)
     draft, (tree, _) = noisy_copy(target, 0.02), SHAPES[shape]
     with passes(draft) as found:
-        decode_batch(target, DraftModel(draft, tree), PROMPTS, 24)
+        decode_batch(target, DraftModel(draft, tree), PROMPTS, 16)
     assert len(found) % tree.depth == 0  # a pass per level and step, nothing else
     assert set(found[tree.depth :: tree.depth]) <= {1, 2}  # the root, and a leaf that was kept
     assert found[1] == (1 if shape == "chain" else 2)  # of the root's children, those that have any
-    drafted = decode_batch(target, Checked(draft, tree), PROMPTS, 24)
+    drafted = decode_batch(target, Checked(draft, tree), PROMPTS, 16)
     assert any(step.num_accepted == tree.depth for text in drafted for step in text.steps)
 
 

@@ -46,8 +46,8 @@ def heads(target: Target) -> dict[str, EagleHead]:
 def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name: str) -> None:
     num_accepted = 0
     for prompt in prompts:
-        text = decode(target, NoDraft(), prompt, 60).token_ids
-        decoded = decode(target, EagleChain(heads[name], 4), prompt, 60)
+        text = decode(target, NoDraft(), prompt, 40).token_ids
+        decoded = decode(target, EagleChain(heads[name], 4), prompt, 40)
         assert decoded.token_ids == text
         assert replay(target, heads[name], Tree.chain(4), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
@@ -58,8 +58,8 @@ def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name
 @pytest.mark.parametrize("shape", [DynamicShape(4, 3, 10), DynamicShape(1, 4, 4)])
 def test_dynamic_trees_are_lossless(target, prompts, heads, name: str, shape: DynamicShape) -> None:
     for prompt in prompts:
-        text = decode(target, NoDraft(), prompt, 40).token_ids
-        decoded = decode(target, EagleTree(heads[name], shape), prompt, 40)
+        text = decode(target, NoDraft(), prompt, 30).token_ids
+        decoded = decode(target, EagleTree(heads[name], shape), prompt, 30)
         assert decoded.token_ids == text
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts[-1]
 

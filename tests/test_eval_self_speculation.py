@@ -43,7 +43,11 @@ def agreeing_target(family: str = "llama") -> Target:
     return Target(model, None, family)
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+QUICK = {"gemma2", "gemma3_text", "gpt_neox", "llama", "qwen3_moe"}
+EACH = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in sorted(FAMILIES)]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def each(request) -> Target:
     return agreeing_target(request.param)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 
 from conf.schema import HeadRef, InputError, PushRun
 from heads.medusa.head import MedusaHead, MedusaHeadConfig
@@ -110,8 +111,6 @@ def hub_env(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[str, 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A loopback Hub that the client in this process uses, with a token."""
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "ENDPOINT", "set below")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -119,7 +118,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with HubServer() as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         yield server
 
 
@@ -128,30 +130,22 @@ def upload(run_dir: Path, **changes: object) -> None:
     push.main(PushRun(head=head, **{"repo_id": "me/qwen-medusa", **changes}))  # type: ignore[arg-type]
 
 
-def test_push_then_load_from_the_hub_gives_the_same_head(run_dir: Path, tmp_path: Path) -> None:
-    with HubServer() as hub:
-        env = hub_env(hub, tmp_path / "hf-home")
-        pushed = subprocess.run(
-            [sys.executable, ROOT / "scripts/push.py", f"head.path={run_dir / 'head'}",
-             "repo_id=me/qwen-medusa"],
-            env=env, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert pushed.returncode == 0, pushed.stderr
-        assert pushed.stdout.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
-        repo = hub.repos["me/qwen-medusa"]
-        assert repo.private
-        assert len(repo.commits) == 2, "one commit after the initial one"
-        code = (
-            "import sys; from pathlib import Path; from heads.medusa.head import MedusaHead;"
-            "MedusaHead.load('me/qwen-medusa').save(Path(sys.argv[1]))"
-        )
-        env["HF_HOME"] = str(tmp_path / "other-hf-home")
-        loaded = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "loaded"],
-            env=env | {"PYTHONPATH": str(ROOT)}, check=False, cwd=tmp_path,
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert loaded.returncode == 0, loaded.stderr
+def test_push_then_load_from_the_hub_gives_the_same_head(
+    hub: HubServer, run_dir: Path, tmp_path: Path
+) -> None:
+    """Pushed by a process of its own; this one has never seen the head."""
+    env = hub_env(hub, tmp_path / "hf-home")
+    pushed = subprocess.run(
+        [sys.executable, ROOT / "scripts/push.py", f"head.path={run_dir / 'head'}",
+         "repo_id=me/qwen-medusa"],
+        env=env, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert pushed.returncode == 0, pushed.stderr
+    assert pushed.stdout.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
+    repo = hub.repos["me/qwen-medusa"]
+    assert repo.private
+    assert len(repo.commits) == 2, "one commit after the initial one"
+    MedusaHead.load("me/qwen-medusa").save(tmp_path / "loaded")
     ours = MedusaHead.load(str(run_dir / "head")).state_dict()
     theirs = MedusaHead.load(str(tmp_path / "loaded")).state_dict()
     assert ours.keys() == theirs.keys()
@@ -361,8 +355,6 @@ def test_hub_refusals_are_explained(
 def test_an_unreachable_hub_is_named(
     hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
         upload(run_dir)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from conf.schema import HeadRef, InputError, PushRun
@@ -188,15 +187,10 @@ def test_sampled_measurements_are_not_called_greedy(tmp_path: Path) -> None:
     assert "texts equal" not in card
 
 
-def test_push_then_load_from_the_hub_gives_the_same_head(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_then_load_from_the_hub_gives_the_same_head(hub: HubServer, tmp_path: Path) -> None:
     """In this process; `test_scripts_push.py` has one of its own for each side."""
     ours = tmp_path / "head"
     make_head(ours, EagleForm.eagle3, fc_norm=True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     push.main(PushRun(head=HeadRef(path=str(ours)), repo_id="me/qwen-eagle3"))
     assert set(hub.repos["me/qwen-eagle3"].files("main") or ()) == {
         ".gitattributes", "README.md", "config.json", "headsmith.json", "model.safetensors",
