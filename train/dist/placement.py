@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from conf.schema import TrainConfig
 from heads.target.load import resolve_dtype
 from train.dist.checkpoint import MOMENTS, Tensors
-from train.objective import Group
 from train.dist.processes import uses_fsdp
+from train.objective import Group
 from train.schedule import late_warmup
 
 

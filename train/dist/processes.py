@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator, utils
 from transformers.integrations import unset_hf_deepspeed_config
 
-from eval.launch import check_launch
 from conf.schema import Dtype, InputError, TrainConfig
+from eval.launch import check_launch
 from train.dist.launch import check_batch
 
 PATIENCE = timedelta(days=30)
@@ -35,7 +35,8 @@ def start(config: TrainConfig) -> Accelerator:
         _set_up_fsdp()
     cuda = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
     # Gradients lie in the buckets of DDP, not beside them.
-    handlers: list[utils.KwargsHandler] = [utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    in_buckets = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    handlers: list[utils.KwargsHandler] = [in_buckets]
     if deepspeed and not cuda:
         handlers.append(utils.InitProcessGroupKwargs(backend="gloo"))
     try:
