@@ -16,7 +16,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from eval.decode.accept import Accepted, verify
 from heads.drafting import PAD, Draft, TreeLayout, tree_layout
-from heads.sampling import GREEDY, Generators, Sampling, Typical
+from heads.sampling import GREEDY, Generators, Sampling, Typical, drafter_seeds
 from heads.tree import Tree
 
 V = 6
@@ -187,6 +187,27 @@ def random_parents(num_nodes: int) -> Tensor:
     """[NUM_TEXTS, N - 1], another tree in every text."""
     rng = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
     return (rng * torch.arange(1, num_nodes)).long()
+
+
+def test_what_a_seed_draws_is_fixed() -> None:
+    """Or texts sampled by another version of this could not be had again."""
+    high = (1 << 32) + 3
+    drawn = Generators.seeded([3, high], torch.device("cpu"))
+    for step in (1, 2):
+        found = drawn.uniform(4)
+        for row, seed in zip(found, (3, high ^ 2654435761), strict=True):
+            own = generator((seed * 1_000_003 + step) % (1 << 63))
+            assert row.tolist() == torch.rand(4, generator=own).tolist()
+    huge = Generators.seeded([(1 << 61) + 1], torch.device("cpu"))
+    mixed = ((1 << 61) + 1) ^ ((1 << 29) * 2654435761)
+    own = generator((mixed * 1_000_003 + 1) % (1 << 63))
+    assert huge.uniform(3)[0].tolist() == torch.rand(3, generator=own).tolist()
+    assert drafter_seeds([0, 5]) == [4294967296, 4294967301]
+
+
+def test_as_many_texts_as_generators_draw() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        seeded(2).exponential(torch.ones(3, V))
 
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
