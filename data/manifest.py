@@ -159,7 +159,9 @@ def check_plan(folder: Path, plan: Plan) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"out_dir={folder} is a file: name a folder")
     if not (folder / PLAN).is_file():
-        if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
+        # A capture may have been killed while it wrote its plan.
+        begun = {".lock", f"{PLAN}.tmp"}
+        if folder.is_dir() and any(path.name not in begun for path in folder.iterdir()):
             raise InputError(
                 f"out_dir={folder} is not empty and holds no capture to continue: name another"
             )

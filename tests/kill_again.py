@@ -37,7 +37,8 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
         sys.argv = [module.__file__, *overrides]
         if name == "capture":
             module.SHARD_BYTES = 4000  # a sequence or two, so that there are many
-        entry.run(module.main, module.main.__annotations__["config"], name)
+        recipe = "eagle3" if name == "eagle" else None
+        entry.run(module.main, module.main.__annotations__["config"], name, recipe)
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)

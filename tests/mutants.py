@@ -23,7 +23,7 @@ TESTS = {
     "eval/decode/accept.py": "eval_accept_rules",
     "eval/compare/timing.py": "eval_timing",
     "train/loss/divergences.py": "train_fused train_eagle_losses",
-    "train/loss/losses.py": "train_losses train_eagle_losses train_fused",
+    "train/loss/losses.py": "train_losses train_eagle_losses train_fused train_medusa2",
     "train/loss/eagle.py": "train_fused train_eagle_losses",
     "train/loss/fused.py": "train_fused train_losses",
     "train/medusa.py": "train_memory train_losses train_medusa2 heads_medusa train_stored",

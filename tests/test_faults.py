@@ -104,7 +104,8 @@ def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(
     inputs: Path, tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "out"
-    long = arguments(inputs, out_dir, "train.max_steps=4000", "train.save_steps=1")
+    steps = ("train.max_steps=4000", "train.save_steps=1", "train.schedule=constant")
+    long = arguments(inputs, out_dir, *steps)
     launch = begin([*TWO, *long], tmp_path)
     wait_for(out_dir / "checkpoints/step-000002", launch)
     children = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
@@ -114,7 +115,7 @@ def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(
     assert launch.returncode != 0, said
     assert time.monotonic() - began < 90
     newest = max(int(step.name[5:]) for step in (out_dir / "checkpoints").glob("step-*"))
-    more = [f"train.max_steps={newest + 2}", "train.schedule=constant", "train.resume=auto"]
+    more = [f"train.max_steps={newest + 2}", "train.resume=auto"]
     said = trained([sys.executable, *long, *more], tmp_path)
     assert f"continuing from {out_dir / 'checkpoints'}/step-{newest:06d}" in said
 

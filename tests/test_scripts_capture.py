@@ -333,6 +333,13 @@ def test_other_settings_than_those_of_the_folder_are_refused(whole: Path, inputs
         captured(inputs, whole, dtype=Dtype.bfloat16)
 
 
+def test_what_was_killed_before_it_had_a_plan_is_begun_again(
+    whole: Path, inputs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "capture.json.tmp").write_text('{"vers')
+    assert files(captured(inputs, tmp_path)) == files(whole)
+
+
 def test_a_folder_of_something_else_is_refused(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(InputError, match="is not empty and holds no capture"):

@@ -56,7 +56,7 @@ def submit(folder: Path, command: list[str], layout: str) -> "subprocess.Popen[s
 def test_a_job_that_meets_its_time_limit_is_queued_again_and_goes_on(
     inputs: Path, tmp_path: Path, layout: str
 ) -> None:
-    steps = ["train.max_steps=60", "train.save_steps=1000", "train.eval_steps=60"]
+    steps = ["train.max_steps=200", "train.save_steps=1000", "train.eval_steps=200"]
     command = arguments(inputs, tmp_path / "out", *steps)
     job = submit(tmp_path, command, layout)
     wait_for(tmp_path / "out/metrics.jsonl", job)
