@@ -174,9 +174,12 @@ def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_
     head = eagle_head(target, form, num_ids, num_updates=10, **more)
     config = EagleConfig(form=form, num_steps=4, **more)
     config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
+    objective = EagleObjective(head, target, config)
+    scale = torch.tensor([1.0, 0.5, 0.25, 2.0])
     with torch.no_grad():
-        found = run(EagleObjective(head, target, config), batch).terms
+        total, found = objective(objective.prepare(objective.indexed(batch)), scale)
         expected = torch.tensor(literal_sums(head, target, batch, config))
+    assert total.item() == pytest.approx(float((scale * expected[:, 0]).sum()), rel=1e-4)
     torch.testing.assert_close(found.T, expected, rtol=1e-4, atol=1e-4)
     assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
 

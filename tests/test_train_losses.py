@@ -15,7 +15,7 @@ from train.loss.teachers import TargetProbs
 
 
 class Heads(nn.Module):
-    """Heads whose logits for token v at hidden state [x, ...] are a row of a table."""
+    """Heads whose logits for token v are a row of a table, times the state, times 1 + k."""
 
     def __init__(self, num_heads: int, vocab: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Heads(nn.Module):
         self.table = nn.ParameterList(nn.Parameter(each) for each in drawn)
 
     def states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
+        return hidden_states * (1 + k)
 
     def projection(self, k: int) -> Projection:
         return Projection(self.table[k])
@@ -89,14 +89,15 @@ def test_hand_computed_cross_entropy() -> None:
         for table in head.table:
             table.zero_()
         head.table[0][2, 0] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
+        head.table[1][3, 0] = math.log(2.0) / 2  # p(3) = 2/6
     hidden = torch.tensor([[[1.0, 0, 0]] * 4])
     batch = packed([1, 1, 1, 1], [0] * 4)  # tokens 0 1 2 3
     sums = medusa_loss(head, hidden, batch, ONES)
     # Head 1 at 0 and 1 predicts tokens 2 and 3; head 2 at 0 predicts token 3.
-    expected = [math.log(2.0) + math.log(8.0), math.log(5.0)]
+    expected = [math.log(2.0) + math.log(8.0), math.log(3.0)]
     loss, tokens, top1, top5 = sums.terms.tolist()
     assert loss == pytest.approx(expected, abs=1e-6)
-    assert (tokens, top1, top5) == ([2.0, 1.0], [1.0, 0.0], [2.0, 1.0])
+    assert (tokens, top1, top5) == ([2.0, 1.0], [1.0, 1.0], [2.0, 1.0])
     assert sums.total.item() == pytest.approx(sum(expected), abs=1e-6)
     halved = medusa_loss(head, hidden, batch, torch.tensor([0.5, 0.0]))
     assert halved.total.item() == pytest.approx(expected[0] / 2, abs=1e-6)
