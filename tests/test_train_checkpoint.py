@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,33 @@ def test_later_checkpoints_of_a_run_given_up_go(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_what_a_stopped_write_has_left_goes(tmp_path: Path) -> None:
+    for name in (".writing-step-000001", ".old-step-000001", "step-mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000000").touch()
+    save(tmp_path, tensors(), 2)
+    names = ["step-000000", "step-000002", "step-mine"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert checkpoint.latest(tmp_path, print) == tmp_path / "step-000002"
+
+
+def test_a_run_of_more_steps_than_six_digits_has(tmp_path: Path) -> None:
+    made = tensors()
+    for number in (999_998, 1_000_001, 999_999):
+        last = save(tmp_path, made, number)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-999998", "step-999999"]
+    after = save(tmp_path, made, 1_000_000)
+    assert sorted(tmp_path.iterdir()) == sorted([last, after])
+    assert checkpoint.latest(tmp_path, print) == after
+
+
+def test_the_fingerprint_is_that_of_all_bytes(tmp_path: Path) -> None:
+    saved = save(tmp_path, tensors(width=500_000), 1)  # 6 MB: more than is read at once
+    content = (saved / "head.safetensors").read_bytes()
+    stored = json.loads((saved / "state.json").read_text())["files"]["head.safetensors"]
+    assert stored == {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
 @pytest.mark.parametrize("name", ["head.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage: str) -> None:
@@ -84,7 +112,7 @@ def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage
 def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path, print) is None
     (save(tmp_path, tensors(), 1) / "head.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match="every checkpoint"):
+    with pytest.raises(InputError, match="every checkpoint .* or restore one of them"):
         checkpoint.latest(tmp_path, print)
 
 
@@ -104,7 +132,9 @@ def test_half_written_folder_is_not_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_checkpoint_of_another_head(tmp_path: Path, head: nn.Module, message: str) -> None:
-    with pytest.raises(InputError, match=f"of another head: {message}"):
+    with pytest.raises(
+        InputError, match=f"checkpoint {tmp_path}/step-000001 is of another head: {message}"
+    ):
         checkpoint.read(save(tmp_path, tensors(), 1), head)
 
 
