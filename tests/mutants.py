@@ -26,7 +26,7 @@ TESTS = {
     "train/loss/losses.py": "train_losses train_eagle_losses train_fused train_medusa2",
     "train/loss/eagle.py": "train_fused train_eagle_losses",
     "train/loss/fused.py": "train_fused train_losses",
-    "train/medusa.py": "train_memory train_losses train_medusa2 heads_medusa train_stored",
+    "train/medusa.py": "train_medusa train_memory train_medusa2 heads_medusa",
     "train/eagle.py": "train_eagle_losses train_memory train_stored heads_eagle",
     "data/pack.py": "data_pack",
     "data/chat.py": "data_chat",
