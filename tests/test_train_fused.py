@@ -167,6 +167,63 @@ def test_hard_labels_and_several_projections() -> None:
     assert [tuple(each.shape) for each in found] == [(3, 7), (3, 7)]
 
 
+def hard_parts(widths: list[int]) -> tuple[list[Part], list[Tensor]]:
+    """A part over 7 rows of the text for each width of its logits; all that has a gradient."""
+    parts, leaves = [], []
+    for number, width in enumerate(widths):
+        hidden = random(7, WIDTH, seed=number).requires_grad_()
+        weight = random(width, WIDTH, seed=10 + number).requires_grad_()
+        scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
+        rows = sorted_indices(torch.arange(7) + number)
+        parts.append(Part(hidden, Projection(weight), rows, scales))
+        leaves += [hidden, weight]
+    return parts, leaves
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+def test_what_is_compiled_is_the_comparison_of_several_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def compiled(*args: object) -> object:
+        sizes.append(len(args[3]))
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+    labels = torch.arange(NUM_ROWS) % 5
+    parts, leaves = hard_parts([VOCAB, VOCAB])
+    total, found = fused_linear(parts, TextTeacher(labels), text_criterion)
+    expected = [total.detach(), *found, *gradients(total, *leaves)]
+    assert sizes == []
+    total, found = fused_linear(parts, TextTeacher(labels), text_criterion, compiled=True)
+    got = [total.detach(), *found, *gradients(total, *leaves)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    most = fused.CPU_PIECE_BYTES // (4 * VOCAB)
+    assert 1 not in sizes and max(sizes, default=0) <= most
+    assert bool(sizes) == (min(most, fused.CPU_CHUNK_BYTES // (8 * VOCAB)) > 1)
+
+
+def test_logits_of_all_chunks_lie_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each width; gradients are not asked for, and not carried back."""
+    kept: list[Tensor] = []
+
+    def compiled(*args: object) -> object:
+        assert args[4] is False
+        kept.append(args[3])
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * 7)
+    parts, _ = hard_parts([VOCAB, VOCAB, VOCAB - 2, VOCAB])
+    labels = torch.arange(NUM_ROWS) % 5
+    with torch.no_grad():
+        fused_linear(parts, TextTeacher(labels), text_criterion, compiled=True)
+    assert len(kept) == 4
+    places = [each.untyped_storage().data_ptr() for each in kept]
+    assert places[0] == places[1] == places[3] != places[2]
+
+
 def bucketed(config: EagleConfig, kept: Tensor, p: Tensor, rest: Tensor, logits: Tensor) -> Tensor:
     """The naive loss over the kept ids and one more that stands for all others."""
     q = logits.softmax(-1)

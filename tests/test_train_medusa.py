@@ -89,7 +89,13 @@ def test_pruned_heads_are_no_start(target, tmp_path: Path) -> None:
     pruned = head.pruned(DraftVocab(torch.arange(0, 96, 2), 96))
     pruned.save(tmp_path / "pruned")
     config = replace(MedusaConfig(), path=str(tmp_path / "pruned"))
-    with pytest.raises(
-        InputError, match=r"drafts 48 of 96 ids.*: name the head that it was pruned"
-    ):
+    message = "Medusa heads are trained on all: name the head that it was pruned from"
+    with pytest.raises(InputError, match=f"drafts 48 of 96 ids; {message}$"):
         make_head(config, target)
+
+
+def test_a_run_goes_on_with_the_settings_of_its_heads(target) -> None:
+    objective = MedusaObjective(noisy_head(target, 2), target, MedusaConfig(num_heads=2))
+    assert objective.resume_settings == {
+        "head.num_heads": 2, "head.num_layers": 1, "head.loss_decay": 0.8, "head.labels": "hard",
+    }  # fmt: skip
