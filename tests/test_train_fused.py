@@ -224,6 +224,39 @@ def test_logits_of_all_chunks_lie_in_one_place(monkeypatch: pytest.MonkeyPatch) 
     assert places[0] == places[1] == places[3] != places[2]
 
 
+def test_slices_are_few_and_alike() -> None:
+    assert fused.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert fused.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
+    assert fused.balanced(5, 5, 3) == []
+    assert [fused.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    (first, second), (_, weight, hidden, _) = hard_parts([VOCAB, VOCAB])
+    weight.requires_grad_(False)
+    hidden.requires_grad_(False)
+    total, _ = fused_linear([first, second], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
+    total.backward()
+    assert weight.grad is None and hidden.grad is None
+    assert first.hidden.grad is not None and second.projection.weight.grad is not None
+
+
+def test_under_autocast_logits_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.dtype] = []
+
+    def compiled(*args: object) -> object:
+        found.append(args[3].dtype)
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+    hidden, weight = random(7, WIDTH, seed=0).float(), random(VOCAB, WIDTH, seed=1).float()
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(7)), torch.ones(7))
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+            fused_linear([part], TextTeacher(torch.arange(7)), text_criterion, compiled=True)
+    assert found == [torch.bfloat16, torch.float32]
+
+
 def bucketed(config: EagleConfig, kept: Tensor, p: Tensor, rest: Tensor, logits: Tensor) -> Tensor:
     """The naive loss over the kept ids and one more that stands for all others."""
     q = logits.softmax(-1)
