@@ -247,3 +247,17 @@ def test_a_compiled_target_over_fixed_caches_changes_nothing(family: str) -> Non
             assert (found.token_ids, found.steps) == (text.token_ids, text.steps)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+
+
+def test_the_seed_of_a_text_is_0_unless_told() -> None:
+    target, warm = random_target(), Sampling(temperature=1.5)
+    target.model.generation_config.eos_token_id = None
+
+    def text(*how: object) -> list[int]:
+        return decode_batch(target, NoDraft(), [PROMPT], 12, warm, *how)[0].token_ids
+
+    assert text() == text([0]) == decode(target, NoDraft(), PROMPT, 12, warm).token_ids
+    assert text([1]) != text([0]) != text([7])
+    assert text([7]) == decode(target, NoDraft(), PROMPT, 12, warm, 7).token_ids
+    given = stream(target, NoDraft(), [PROMPT], 12, warm, [7])
+    assert text([7]) == [token for step in given for token in step[0]]
