@@ -84,12 +84,20 @@ def positive(prefix: str, config: object, *names: str) -> None:
 
 
 def not_negative(prefix: str, config: object, *names: str) -> None:
-    """The same of numbers below 0."""
+    """Refuses numbers below 0; unset ones pass.
+
+    Raises:
+        InputError: with the key, the value and what is allowed.
+    """
     _refuse(prefix, config, names, lambda value: value < 0, "at least 0")
 
 
 def below_one(prefix: str, config: object, name: str) -> None:
-    """The same of a number that is no share, or all."""
+    """Refuses a number below 0 or from 1 on; an unset one passes.
+
+    Raises:
+        InputError: with the key, the value and what is allowed.
+    """
     _refuse(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
 
 

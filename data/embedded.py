@@ -110,7 +110,15 @@ def ensure_embedded(
 
 
 def fill_unset(run: DataRun, *, prompts: bool = False, progress: bool = True) -> None:
-    """Puts the embedded default where paths are unset: its conversations, or held-out prompts."""
+    """Puts the embedded default where paths are unset.
+
+    Effects: sets `target.path` and `data.path` of the run.
+
+    Args:
+        run: whose paths may be unset.
+        prompts: its data are prompts to measure on, not conversations to learn from.
+        progress: show bars where the default must be made first.
+    """
     target, data = run.target, run.data
     if target.path is None or data.path is None:
         embedded = ensure_embedded(progress=progress)

@@ -128,7 +128,11 @@ def load_records(
 
 
 def load_data(path: str, config: DataConfig) -> Records:
-    """`load_records`, as settings of the data say; their own `path` is not read."""
+    """`load_records`, as settings of the data say; their own `path` is not read.
+
+    Raises:
+        InputError: as `load_records` does.
+    """
     return load_records(
         path, subset=config.subset, split=config.split, form=config.form,
         on_bad_row=config.on_bad_row,

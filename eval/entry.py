@@ -63,7 +63,12 @@ def register(schema: type[Any], name: str, recipe: str | None) -> None:
 
 
 def head_recipe(schema: type[Config], name: str) -> Config:
-    """The head's settings in `conf/head/{name}.yaml`, a recipe that builds on no other."""
+    """The head's settings in `conf/head/{name}.yaml`, a recipe that builds on no other.
+
+    Args:
+        schema: the dataclass that they fill.
+        name: of the recipe; one that is not there is an OSError.
+    """
     given = OmegaConf.load(Path(CONF) / "head" / f"{name}.yaml")
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(schema, given.head)))
 

@@ -16,7 +16,7 @@ from data.chat import Sample, encode
 from data.embedded import fill_unset
 from data.records import load_data
 from eval.entry import run
-from heads.target.load import common, naming
+from heads.target.load import hub_options, naming_target
 
 
 def main(config: ShowMaskRun) -> None:
@@ -56,8 +56,8 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bo
 
 
 def _tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    with naming(config):
-        return AutoTokenizer.from_pretrained(config.path, **common(config))
+    with naming_target(config):
+        return AutoTokenizer.from_pretrained(config.path, **hub_options(config))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from conf.schema import InputError, Quantization, TargetConfig
 from heads.target.ends import TargetEnds
-from heads.target.load import common, load_tokenizer, naming, resolve_dtype
+from heads.target.load import hub_options, load_tokenizer, naming_target, resolve_dtype
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 
@@ -50,8 +50,10 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
     """
     assert config.path is not None
     _check_settings(config)
-    with naming(config):
-        whole, bare = (AutoConfig.from_pretrained(config.path, **common(config)) for _ in range(2))
+    with naming_target(config):
+        whole, bare = (
+            AutoConfig.from_pretrained(config.path, **hub_options(config)) for _ in range(2)
+        )
         _empty(bare)
         with _without_report():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -60,7 +62,7 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
                 dtype=resolve_dtype(config.dtype, device),
                 use_safetensors=True,
                 output_loading_info=True,
-                **common(config),
+                **hub_options(config),
             )
     model, info = loaded
     if info["missing_keys"]:

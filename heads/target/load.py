@@ -50,10 +50,10 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
         InputError: nothing there.
     """
     assert config.path is not None
-    with naming(config):
+    with naming_target(config):
         return (
-            AutoConfig.from_pretrained(config.path, **common(config)),
-            AutoTokenizer.from_pretrained(config.path, **common(config)),
+            AutoConfig.from_pretrained(config.path, **hub_options(config)),
+            AutoTokenizer.from_pretrained(config.path, **hub_options(config)),
         )
 
 
@@ -72,15 +72,19 @@ def attention_for(model_config: Any) -> str:
 
 
 @contextmanager
-def naming(config: TargetConfig) -> Iterator[None]:
-    """Says of what transformers raises which setting it is about."""
+def naming_target(config: TargetConfig) -> Iterator[None]:
+    """Says of what transformers raises which setting it is about.
+
+    Raises:
+        InputError: with `target.path`, in place of an error of files or of their content.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
 
 
-def common(config: TargetConfig) -> dict[str, Any]:
+def hub_options(config: TargetConfig) -> dict[str, Any]:
     """What every `from_pretrained` of a target is told."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
@@ -112,9 +116,9 @@ def load_model(
         # Straight from the files: no process holds a copy of its own on the host.
         options["device_map"] = {"": device}
     assert config.path is not None
-    with naming(config):
+    with naming_target(config):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, config=model_config, use_safetensors=True, **options, **common(config)
+            config.path, config=model_config, use_safetensors=True, **options, **hub_options(config)
         )
     return model
 

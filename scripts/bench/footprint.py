@@ -49,7 +49,12 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def highest(events: list[Any], within: str | None = None) -> int:
-    """Most bytes that live during a profile, or a named stretch of it with those from before."""
+    """Most bytes that live at once.
+
+    Args:
+        events: of a profile with memory, in their order.
+        within: name of a stretch that counts, with what lives from before; all of it unless told.
+    """
     spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == within]
     begin, end = spans[0] if within else (0, math.inf)
     live = peak = 0
