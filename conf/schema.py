@@ -58,6 +58,14 @@ class Labels(Enum):
     soft = "soft"
 
 
+class Optimizer(Enum):
+    """What updates a head."""
+
+    adamw = "adamw"
+    muon = "muon"
+    """Muon for matrices between hidden states, AdamW for output heads, norms and biases."""
+
+
 class Schedule(Enum):
     """Learning-rate schedule after the warm-up."""
 
@@ -188,7 +196,10 @@ class TrainConfig:
     """Packed sequences per optimizer step, over all processes."""
     micro_batch_size: int = 1
     """Packed sequences per forward pass of one process."""
+    optimizer: Optimizer = Optimizer.adamw
     learning_rate: float = 1e-3
+    adam_rate: float = 1.0
+    """Beside Muon: what AdamW updates has `learning_rate` times this."""
     weight_decay: float = 0.0
     adam_beta2: float = 0.999
     """Decay of AdamW's second moment; the first's is 0.9."""
@@ -201,6 +212,9 @@ class TrainConfig:
     """Optimizer steps of linear warm-up."""
     decay_fraction: float = 0.2
     """Share of the steps in which the `wsd` schedule decays to zero."""
+    average_decay: float | None = None
+    """Of the exponential moving average of the weights, by step, which is then what is evaluated
+    and saved; unset keeps none."""
     dtype: Dtype = Dtype.auto
     """Autocast dtype of the head; its parameters and optimizer state stay float32."""
     compile: bool | None = None
@@ -230,7 +244,8 @@ class TrainConfig:
         )  # fmt: skip
         if not 0 < self.adam_beta2 < 1:
             raise InputError(f"train.adam_beta2={self.adam_beta2}: must be between 0 and 1")
-        not_negative("train", self, "num_replay_prompts")
+        below_one("train", self, "average_decay")
+        not_negative("train", self, "num_replay_prompts", "adam_rate", "weight_decay")
         if self.warmup_steps < 0 or self.warmup_steps >= self.max_steps:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps}: must be at least 0 and below "

@@ -81,6 +81,10 @@ class DraftHead(nn.Module, ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What `save` writes, by its names in the file."""
 
+    def output_heads(self) -> list[Tensor]:
+        """Matrices of its own from states to logits."""
+        return []
+
     @abstractmethod
     def pruned(self, vocab: DraftVocab) -> "DraftHead":
         """A copy, float32 and not attached, that drafts some of its ids with the same logits."""

@@ -26,6 +26,11 @@ def head_of(width: int = 4) -> nn.Linear:
     return head
 
 
+def adamw(head: nn.Module) -> dict[str, list[str]]:
+    trained = [name for name, each in head.named_parameters() if each.requires_grad]
+    return {name: ["exp_avg", "exp_avg_sq"] for name in trained}
+
+
 def tensors(width: int = 4, value: float = 0.5) -> Tensors:
     weights = {"weight": torch.full((3, width), value), "bias": torch.arange(3.0)}
     keys = ("weight.exp_avg", "weight.exp_avg_sq")
@@ -37,12 +42,13 @@ def save(folder: Path, made: Tensors, number: int, keep: int = 2) -> Path:
 
 
 def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
-    progress, found = checkpoint.read(save(tmp_path, tensors(), 1), head_of())
+    progress, found = checkpoint.read(save(tmp_path, tensors(), 1))
     assert progress == Progress(1, 10, 2, RUN)
     assert sorted(found.head) == ["bias", "weight"]
-    assert sorted(found.moments) == ["weight.exp_avg", "weight.exp_avg_sq"]
+    assert sorted(found.state) == ["weight.exp_avg", "weight.exp_avg_sq"]
     assert found.head["bias"].tolist() == [0.0, 1.0, 2.0]
-    assert found.moments["weight.exp_avg"].equal(torch.full((3, 4), 1.5))
+    assert found.state["weight.exp_avg"].equal(torch.full((3, 4), 1.5))
+    checkpoint.check_fits(tmp_path, found, head_of(), adamw(head_of()))
 
 
 def test_only_safetensors_and_json_and_the_newest_are_kept(tmp_path: Path) -> None:
@@ -106,7 +112,7 @@ def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage
     assert checkpoint.latest(tmp_path, said.append) == older
     assert "step-000002 is damaged" in said[0]
     with pytest.raises(InputError, match="is damaged"):
-        checkpoint.read(tmp_path / "step-000002", head_of())
+        checkpoint.read(tmp_path / "step-000002")
 
 
 def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
@@ -134,7 +140,7 @@ def test_half_written_folder_is_not_accepted(tmp_path: Path) -> None:
 def test_checkpoint_of_another_head(tmp_path: Path, head: nn.Module, message: str) -> None:
     saved = save(tmp_path, tensors(), 1)
     with pytest.raises(InputError, match=f"{saved} is of another head: {message}"):
-        checkpoint.read(saved, head)
+        checkpoint.check_fits(saved, checkpoint.read(saved)[1], head, adamw(head))
 
 
 def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
@@ -142,7 +148,7 @@ def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "format": 1}))
     with pytest.raises(InputError, match="format 1, this version reads 2"):
-        checkpoint.read(path, head_of())
+        checkpoint.read(path)
 
 
 def check_full(folder: Path, made: Tensors, older: Path, match: str) -> None:

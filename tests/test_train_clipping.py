@@ -24,7 +24,7 @@ def test_what_the_optimizer_gets(
     placement = placed(max_grad_norm=max_norm, max_grad_value=max_value)
     plain = ToyObjective()
     seen: list[Tensor] = []
-    placement.optimizer.register_step_pre_hook(
+    placement.optimizers[0].register_step_pre_hook(
         lambda *_args: seen.extend(whole(p.grad) for p in placement.trained.values())
     )
     plain(batch(0), UNIT).total.backward()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from test_train_memory import ONE, eagle
-from toys import random_target
 from torch import Tensor
+from toys import random_target
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead

@@ -33,6 +33,9 @@ class ToyHead(nn.Linear):
         torch.manual_seed(0)
         super().__init__(D, 1)
 
+    def output_heads(self) -> list[Tensor]:
+        return []
+
     def save(self, folder: Path, provenance: dict) -> None:
         save_head(folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance})
 

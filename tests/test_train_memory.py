@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from toys import random_target
 
-from conf.schema import InputError, MedusaConfig, TrainConfig
+from conf.schema import InputError, MedusaConfig, Optimizer, TrainConfig
 from conf.schema_eagle import EagleConfig
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
@@ -63,6 +63,17 @@ def test_what_four_processes_hold(strategy: str, head: float, optimizer: float) 
     assert parts["head"] == head * TRAINED
     assert parts["gradients"] == TRAINED
     assert parts["optimizer"] == optimizer * TRAINED
+
+
+def test_muon_holds_one_state_of_a_matrix_and_averages_come_on_top() -> None:
+    blocks = 4 * 2 * H * H
+    muon = replace(ONE, train=TrainConfig(optimizer=Optimizer.muon, average_decay=0.9))
+    parts = memory.estimate(medusa(), muon)
+    assert parts is not None
+    assert parts["optimizer"] == 2 * TRAINED - blocks + TRAINED
+    parts = memory.estimate(medusa(), replace(muon, strategy="FSDP2", num_processes=2))
+    assert parts is not None
+    assert parts["optimizer"] == (3 * TRAINED - blocks) // 2
 
 
 def test_on_cuda_states_of_the_next_micro_batch_wait_beside_these() -> None:
@@ -128,8 +139,9 @@ def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> Non
 
 def test_a_micro_batch_counts_all_its_tokens() -> None:
     accelerator = type("Launch", (), {"device": torch.device("cpu"), "num_processes": 2})()
-    setting = Setting.of(TrainConfig(micro_batch_size=3), 100, "FSDP2", accelerator)
-    assert setting == Setting(300, torch.float32, "FSDP2", 2, cuda=False)
+    config = TrainConfig(micro_batch_size=3)
+    setting = Setting.of(config, 100, "FSDP2", accelerator)
+    assert setting == Setting(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
 
 
 def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:

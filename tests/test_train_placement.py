@@ -244,7 +244,7 @@ def batch(row: int) -> dict[str, Tensor]:
 
 def values(placement: Placement) -> list[list[float]]:
     tensors = placement.tensors()
-    return [value.flatten().tolist() for value in (tensors.head | tensors.moments).values()]
+    return [value.flatten().tolist() for value in (tensors.head | tensors.state).values()]
 
 
 def one_step(placement: Placement, row: int) -> float:
@@ -277,13 +277,13 @@ def test_what_is_restored_goes_on_as_what_was_saved(layout: type[Placement], ste
         one_step(saved, row)
     tensors = saved.tensors()
     assert sorted(tensors.head) == ["bias", "weight"]
-    assert sorted(tensors.moments) == [
+    assert sorted(tensors.state) == [
         "bias.exp_avg", "bias.exp_avg_sq", "weight.exp_avg", "weight.exp_avg_sq",
     ]  # fmt: skip
     objective, config = ToyObjective(), settings(weight_decay=0.1)
     objective.head.load_state_dict(tensors.head)
     restored = place(processes.start(config), objective, config)
-    restored.restore(steps, tensors.moments)
+    restored.restore(steps, tensors.state)
     one_step(saved, 3), one_step(restored, 3)
     assert values(restored) == values(saved)
 
@@ -307,7 +307,7 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
         if number == 3:
             saved, placement = placement, place(processes.start(config), Late(), config)
             placement.head.load_state_dict(saved.tensors().head)
-            placement.restore(3, saved.tensors().moments)
+            placement.restore(3, saved.tensors().state)
         step(placement, number)
         plain.zero_grad()
         plain(batch(number), UNIT).total.backward()

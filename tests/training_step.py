@@ -99,7 +99,7 @@ def gradients(
             if parameter.grad is not None:
                 found[name] = parameter.grad.detach().float().cpu().clone()
 
-    run.placement.optimizer.register_step_pre_hook(keep)
+    run.placement.optimizers[0].register_step_pre_hook(keep)
     run.optimizer_step()
     run.close()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -28,6 +28,10 @@ class AdaptedMedusa(nn.Module):
         """The heads' candidates, see `MedusaHead.candidates`."""
         return self.heads.candidates(output, token_ids, first, depth, width)
 
+    def output_heads(self) -> list[Tensor]:
+        """The heads' own, see `MedusaHead.output_heads`."""
+        return self.heads.output_heads()
+
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
         """Writes the heads to `folder` and the adapter beside it, to `adapter`.
 

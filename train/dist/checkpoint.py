@@ -12,7 +12,7 @@ the step alone, so nothing of them is kept.
 import json
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from torch import Size, Tensor, nn
 from conf.schema import InputError
 from heads.storage import write_folder
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter, besides the number of steps."""
 _FORMAT = 2
 _FILES = ("head.safetensors", "optimizer.safetensors")
 Say = Callable[[str], None]
@@ -49,15 +47,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A head and its optimizer, whole, on the CPU.
+    """A head and its optimizers, whole, on the CPU.
 
     Attributes:
         head: parameters by name, frozen ones too.
-        moments: by `<parameter>.<moment>`, of each trained parameter.
+        state: of the optimizers, by `<parameter>.<name>`.
     """
 
     head: dict[str, Tensor]
-    moments: dict[str, Tensor]
+    state: dict[str, Tensor]
 
 
 def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
@@ -81,7 +79,7 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
     final = folder / f"step-{progress.step:06d}"
 
     def fill(staging: Path) -> None:
-        for name, content in zip(_FILES, (tensors.head, tensors.moments), strict=True):
+        for name, content in zip(_FILES, (tensors.head, tensors.state), strict=True):
             save_file(content, staging / name)
         state = {
             "format": _FORMAT,
@@ -137,30 +135,41 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def read(path: Path, head: nn.Module) -> tuple[Progress, Tensors]:
+def read(path: Path) -> tuple[Progress, Tensors]:
     """Reads a checkpoint; its tensors are mapped, and come from the disk as they are used.
 
     Args:
         path: the checkpoint's folder.
-        head: what it must fit, with whole parameters.
 
     Raises:
-        InputError: it is damaged, of another format, or of another head.
+        InputError: it is damaged, or of another format.
     """
     damage = damage_of(path)
     if damage is not None:
         raise InputError(f"checkpoint {path} is damaged: {damage}")
     state = json.loads((path / "state.json").read_text())
     tensors = Tensors(*(load_file(path / name) for name in _FILES))
-    _check_fits(path, tensors, head)
     return Progress(state["step"], state["tokens"], state["position"], state["run"]), tensors
 
 
-def _check_fits(path: Path, tensors: Tensors, head: nn.Module) -> None:
+def check_fits(
+    path: Path, tensors: Tensors, head: nn.Module, state_keys: Mapping[str, Iterable[str]]
+) -> None:
+    """Refuses what was saved of another head.
+
+    Args:
+        path: of the checkpoint.
+        tensors: what it holds.
+        head: with whole parameters.
+        state_keys: names of the optimizers' states of each parameter, by the parameter's name.
+
+    Raises:
+        InputError: naming a tensor that differs.
+    """
     expected = {name: parameter.shape for name, parameter in head.named_parameters()}
-    trained = [(name, p.shape) for name, p in head.named_parameters() if p.requires_grad]
-    expected |= {f"{name}.{key}": shape for name, shape in trained for key in MOMENTS}
-    found = {name: value.shape for name, value in (tensors.head | tensors.moments).items()}
+    states = ((name, key) for name, keys in state_keys.items() for key in keys)
+    expected |= {f"{name}.{key}": expected[name] for name, key in states}
+    found = {name: value.shape for name, value in (tensors.head | tensors.state).items()}
     wrong = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
     if wrong:
         name = wrong[0]

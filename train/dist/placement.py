@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.schema import TrainConfig
 from heads.target.load import resolve_dtype
-from train.dist.checkpoint import MOMENTS, Tensors
+from train.dist.checkpoint import Tensors
+from train.dist.optimizers import AVERAGE, fresh_state, make_optimizers, state_keys
 from train.dist.processes import uses_fsdp
-from train.objective import Group
 from train.schedule import late_warmup
 
 
@@ -74,33 +74,33 @@ class Placement:
         self.accelerator, self.config = accelerator, config
         self.head: nn.Module = objective.head
         self._size = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
-        self.objective, self.optimizer = self._lay_out(objective)
+        self.objective, self.optimizers = self._lay_out(objective)
         self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
         # From the start, so that a run can be saved before its first step.
-        for tensor, _ in self._stepped():
-            moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
-            step = torch.zeros((), device=tensor.device)  # where the fused kernel reads it
-            self.optimizer.state[tensor] = {"step": step, **moments}
+        for optimizer, tensor, _ in self._stepped():
+            optimizer.state[tensor] = fresh_state(optimizer, tensor, config)
 
     def __str__(self) -> str:
         # Measured: a launcher may fall back to another strategy without a word.
-        moments = [state[MOMENTS[0]] for state in self.optimizer.state.values()]
-        held = sum((m.to_local() if isinstance(m, DTensor) else m).numel() for m in moments)
+        stepped = [tensor for _, tensor, _ in self._stepped()]  # its state is as large
+        held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in stepped)
         return f"{self.name}, {held / self._size:.0%} of the optimizer state on each process"
 
-    def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
-        groups = objective.groups()
+    def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         if self.accelerator.num_processes > 1:
             # DDP turns gradients that it finds into views of its buckets; made later, the first
             # would lie beside them.
-            for parameter in (each for group in groups for each in group.parameters):
+            for parameter in (each for group in objective.groups() for each in group.parameters):
                 parameter.grad = torch.zeros_like(parameter)
-        return self.accelerator.prepare(objective), _adamw(groups, self.config)
+        return self.accelerator.prepare(objective), make_optimizers(objective, self.config)
 
-    def _stepped(self) -> Iterable[tuple[Tensor, int]]:
-        """What the optimizer holds state of, and the first step that trains it."""
-        groups = self.optimizer.param_groups
-        return [(tensor, group["first_step"]) for group in groups for tensor in group["params"]]
+    def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """Every group of parameters, and its optimizer."""
+        return ((each, group) for each in self.optimizers for group in each.param_groups)
+
+    def _stepped(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
+        """What an optimizer holds state of, and the first step that trains it."""
+        return [(o, tensor, g["first_step"]) for o, g in self._groups() for tensor in g["params"]]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -122,10 +122,10 @@ class Placement:
             [] their norm before that, on the device, the same on every process; 0 where it is
             known only to `step`.
         """
-        for group in self.optimizer.param_groups:
+        for _, group in self._groups():
             if number < group["first_step"]:
                 for parameter in group["params"]:
-                    parameter.grad = None  # AdamW passes over it, and does not count the step
+                    parameter.grad = None  # passed over, and the step is not counted
         max_norm, max_value = self.config.max_grad_norm or math.inf, self.config.max_grad_value
         norm = _whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
         if max_value is not None:
@@ -142,60 +142,99 @@ class Placement:
         Returns:
             0, or their norm where `clip` could not tell.
         """
-        for group in self.optimizer.param_groups:
+        for _, group in self._groups():
             warmth = late_warmup(self.config, number, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
-        return self._apply()
+        norm = self._apply()
+        self._average(number)
+        return norm
+
+    def _average(self, number: int) -> None:
+        """Moves the averages of weights towards what a step has made of them."""
+        if self.config.average_decay is None:
+            return
+        # At first the mean of what there was, or untrained weights would stay for long.
+        decay = min(self.config.average_decay, (1 + number) / (10 + number))
+        with torch.no_grad():
+            for optimizer, tensor, _ in self._stepped():
+                optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
 
     def _apply(self) -> float:
-        self.optimizer.step()
-        self._clear()
-        return 0.0
-
-    def _clear(self) -> None:
         in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
-        self.optimizer.zero_grad(set_to_none=not in_buckets)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not in_buckets)
+        return 0.0
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, on all processes at once, the head has whole, plain parameters to read."""
         yield
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """As `gathered`; if averages of the weights are kept, the head has those."""
+        if self.config.average_decay is None:
+            with self.gathered():
+                yield
+            return
+        averages = {n: self._state(p, AVERAGE) for n, p in self.trained.items()}
+        with self.gathered(), torch.no_grad():
+            whole = [(self.head.get_parameter(n), each) for n, each in averages.items()]
+            weights = [parameter.clone() for parameter, _ in whole]
+            for parameter, average in whole:
+                parameter.copy_(average)
+            try:
+                yield
+            finally:
+                for (parameter, _), own in zip(whole, weights, strict=True):
+                    parameter.copy_(own)
+
     def tensors(self) -> Tensors:
         """What a checkpoint holds, whole.
 
-        Every process takes part; all but the first get nothing. Moments are gathered one at a
-        time, so that no device ever holds all of them.
+        Every process takes part; all but the first get nothing. The optimizers' state is gathered
+        one tensor at a time, so that no device ever holds all of it.
         """
         first = self.accelerator.is_main_process
         with self.gathered():
             head = {n: _stored(p) for n, p in self.head.named_parameters()} if first else {}
-        moments = {}
-        for name, parameter in self.trained.items():
-            for key in MOMENTS:
-                value = self._moment(parameter, key)
-                if first:
-                    moments[f"{name}.{key}"] = _stored(value)
-        return Tensors(head, moments)
+        state = {}
+        for name, parameter, key in self._states():
+            value = self._state(parameter, key)
+            if first:
+                state[f"{name}.{key}"] = _stored(value)
+        return Tensors(head, state)
 
-    def restore(self, step: int, moments: dict[str, Tensor]) -> None:
-        """Puts the optimizer where it was after `step` steps.
+    def restore(self, step: int, state: dict[str, Tensor]) -> None:
+        """Puts the optimizers where they were after `step` steps.
 
         Args:
             step: optimizer steps done.
-            moments: of a checkpoint's `Tensors`, on every process.
+            state: of a checkpoint's `Tensors`, on every process.
         """
-        for tensor, first_step in self._stepped():
-            self.optimizer.state[tensor]["step"].fill_(max(0, step - first_step))
-        for name, parameter in self.trained.items():
-            for key in MOMENTS:
-                self._set_moment(parameter, key, moments[f"{name}.{key}"])
+        for optimizer, tensor, first_step in self._stepped():
+            if "step" in optimizer.state[tensor]:
+                optimizer.state[tensor]["step"].fill_(max(0, step - first_step))
+        for name, parameter, key in self._states():
+            self._set_state(parameter, key, state[f"{name}.{key}"])
 
-    def _moment(self, parameter: Tensor, key: str) -> Tensor:
-        return _whole(self.optimizer.state[parameter][key])
+    def _states(self) -> Iterator[tuple[str, Any, str]]:
+        """Of each trained parameter: its name, itself, and the name of each of its states."""
+        for name, keys in state_keys(self.head, self.config).items():
+            for key in keys:
+                yield name, self.trained[name], key
 
-    def _set_moment(self, parameter: Tensor, key: str, value: Tensor) -> None:
-        self.optimizer.state[parameter][key].copy_(value)
+    def _held(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state that an optimizer holds of a parameter."""
+        (found,) = (o.state[parameter] for o in self.optimizers if parameter in o.state)
+        return found
+
+    def _state(self, parameter: Tensor, key: str) -> Tensor:
+        return _whole(self._held(parameter)[key])
+
+    def _set_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
+        self._held(parameter)[key].copy_(value)
 
 
 class Sharded(Placement):
@@ -206,11 +245,11 @@ class Sharded(Placement):
 
     name = "FSDP2"
 
-    def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
+    def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         # The backward pass follows at once: shards in between would only be gathered again.
         fully_shard(objective, mesh=mesh, reshard_after_forward=False)
-        return objective, _adamw(objective.groups(), self.config)
+        return objective, make_optimizers(objective, self.config)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -230,8 +269,8 @@ class Sharded(Placement):
         finally:
             self.objective.reshard()
 
-    def _set_moment(self, parameter: Tensor, key: str, value: Tensor) -> None:
-        shards = self.optimizer.state[parameter][key]
+    def _set_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
+        shards: Any = self._held(parameter)[key]
         # Each process cuts its shard from what it has read itself.
         own = distribute_tensor(value, shards.device_mesh, shards.placements, src_data_rank=None)
         shards.copy_(own)
@@ -243,8 +282,8 @@ class Zero(Placement):
     AdamW is torch's own, over flat pieces that hold many parameters; DeepSpeed clips.
     """
 
-    def _lay_out(self, objective: Any) -> tuple[Any, torch.optim.Optimizer]:
-        optimizer = _adamw(objective.groups(), self.config)
+    def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
+        (optimizer,) = make_optimizers(objective, self.config)  # Muon is refused at the start
         engine, _ = self.accelerator.prepare(objective, optimizer)
         if engine.zero_optimization_stage() == 3:
             # They gather weights around each submodule; a leaf module, the remedy for others,
@@ -253,16 +292,17 @@ class Zero(Placement):
             for hook in (*hooks.forward_hooks, *hooks.backward_hooks):
                 hook.remove()
         self.name = f"ZeRO-{engine.zero_optimization_stage()}"
-        return engine, engine.optimizer.optimizer
+        return engine, [engine.optimizer.optimizer]
 
     @property
     def _weights_in_shards(self) -> bool:
         return self.objective.zero_optimization_stage() == 3
 
-    def _stepped(self) -> Iterable[tuple[Tensor, int]]:
+    def _stepped(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
         if not self._weights_in_shards:
             return super()._stepped()
-        return [(flat, 0) for flat in self.objective.optimizer.fp32_partitioned_groups_flat]
+        (adamw,) = self.optimizers
+        return [(adamw, flat, 0) for flat in self.objective.optimizer.fp32_partitioned_groups_flat]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -296,13 +336,13 @@ class Zero(Placement):
         with GatheredParameters(list(self.head.parameters()), enabled=self._weights_in_shards):
             yield
 
-    def _moment(self, parameter: Tensor, key: str) -> Tensor:
+    def _state(self, parameter: Tensor, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link()
         return safe_get_full_optimizer_state(parameter, key)
 
-    def _set_moment(self, parameter: Any, key: str, value: Tensor) -> None:
+    def _set_state(self, parameter: Any, key: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         self._link()
@@ -319,19 +359,6 @@ class Zero(Placement):
         """Has ZeRO-1 and 2 look up which slice of the state is whose, usually after a step."""
         if not self._weights_in_shards:
             self.objective.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _adamw(groups: list[Group], config: TrainConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        [
-            {"params": group.parameters, "rate": group.rate, "first_step": group.first_step}
-            for group in groups
-        ],
-        lr=config.learning_rate,
-        betas=(0.9, config.adam_beta2),
-        weight_decay=config.weight_decay,
-        fused=True,  # the other kernels write down a root of every second moment
-    )
 
 
 def _whole(value: Tensor) -> Tensor:

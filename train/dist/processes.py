@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, utils
 from transformers.integrations import unset_hf_deepspeed_config
 
-from conf.schema import Dtype, InputError, TrainConfig
+from conf.schema import Dtype, InputError, Optimizer, TrainConfig
 from eval.launch import check_launch
 from train.dist.launch import check_batch
 
@@ -144,6 +144,12 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
         raise InputError(
             f"train.max_grad_value={config.max_grad_value}: DeepSpeed clips by norm only; set "
             f"train.max_grad_value=null train.max_grad_norm={norm}, or use "
+            "conf/accelerate/ddp.yaml or fsdp2.yaml"
+        )
+    if config.optimizer is not Optimizer.adamw:
+        raise InputError(
+            f"train.optimizer={config.optimizer.value}: DeepSpeed lays parameters out in flat "
+            "pieces, and Muon needs matrices; set train.optimizer=adamw, or use "
             "conf/accelerate/ddp.yaml or fsdp2.yaml"
         )
     plugin = accelerator.state.deepspeed_plugin

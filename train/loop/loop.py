@@ -25,6 +25,7 @@ from train.batch.prefetch import Prefetcher, on_device, stacked
 from train.batch.rows import NOISE_SEEDS, Batch
 from train.dist import checkpoint, processes
 from train.dist.launch import stop_signals
+from train.dist.optimizers import state_keys
 from train.dist.placement import Placement, place
 from train.loop import resume
 from train.loop.job import Job, Outcome
@@ -104,14 +105,14 @@ class Run:
             path = checkpoint.latest(self.checkpoints, self.say)
         elif self.config.resume is not None:
             path = Path(self.config.resume)
-        moments = {} if path is None else self._restore(path)
+        state = {} if path is None else self._restore(path)
         processes.wait()  # loading took each as long as it took
         self._check_agreed()
         self.placement = place(self.accelerator, self.job.objective, self.config)
         if self.world > 1:
             self.say(f"layout: {self.placement}")
         if path is not None:
-            self.placement.restore(self.step, moments)
+            self.placement.restore(self.step, state)
             self.say(f"continuing from {path}")
         prepare, last = self.job.objective.prepare, self.config.max_steps
         self.prefetcher = Prefetcher(self._load, prepare, self.device, self.step, last)
@@ -124,13 +125,14 @@ class Run:
             self.metrics.forget_after(self.step)
 
     def _restore(self, path: Path) -> dict[str, Tensor]:
-        """Sets progress and the head; returns the moments of its optimizer, not made yet."""
+        """Sets progress and the head; returns the state of its optimizers, not made yet."""
         head = self.job.objective.head
-        progress, tensors = checkpoint.read(path, head)
+        progress, tensors = checkpoint.read(path)
         self._check_same(progress, path)
+        checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
         head.load_state_dict(tensors.head)
         self.step, self.tokens = progress.step, progress.tokens
-        return tensors.moments
+        return tensors.state
 
     def _check_agreed(self) -> None:
         steps = torch.zeros(self.world, device=self.device)
@@ -296,7 +298,7 @@ class Run:
         self.evaluation = {}
         failed, sums = 1.0, self._no_sums()
         objective.eval()
-        with self.placement.gathered():
+        with self.placement.averaged():
             try:
                 sums = self._heldout_sums()
                 if self.rank == 0 and self.job.evaluate is not None:
@@ -354,7 +356,7 @@ class Run:
         processes.wait()
 
     def _save_head(self) -> None:
-        with self.placement.gathered():
+        with self.placement.averaged():
             if self.rank == 0:
                 self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
         processes.wait()

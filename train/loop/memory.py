@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from conf.schema import InputError
+from conf.schema import InputError, TrainConfig
 from heads.target.ends import TargetEnds
 from heads.target.model import Target
+from train.dist.optimizers import state_keys
 from train.dist.processes import ZERO_BUCKET
 from train.loss.sizes import FLOAT32, Setting
 from train.objective import Objective
@@ -68,25 +69,29 @@ def trained_bytes(head: Any) -> int:
     return FLOAT32 * sum(each.numel() for each in head.parameters() if each.requires_grad)
 
 
+def state_bytes(head: Any, config: TrainConfig) -> int:
+    """Of the optimizers: AdamW has twice a parameter, Muon once, an average of it once more."""
+    keys = state_keys(head, config)
+    return FLOAT32 * sum(len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters())
+
+
 def _of_strategy(head: Any, setting: Setting) -> Parts:
     """Parameters, gradients and optimizer state.
 
-    DDP holds S of weights, S of gradients (views of its buckets) and 2 S of moments. FSDP2 holds
-    all as S / n, and whole weights and gradients while in use. ZeRO's optimizer has a copy of
-    its share of the weights; from stage 2 on also of the gradients, which are whole until they
+    DDP holds S of weights, S of gradients (views of its buckets) and all of the state. FSDP2
+    holds an n-th of all, and whole weights and gradients while in use. ZeRO's optimizer has a copy
+    of its share of the weights; from stage 2 on also of the gradients, which are whole until they
     are reduced; at stage 3 the weights lie in shares until they are used.
     """
-    whole = trained_bytes(head)
+    whole, state = trained_bytes(head), state_bytes(head, setting.train)
     frozen = FLOAT32 * sum(e.numel() for e in head.parameters() if not e.requires_grad)
     share = whole // setting.num_processes
-    weights, optimizer, gradients = {
-        "DDP": (whole, 2 * whole, whole),
-        "FSDP2": (whole + share, 2 * share, whole),
-        "ZeRO-1": (whole + share, 2 * share, whole),
-        "ZeRO-2": (whole + share, 2 * share, whole),
-        "ZeRO-3": (whole + 2 * share, 2 * share, whole),
-    }[setting.strategy]
-    return {"head": weights + frozen, "gradients": gradients, "optimizer": optimizer}
+    shares = {"DDP": 0, "FSDP2": 1, "ZeRO-1": 1, "ZeRO-2": 1, "ZeRO-3": 2}[setting.strategy]
+    return {
+        "head": whole + shares * share + frozen,
+        "gradients": whole,
+        "optimizer": state // setting.num_processes if shares else state,
+    }
 
 
 def _reduction(head: Any, setting: Setting) -> int:

@@ -4,7 +4,7 @@ Letters: N tokens of a micro batch, H hidden, W draft vocabulary, e bytes of a n
 `train.dtype`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ class Setting:
         strategy: `DDP` (also one process), `FSDP2` or `ZeRO-1`, `ZeRO-2`, `ZeRO-3`.
         num_processes: n.
         cuda: whether micro batches are prepared ahead, and pieces are large.
+        train: what decides the state of the optimizers.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class Setting:
     strategy: str
     num_processes: int
     cuda: bool
+    train: TrainConfig = field(default_factory=TrainConfig)
 
     @classmethod
     def of(cls, config: TrainConfig, length: int, strategy: str, accelerator: Any) -> "Setting":
@@ -43,7 +45,8 @@ class Setting:
         device = accelerator.device
         dtype = resolve_dtype(Dtype(config.dtype), device)
         tokens = config.micro_batch_size * length
-        return cls(tokens, dtype, strategy, accelerator.num_processes, device.type == "cuda")
+        cuda = device.type == "cuda"
+        return cls(tokens, dtype, strategy, accelerator.num_processes, cuda, config)
 
 
 class Counted(NamedTuple):
