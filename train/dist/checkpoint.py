@@ -13,7 +13,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,14 @@ class Progress:
         tokens: tokens seen, padding not counted.
         position: sequences drawn from the row of epochs, see `schedule.sequences`.
         run: what must be the same when the run continues, by configuration key.
+        skipped: numbers of the sequences that are left out.
     """
 
     step: int
     tokens: int
     position: int
     run: dict[str, Any]
+    skipped: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,11 @@ def read(path: Path) -> tuple[Progress, Tensors]:
         raise InputError(f"checkpoint {path} is damaged: {damage}")
     state = json.loads((path / "state.json").read_text())
     tensors = Tensors(*(load_file(path / name) for name in _FILES))
-    return Progress(state["step"], state["tokens"], state["position"], state["run"]), tensors
+    skipped = state.get("skipped", [])  # of an earlier version: none
+    return (
+        Progress(state["step"], state["tokens"], state["position"], state["run"], skipped),
+        tensors,
+    )
 
 
 def check_fits(

@@ -69,6 +69,8 @@ class Placement:
     """
 
     name = "DDP"
+    can_discard = True
+    """Whether gradients can be forgotten between `clip` and `step`."""
 
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
@@ -160,11 +162,16 @@ class Placement:
                 optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
 
     def _apply(self) -> float:
-        in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=not in_buckets)
+        self.discard()
         return 0.0
+
+    def discard(self) -> None:
+        """Forgets all gradients."""
+        in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=not in_buckets)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -281,6 +288,8 @@ class Zero(Placement):
 
     AdamW is torch's own, over flat pieces that hold many parameters; DeepSpeed clips.
     """
+
+    can_discard = False
 
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         (optimizer,) = make_optimizers(objective, self.config)  # Muon is refused at the start

@@ -6,9 +6,8 @@ first of them runs.
 """
 
 import math
-import sys
 import time
-import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,16 +27,11 @@ from train.dist.launch import stop_signals
 from train.dist.optimizers import state_keys
 from train.dist.placement import Placement, place
 from train.loop import resume
+from train.loop.evaluation import evaluate
 from train.loop.job import Job, Outcome
+from train.loop.skipping import Skipped
 from train.loop.tracking import Metrics, as_line, figures
 from train.loss.losses import Sums
-
-EVALUATION_ERRORS = (
-    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""What code that only measures may raise, an exhausted device and wrong input included; a wish
-to end the program is not among them."""
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:
@@ -90,6 +84,7 @@ class Run:
         self.stop = {"asked": False}
         self.stopping = False
         self.metrics: Metrics | None = None
+        self.skipped = Skipped(len(job.train))
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
 
@@ -132,6 +127,7 @@ class Run:
         checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
         head.load_state_dict(tensors.head)
         self.step, self.tokens = progress.step, progress.tokens
+        self.skipped = Skipped(len(self.job.train), progress.skipped)
         return tensors.state
 
     def _check_agreed(self) -> None:
@@ -189,23 +185,37 @@ class Run:
     def optimizer_step(self) -> float:
         """One optimizer step; returns its loss. The host waits for the device once."""
         batches = self.prefetcher.next_step()
+        result = self._gradients(batches, self.prefetcher.micro_batches())
+        while suspects := self._suspects(result.losses):
+            self._leave_out(suspects)
+            batches = self._load(self.step)
+            result = self._gradients(batches, map(self._prepared, batches))
+        self._check_norm(result.norm)
+        self._rate = self.config.learning_rate * schedule.rate(self.config, self.step)
+        with record_function("optimizer"):
+            late_norm = self.placement.step(self._rate, self.step)
+        self._check_norm(late_norm)
+        self.stopping = result.stop
+        self.tokens += result.tokens
+        self.window.append(result.sums)
+        return float((self._weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
+
+    def _gradients(self, batches: list[Batch], prepared: Iterable[Batch]) -> _StepResult:
+        """Clipped gradients of a step, and what all processes found.
+
+        Args:
+            batches: the micro batches of this process, on the CPU.
+            prepared: the same on the device, with what the target gives.
+        """
         counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
         self._weights = self.job.objective.begin(self.step)
         totals = self._sum(upload(counts.sum(0).double(), self.device))
         # Gradients become a mean over the processes; their sum is wanted.
         scale = self.world * upload(self._weights, self.device) / totals.clamp_min(1).float()
-        sums = self._accumulate(scale)
+        sums = self._accumulate(prepared, len(batches), scale)
         with record_function("optimizer"):
             norm = self.placement.clip(self.step)
-            result = self._reduce(sums, norm, sum(map(_num_tokens, batches)))
-            self._check_finite(result.losses, result.norm)
-            self._rate = self.config.learning_rate * schedule.rate(self.config, self.step)
-            late_norm = self.placement.step(self._rate, self.step)
-        self._check_finite([], late_norm)
-        self.stopping = result.stop
-        self.tokens += result.tokens
-        self.window.append(result.sums)
-        return float((self._weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
+            return self._reduce(sums, norm, sum(map(_num_tokens, batches)))
 
     def _indices(self, step: int) -> list[int]:
         """The sequences of a step over all processes."""
@@ -221,15 +231,18 @@ class Run:
         batches: list[Batch] = []
         for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
             seeds = tuple(hash((self.job.seed, step, index)) % (1 << 63) for index in group)
-            batch = objective.indexed(stacked(self.job.train, group))
+            batch = self.skipped.blanked(stacked(self.job.train, group), group)
+            batch = objective.indexed(batch)
             batches.append({**batch, NOISE_SEEDS: seeds})
         return batches
 
-    def _accumulate(self, scale: Tensor) -> Tensor:
+    def _prepared(self, batch: Batch) -> Batch:
+        return self.job.objective.prepare(on_device(batch, self.device))
+
+    def _accumulate(self, prepared: Iterable[Batch], num_micro: int, scale: Tensor) -> Tensor:
         """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
         found: list[Tensor] = []
-        num_micro = self.config.batch_size // (self.world * self.config.micro_batch_size)
-        for batch in self.prefetcher.micro_batches():
+        for batch in prepared:
             with self.placement.micro_batch(len(found) == num_micro - 1):
                 sums: Sums = self.placement.objective(batch, scale)
                 with record_function("backward"):
@@ -257,19 +270,44 @@ class Run:
             int(tokens), stop > 0, found[2 : 2 + losses.numel()].tolist(), terms, float(found[-1])
         )
 
-    def _check_finite(self, losses: list[float], norm: float) -> None:
-        """Stops if a loss [processes * M] or the gradient's norm is not finite."""
-        indices, size = self._indices(self.step), self.config.micro_batch_size
+    def _suspects(self, losses: list[float]) -> list[int]:
+        """The sequences of micro batches whose losses [processes * M] are not finite."""
+        size, indices = self.config.micro_batch_size, self._indices(self.step)
         bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
-            named = [index for micro in bad for index in indices[micro * size :][:size]]
-            self._stop_on("the loss", losses[bad[0]], named)
-        if not math.isfinite(norm):
-            self._stop_on("the gradient's norm", norm, indices)
+        return [index for micro in bad for index in indices[micro * size :][:size]]
 
-    def _stop_on(self, what: str, value: float, indices: list[int]) -> None:
+    def _leave_out(self, suspects: list[int]) -> None:
+        """Forgets the gradients of a step, and the sequences that spoiled them."""
+        if not self.placement.can_discard:
+            self._stop_on("the loss", suspects)
+        self.placement.discard()
+        size = self.config.micro_batch_size
+        bad = suspects if size == 1 else [each for each in suspects if self._is_bad(each)]
+        bad = bad or suspects
+        if len(bad) == self.config.batch_size > 1:  # not the data's fault
+            self._stop_on("the loss", bad)
+        said = self.skipped.add(bad, self.step + 1)
+        if said is not None:
+            self.say(said)
+
+    @torch.no_grad()
+    def _is_bad(self, index: int) -> bool:
+        """Whether the loss of one sequence alone is not finite; run on all processes alike."""
+        objective = self.job.objective
+        batch = {**objective.indexed(stacked(self.job.train, [index])), NOISE_SEEDS: (0,)}
+        with self.placement.gathered():
+            # As in an evaluation: without the hooks of a strategy.
+            terms = objective.forward(self._prepared(batch), self._weights.to(self.device)).terms
+        return not terms.isfinite().all()
+
+    def _check_norm(self, norm: float) -> None:
+        """Stops if the norm of the gradients is not finite."""
+        if not math.isfinite(norm):
+            self._stop_on("the gradient's norm", self._indices(self.step))
+
+    def _stop_on(self, what: str, indices: list[int]) -> None:
         raise InputError(
-            f"{what} became {value} at step {self.step + 1}, in packed training sequences "
+            f"{what} is not finite at step {self.step + 1}, in packed training sequences "
             f"{indices}: nothing of this step was applied or saved. Look at those, or use "
             "train.dtype=float32: train.resume=auto continues from the newest checkpoint; or begin "
             f"again with a lower train.learning_rate={self.config.learning_rate}"
@@ -284,74 +322,27 @@ class Run:
         metrics = figures("train", sums, self._weights, self.job.objective)
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
+        metrics["train/skipped_sequences"] = len(self.skipped.numbers)
         if self.metrics is not None:
             self.metrics.log(self.step, metrics)
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
-        """Held-out loss and accuracy per term, and what `job.evaluate` adds.
-
-        One that fails on any process gives no figures, and the run goes on.
-        """
-        objective = self.job.objective
-        more: dict[str, float] = {}
-        self.evaluation = {}
-        failed, sums = 1.0, self._no_sums()
-        objective.eval()
-        with self.placement.averaged():
-            try:
-                sums = self._heldout_sums()
-                if self.rank == 0 and self.job.evaluate is not None:
-                    more = self.job.evaluate(objective.head)
-                failed = 0.0
-            except EVALUATION_ERRORS as error:
-                self._report_failure(error)
-        objective.train()
-        processes.wait()  # the first one has more to measure
-        packed = self._sum(torch.cat([sums.new_tensor([failed]), sums.flatten()]))
-        if packed[0] > 0:
+        """Held-out figures, and what `job.evaluate` adds; without any if that fails."""
+        self.evaluation = evaluate(self.accelerator, self.job, self.placement, self.step)
+        if not self.evaluation:
             return
-        found = figures("eval", packed[1:].view_as(sums), objective.weights, objective)
-        self.evaluation = found | {f"eval/{name}": value for name, value in more.items()}
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
         self.say(f"step {self.step}: {as_line(self.evaluation)}")
-
-    def _report_failure(self, error: Exception) -> None:
-        where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-        tqdm.write(
-            f"step {self.step}: the evaluation failed in process {self.rank}, training goes on "
-            f"without its figures: {type(error).__name__}: {error}\n{where}",
-            file=sys.stderr,
-        )
-
-    def _no_sums(self) -> Tensor:
-        """[2 + L, K] zeros."""
-        objective = self.job.objective
-        shape = (2 + len(objective.measures), len(objective.weights))
-        return torch.zeros(shape, device=self.device)
-
-    def _heldout_sums(self) -> Tensor:
-        """[2 + L, K] over this process's share of the held-out sequences."""
-        objective, size = self.job.objective, self.config.micro_batch_size
-        weights = objective.weights.to(self.device)
-        sums = self._no_sums()
-        mine = list(range(min(len(self.job.heldout), self.config.num_eval_sequences)))
-        mine = mine[self.rank :: self.world]
-        for begin in range(0, len(mine), size):
-            rows = stacked(self.job.heldout, mine[begin : begin + size])
-            batch = on_device(objective.indexed(rows), self.device)
-            # Not a call: the hooks of a strategy would wait for processes that have no batch left.
-            sums += objective.forward(objective.prepare(batch), weights).terms
-        return sums
 
     def _save(self) -> None:
         tensors = self.placement.tensors()
         if self.rank == 0:
             position = self.step * self.config.batch_size
             progress = checkpoint.Progress(
-                self.step, self.tokens, position, resume.of_run(self.job)
-            )
+                self.step, self.tokens, position, resume.of_run(self.job),
+                sorted(self.skipped.numbers),
+            )  # fmt: skip
             checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
         processes.wait()
 
