@@ -27,10 +27,13 @@ TESTS = {
     "train/loss/eagle.py": "train_fused train_eagle_losses",
     "train/loss/fused.py": "train_fused train_losses",
     "train/medusa.py": "train_medusa train_memory train_medusa2 heads_medusa",
-    "train/eagle.py": "train_eagle_losses train_memory train_stored heads_eagle",
+    "train/eagle.py": "train_eagle_losses train_eagle_head train_memory heads_eagle",
     "data/pack.py": "data_pack",
-    "data/chat.py": "data_chat",
+    "data/chat.py": "data_chat data_chat_edges",
     "train/dist/checkpoint.py": "train_checkpoint",
+    "train/dist/muon.py": "train_optimizers",
+    "train/dist/optimizers.py": "train_optimizers",
+    "train/loop/skipping.py": "train_skipping",
     "eval/decode/engine.py": "eval_engine eval_accept eval_timing",
 }
 SURVIVED = (None, 0, 5, 33)  # not tried; no test failed; no test was found
