@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+AUTO = "auto"
+"""A setting that is chosen once the target is known."""
+
 
 class InputError(ValueError):
     """The user's input or settings are wrong; commands print it without a traceback."""
@@ -192,14 +195,19 @@ class TrainConfig:
 
     max_steps: int = 1000
     """Optimizer steps."""
+    num_epochs: float | None = None
+    """In place of `max_steps`: how often each packed sequence is seen."""
     batch_size: int = 8
     """Packed sequences per optimizer step, over all processes."""
+    batch_tokens: int | None = None
+    """In place of `batch_size`: tokens per optimizer step, to the nearest batch that divides."""
     micro_batch_size: int = 1
     """Packed sequences per forward pass of one process."""
     optimizer: Optimizer = Optimizer.adamw
-    learning_rate: float = 1e-3
-    adam_rate: float = 1.0
-    """Beside Muon: what AdamW updates has `learning_rate` times this."""
+    learning_rate: float | int | str = AUTO
+    """Highest of the schedule; `auto` takes one by kind of head, optimizer and width."""
+    adam_learning_rate: float | int | str = AUTO
+    """The same for what AdamW updates beside Muon."""
     weight_decay: float = 0.0
     adam_beta2: float = 0.999
     """Decay of AdamW's second moment; the first's is 0.9."""
@@ -238,15 +246,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive(
-            "train", self, "max_steps", "batch_size", "micro_batch_size", "learning_rate",
-            "max_grad_norm", "max_grad_value", "eval_steps", "num_eval_sequences", "save_steps",
-            "num_checkpoints", "log_steps",
+            "train", self, "max_steps", "num_epochs", "batch_size", "batch_tokens",
+            "micro_batch_size", "max_grad_norm", "max_grad_value", "eval_steps",
+            "num_eval_sequences", "save_steps", "num_checkpoints", "log_steps",
         )  # fmt: skip
         if not 0 < self.adam_beta2 < 1:
             raise InputError(f"train.adam_beta2={self.adam_beta2}: must be between 0 and 1")
         below_one("train", self, "average_decay")
-        not_negative("train", self, "num_replay_prompts", "adam_rate", "weight_decay")
-        if self.warmup_steps < 0 or self.warmup_steps >= self.max_steps:
+        not_negative("train", self, "num_replay_prompts", "weight_decay")
+        for name in ("learning_rate", "adam_learning_rate"):
+            rate = getattr(self, name)
+            if rate != AUTO and (isinstance(rate, str) or rate <= 0):
+                raise InputError(f"train.{name}={rate}: must be above 0, or {AUTO}")
+        counted = self.num_epochs is None  # otherwise looked at when the data are known
+        if self.warmup_steps < 0 or (counted and self.warmup_steps >= self.max_steps):
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps}: must be at least 0 and below "
                 f"train.max_steps={self.max_steps}"

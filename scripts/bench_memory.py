@@ -94,7 +94,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
     ):
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        config = TrainConfig(batch_size=num_processes, dtype=Dtype.bfloat16)
+        config = TrainConfig(batch_size=num_processes, dtype=Dtype.bfloat16, learning_rate=1e-3)
         accelerator = processes.start(config)
         shape = llama(8, 4, length)
         objective = make_objective(name, shape, 4000, torch.device("cpu"))

@@ -93,7 +93,7 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
     config = TrainConfig(
         max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
-        micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype),
+        micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype), learning_rate=1e-3,
     )  # fmt: skip
     accelerator = processes.start(config)
     target = random_target(options, accelerator.device)

@@ -77,7 +77,7 @@ def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path
 def test_help_lists_the_settings(tmp_path: Path) -> None:
     shown = command("train/medusa.py", "--help", cwd=tmp_path)
     assert shown.returncode == 0
-    assert "learning_rate: 0.001" in shown.stdout
+    assert "learning_rate: auto" in shown.stdout
 
 
 def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None:
@@ -109,6 +109,14 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
         (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
         (lambda: schema.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
         (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
+        (
+            lambda: schema.TrainConfig(learning_rate="fast"),
+            r"learning_rate=fast: must be above 0, o",
+        ),
+        (lambda: schema.TrainConfig(adam_learning_rate=0), r"adam_learning_rate=0: .* or auto"),
+        (lambda: schema.TrainConfig(average_decay=1.0), r"train\.average_decay=1\.0: .* below 1"),
+        (lambda: schema.TrainConfig(num_epochs=0.0), r"train\.num_epochs=0\.0: must be above 0"),
+        (lambda: schema.TrainConfig(batch_tokens=-1), r"train\.batch_tokens=-1: must be above 0"),
         (lambda: schema_measure.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
         (lambda: schema_measure.SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
     ],

@@ -71,7 +71,8 @@ def test_a_matrix_without_gradient_stays_and_zeros_do_no_harm() -> None:
 def updated(objective: Objective) -> dict[str, list[tuple[set[str], float, float]]]:
     """By optimizer, its groups: parameters, share of the rate, weight decay."""
     names = {id(each): name for name, each in objective.head.named_parameters()}
-    config = TrainConfig(optimizer=Optimizer.muon, adam_rate=0.25, weight_decay=0.1)
+    rates = {"learning_rate": 0.4, "adam_learning_rate": 0.1}
+    config = TrainConfig(optimizer=Optimizer.muon, weight_decay=0.1, **rates)
     found = {}
     for optimizer in make_optimizers(objective, config):
         groups = optimizer.param_groups
@@ -101,7 +102,7 @@ def test_muon_has_the_matrices_between_states_and_adamw_the_rest() -> None:
 
 def test_without_muon_all_is_adamws_at_the_whole_rate() -> None:
     objective = eagle()
-    (adamw,) = make_optimizers(objective, TrainConfig(optimizer=Optimizer.adamw, adam_rate=0.25))
+    (adamw,) = make_optimizers(objective, TrainConfig(optimizer=Optimizer.adamw))
     (group,) = adamw.param_groups
     assert len(group["params"]) == len(list(objective.head.parameters()))
     assert group["rate"] == 1.0
@@ -109,7 +110,12 @@ def test_without_muon_all_is_adamws_at_the_whole_rate() -> None:
 
 def test_muon_computes_in_the_dtype_of_the_run() -> None:
     for dtype in (Dtype.float32, Dtype.bfloat16):
-        muon = make_optimizers(eagle(), TrainConfig(optimizer=Optimizer.muon, dtype=dtype))[-1]
+        muon = make_optimizers(
+            eagle(),
+            TrainConfig(
+                optimizer=Optimizer.muon, dtype=dtype, learning_rate=1.0, adam_learning_rate=1.0
+            ),
+        )[-1]
         assert isinstance(muon, Muon)
         assert muon.dtype is getattr(torch, dtype.value)
 
@@ -125,7 +131,8 @@ def test_what_a_checkpoint_holds_of_each_parameter() -> None:
     assert set(plain.values()) == {("exp_avg", "exp_avg_sq")}
 
 
-MUON = {"optimizer": Optimizer.muon, "adam_rate": 0.5}
+MUON = {"optimizer": Optimizer.muon, "adam_learning_rate": 0.025}
+"""Half of `settings`'s own rate."""
 
 
 def test_steps_are_those_of_both_optimizers(layout: type[Placement]) -> None:

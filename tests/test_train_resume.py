@@ -55,8 +55,7 @@ def eagle_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("head.divergence", Divergence.tv), ("head.step_decay", 0.5), ("head.noise", 0.1),
         ("head.step_normalizer", StepNormalizer.mean), ("head.detach_features", True),
         ("head.token_normalizer", TokenNormalizer.supervised), ("head.top_k_weight", 1.0),
-        ("train.schedule", Schedule.constant), ("train.max_grad_norm", 0.5),
-        ("train.warmup_steps", 2), ("train.decay_fraction", 0.1), ("train.batch_size", 2),
+        ("train.max_grad_norm", 0.5), ("train.warmup_steps", 2), ("train.batch_size", 2),
         ("train.weight_decay", 0.1), ("train.adam_beta2", 0.95),
     ],
 )  # fmt: skip
@@ -120,6 +119,21 @@ def test_more_steps_go_on_if_those_done_are_the_same(
         return
     with pytest.raises(InputError, match=r"train\.max_steps=12, now it is 24: continue"):
         resume.check(Path("a"), then, now, longer, step)
+
+
+def test_a_constant_rate_may_begin_to_decay_at_any_step(tmp_path: Path) -> None:
+    """The checkpoint of step 4 goes on to 6 steps, of which the last two decay."""
+    constant = {"schedule": Schedule.constant, "max_steps": 100}
+    stopped = settings(save_steps=4, num_checkpoints=9, **constant)
+    decaying = {"schedule": Schedule.wsd, "max_steps": 6, "decay_fraction": 0.34}
+    fit(tmp_path / "straight", settings(**decaying))
+    fit(tmp_path / "out", replace(stopped, max_steps=4))
+    saved = tmp_path / "out/checkpoints/step-000004"
+    fit(tmp_path / "decayed", settings(resume=str(saved), **decaying))
+    assert weights(tmp_path / "decayed") == weights(tmp_path / "straight")
+    late = {**decaying, "decay_fraction": 0.9}
+    with pytest.raises(InputError, match=r"max_steps=4, now it is 6|schedule=constant"):
+        fit(tmp_path / "late", settings(resume=str(saved), **late))
 
 
 def test_a_longer_run_equals_one_that_was_long_from_the_start(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def gradients(
     """Float32, on the CPU, by the names of the head's parameters."""
     config = TrainConfig(
         max_steps=2, batch_size=4, micro_batch_size=2, warmup_steps=0, max_grad_norm=None,
-        dtype=dtype,
+        dtype=dtype, learning_rate=1e-3,
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     with patch.dict(os.environ, {"ACCELERATE_USE_CPU": str(device == "cpu").lower()}):

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from conf.schema import Optimizer
 from train.batch.rows import SUPERVISION, Batch, indexed
 from train.batch.states import with_states
 from train.loss.losses import Sums
@@ -38,6 +39,7 @@ class Objective(nn.Module):
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
         resume_settings: by key, those, that must not change when a run continues.
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
+        muon_rate, adam_rate_times_width: what `auto` rates are made of.
     """
 
     head: Any
@@ -46,6 +48,8 @@ class Objective(nn.Module):
     measures: tuple[str, ...]
     first_depth = 1
     slow_logits = 0
+    muon_rate = 2e-2
+    adam_rate_times_width = 1.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,6 +63,15 @@ class Objective(nn.Module):
     def groups(self) -> list[Group]:
         """The trained parameters, each in one group."""
         return [Group([each for each in self.head.parameters() if each.requires_grad])]
+
+    def usual_rates(self, optimizer: Optimizer) -> tuple[float, float]:
+        """`train.learning_rate` and `train.adam_learning_rate` where those are `auto`.
+
+        Muon turns a matrix by the same angle whatever its width. AdamW moves every number by its
+        rate, so what a sum over H of them changes by grows with H, and its rate falls with it.
+        """
+        adam = self.adam_rate_times_width / self.target.hidden_size
+        return (self.muon_rate if optimizer is Optimizer.muon else adam), adam
 
     def begin(self, step: int) -> Tensor:
         """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""

@@ -58,6 +58,11 @@ def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
     return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)
 
 
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """That of optimizer step `step`, from 0, once `auto` is settled."""
+    return float(config.learning_rate) * rate(config, step)
+
+
 def rate(config: TrainConfig, step: int) -> float:
     """The share of `learning_rate` that optimizer step `step` (from 0) uses.
 

@@ -23,12 +23,15 @@ class Muon(torch.optim.Optimizer):
     """Of matrices, also those that lie in shards; `momentum_buffer` is the state of each.
 
     Args:
-        groups: as of every optimizer of torch, with `lr` and `weight_decay` beside `params`. A
-            matrix [R, C] moves by about lr * sqrt(max(1, R / C)) in each singular direction.
+        groups: as of every optimizer of torch. A matrix [R, C] moves by about
+            lr * sqrt(max(1, R / C)) in each singular direction.
         dtype: that singular values are made alike in.
+        weight_decay: of groups that have none of their own, and `lr`, likewise.
     """
 
-    def __init__(self, groups: Any, dtype: torch.dtype, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, groups: Any, dtype: torch.dtype, weight_decay: float, lr: float = 0.0
+    ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self.dtype = dtype
 

@@ -29,10 +29,11 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
 
     Args:
         objective: its head tells which matrices project to the vocabulary.
-        config: the optimizer's settings.
+        config: the optimizer's settings, with numbers for rates.
 
     Returns:
-        AdamW and maybe Muon; `rate` of their groups is a share of `train.learning_rate`.
+        AdamW and maybe Muon; `rate` of their groups is a share of `train.learning_rate`, and `lr`
+        is to be set before each step.
     """
     hidden = {id(each) for each in _hidden_matrices(objective.head, config).values()}
     adamw: list[dict[str, Any]] = []
@@ -48,7 +49,7 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
         made.append(_adamw(adamw, config))
     if muon:
         dtype = resolve_dtype(config.dtype, muon[0]["params"][0].device)
-        made.append(Muon(muon, dtype, config.learning_rate, config.weight_decay))
+        made.append(Muon(muon, dtype, config.weight_decay))
     return made
 
 
@@ -89,13 +90,15 @@ def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
 
 
 def _adam_share(config: TrainConfig) -> float:
-    return config.adam_rate if config.optimizer is Optimizer.muon else 1.0
+    """AdamW's rate over `train.learning_rate`."""
+    if config.optimizer is Optimizer.adamw:
+        return 1.0
+    return float(config.adam_learning_rate) / float(config.learning_rate)
 
 
 def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups,
-        lr=config.learning_rate,
         betas=(0.9, config.adam_beta2),
         weight_decay=config.weight_decay,
         fused=True,  # the other kernels write down a root of every second moment

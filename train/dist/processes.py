@@ -50,7 +50,8 @@ def start(config: TrainConfig) -> Accelerator:
             f"accelerate refuses this launch (train.dtype sets dtypes): {error}"
         ) from error
     check_launch(os.environ, accelerator.num_processes)
-    check_batch(config, accelerator.num_processes)
+    if config.batch_tokens is None:
+        check_batch(config, accelerator.num_processes)
     if deepspeed:
         _set_up_deepspeed(accelerator, config)
     wait()

@@ -24,6 +24,7 @@ from train.dist.placement import strategy_name
 from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
+from train.loop.settle import described, settled_length, settled_rates
 from train.loop.stored import check_reads, load_ends, open_store
 from train.loss.sizes import Setting
 from train.objective import Objective
@@ -84,7 +85,11 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         if store is None
         else from_store(config, store, accelerator.device)
     )
+    length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
+    size, world = len(source.train), accelerator.num_processes
+    config.train = settled_length(config.train, size, length, world)
     objective, lines = build(source.target, source.train)
+    config.train, optimizer = settled_rates(config.train, objective)
     compiled = wants_compile(config, objective, accelerator)
     if compiled:
         objective.compile_parts()
@@ -93,7 +98,8 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
-        print_plan(config, source.target.name, [*source.lines, *lines], where)
+        lines_of_run = [*source.lines, *lines, optimizer, described(config.train, size, length)]
+        print_plan(config, source.target.name, lines_of_run, where)
     parts = memory_of(accelerator, objective, config.train, source.train)
     job = Job(
         config=config.train,

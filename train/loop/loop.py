@@ -191,7 +191,7 @@ class Run:
             batches = self._load(self.step)
             result = self._gradients(batches, map(self._prepared, batches))
         self._check_norm(result.norm)
-        self._rate = self.config.learning_rate * schedule.rate(self.config, self.step)
+        self._rate = schedule.learning_rate(self.config, self.step)
         with record_function("optimizer"):
             late_norm = self.placement.step(self._rate, self.step)
         self._check_norm(late_norm)

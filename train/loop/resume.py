@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from conf.schema import InputError, TrainConfig
+from conf.schema import InputError, Schedule, TrainConfig
 from data.provenance import plain
 from train.batch.prefetch import Dataset
 from train.loop.job import Job
@@ -26,7 +26,9 @@ ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
 does; weights and the optimizer's state are float32 under all of them."""
 NOT_COMPARED = {"train": (*ONLY_WATCHED, *ONLY_ROUNDED), "head": ("path", "revision")}
 """By prefix. A head comes from the checkpoint, wherever it came from at first."""
-LENGTH = "train.max_steps"
+SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
+"""May change as long as every step done so far had the rate that it has now: a constant rate may
+begin to decay at any step."""
 TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
@@ -59,9 +61,6 @@ def check(
 ) -> list[str]:
     """Compares a run with the checkpoint it continues from.
 
-    Another `train.max_steps` is the same run as long as it gives every step done so far the
-    learning rate that it had: always if the schedule is constant, before the decay if it is wsd.
-
     Args:
         path: the checkpoint.
         then: what was the same for the run that made it, by key.
@@ -75,10 +74,11 @@ def check(
     Raises:
         InputError: naming the first key that differs.
     """
+    same_rates = _same_rates(config, then, step)
     for key, value in now.items():
         if key not in then or then[key] == value:
             continue
-        if key == LENGTH and _same_rates(config, then[key], step):
+        if key.removeprefix("train.") in SCHEDULE and same_rates:
             continue
         raise InputError(
             f"train.resume: {path} was made with {key}={then[key]}, now it is {value}: continue "
@@ -88,7 +88,9 @@ def check(
     return [key for key in now if key not in then]
 
 
-def _same_rates(config: TrainConfig, max_steps: int, step: int) -> bool:
+def _same_rates(config: TrainConfig, then: Mapping[str, Any], step: int) -> bool:
     before = copy(config)
-    before.max_steps = max_steps
+    for name in SCHEDULE:
+        value = then.get(f"train.{name}", plain(getattr(config, name)))
+        setattr(before, name, Schedule(value) if name == "schedule" else value)
     return all(rate(before, each) == rate(config, each) for each in range(step))

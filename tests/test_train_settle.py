@@ -1,0 +1,69 @@
+"""Epochs, batches in tokens and `auto` rates, once data and head are known."""
+
+import pytest
+from test_train_memory import eagle, medusa
+
+from conf.schema import InputError, Optimizer, TrainConfig
+from train.loop.settle import described, settled_length, settled_rates
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "steps"), [(1.0, 25), (2.0, 50), (0.5, 13), (1.01, 26)]
+)  # fmt: skip
+def test_epochs_are_whole_steps(num_epochs: float, steps: int) -> None:
+    config = TrainConfig(num_epochs=num_epochs, batch_size=4, warmup_steps=5)
+    found = settled_length(config, num_sequences=100, length=512, num_processes=1)
+    assert (found.max_steps, found.num_epochs, found.batch_size) == (steps, None, 4)
+    with pytest.raises(InputError, match=r"train.warmup_steps=50: .* below train.max_steps=25"):
+        settled_length(TrainConfig(num_epochs=1.0, batch_size=4), 100, 512, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "processes", "micro", "batch"),
+    [(2048, 1, 1, 4), (2300, 1, 1, 4), (2305, 1, 1, 5), (100, 1, 1, 1), (8192, 3, 2, 18),
+     (100, 2, 2, 4)],
+)  # fmt: skip
+def test_tokens_are_the_nearest_batch_that_divides(
+    tokens: int, processes: int, micro: int, batch: int
+) -> None:
+    config = TrainConfig(batch_tokens=tokens, micro_batch_size=micro)
+    found = settled_length(config, 100, 512, processes)
+    assert (found.batch_size, found.batch_tokens) == (batch, None)
+
+
+def test_a_batch_that_does_not_divide_is_refused_here_too() -> None:
+    with pytest.raises(InputError, match="batch_size=8 is not divisible by 3"):
+        settled_length(TrainConfig(), 100, 512, 3)
+    assert settled_length(TrainConfig(), 100, 512, 2) == TrainConfig()
+
+
+def test_rates_are_taken_by_optimizer_and_said() -> None:
+    objective = eagle()
+    muon, adam = objective.usual_rates(Optimizer.muon)
+    found, said = settled_rates(TrainConfig(optimizer=Optimizer.muon), objective)
+    assert (found.learning_rate, found.adam_learning_rate) == (muon, adam)
+    assert said == (
+        f"optimizer: Muon at {muon:.2g} (auto) for hidden matrices, "
+        f"AdamW at {adam:.2g} (auto) for the rest"
+    )
+    config = TrainConfig(optimizer=Optimizer.muon, learning_rate=1, adam_learning_rate=3e-4)
+    found, said = settled_rates(config, objective)
+    assert (found.learning_rate, found.adam_learning_rate) == (1.0, 3e-4)
+    assert said == "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest"
+    found, said = settled_rates(TrainConfig(optimizer=Optimizer.adamw), objective)
+    assert found.learning_rate == objective.usual_rates(Optimizer.adamw)[0]
+    assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto)"
+    assert found.learning_rate != muon
+
+
+@pytest.mark.parametrize("make", [eagle, medusa])
+def test_the_rest_learns_slower_in_a_wider_head(make: type) -> None:
+    narrow, wide = make(), make(hidden_size=256, num_attention_heads=8)
+    for optimizer in Optimizer:
+        assert narrow.usual_rates(optimizer)[1] > wide.usual_rates(optimizer)[1]
+    assert narrow.usual_rates(Optimizer.muon)[0] == wide.usual_rates(Optimizer.muon)[0]
+
+
+def test_the_length_of_a_run_in_words() -> None:
+    config = TrainConfig(max_steps=290, batch_size=4)
+    assert described(config, 1000, 512) == "290 steps of 4 x 512 = 2,048 tokens, 1.2 epochs"

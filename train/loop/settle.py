@@ -1,0 +1,61 @@
+"""What `auto`, epochs and tokens come to, once data and head are known."""
+
+import math
+from dataclasses import replace
+
+from conf.schema import AUTO, Optimizer, TrainConfig
+from train.dist.launch import check_batch
+from train.objective import Objective
+
+
+def settled_length(
+    config: TrainConfig, num_sequences: int, length: int, num_processes: int
+) -> TrainConfig:
+    """The settings with `batch_size` for `batch_tokens`, and `max_steps` for `num_epochs`.
+
+    Args:
+        config: the run's.
+        num_sequences: packed sequences to train on.
+        length: tokens of one.
+        num_processes: of the launch.
+
+    Raises:
+        InputError: a batch that does not divide, or a warm-up longer than the run.
+    """
+    if config.batch_tokens is not None:
+        share = num_processes * config.micro_batch_size
+        number = share * round(config.batch_tokens / length / share)
+        config = replace(config, batch_size=max(share, number), batch_tokens=None)
+    check_batch(config, num_processes)
+    if config.num_epochs is not None:
+        max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
+        config = replace(config, max_steps=max_steps, num_epochs=None)
+    return config
+
+
+def settled_rates(config: TrainConfig, objective: Objective) -> tuple[TrainConfig, str]:
+    """The settings with numbers for `auto` rates, and what to say about them."""
+    usual, usual_adam = objective.usual_rates(config.optimizer)
+    rate, said = _settled(config.learning_rate, usual)
+    adam, said_adam = _settled(config.adam_learning_rate, usual_adam)
+    line = f"optimizer: AdamW at {said}"
+    if config.optimizer is Optimizer.muon:
+        line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
+    return replace(config, learning_rate=rate, adam_learning_rate=adam), line
+
+
+def _settled(value: float | str, usual: float) -> tuple[float, str]:
+    """A rate, and how to write it."""
+    if value == AUTO:
+        return usual, f"{usual:.2g} (auto)"
+    return float(value), f"{float(value):.2g}"
+
+
+def described(config: TrainConfig, num_sequences: int, length: int) -> str:
+    """`290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
+    epochs = config.max_steps * config.batch_size / max(1, num_sequences)
+    tokens = config.batch_size * length
+    return (
+        f"{config.max_steps} steps of {config.batch_size} x {length} = {tokens:,} tokens, "
+        f"{epochs:.1f} epochs"
+    )
