@@ -64,6 +64,8 @@ class Labels(Enum):
 class Optimizer(Enum):
     """What updates a head."""
 
+    auto = "auto"
+    """What gives the better head of a kind; under DeepSpeed AdamW."""
     adamw = "adamw"
     muon = "muon"
     """Muon for matrices between hidden states, AdamW for output heads, norms and biases."""
@@ -203,7 +205,7 @@ class TrainConfig:
     """In place of `batch_size`: tokens per optimizer step, to the nearest batch that divides."""
     micro_batch_size: int = 1
     """Packed sequences per forward pass of one process."""
-    optimizer: Optimizer = Optimizer.adamw
+    optimizer: Optimizer = Optimizer.auto
     learning_rate: float | int | str = AUTO
     """Highest of the schedule; `auto` takes one by kind of head, optimizer and width."""
     adam_learning_rate: float | int | str = AUTO

@@ -72,7 +72,7 @@ def arguments(inputs: Path, out_dir: Path, *more: str) -> list[str]:
         f"out_dir={out_dir}", "data.max_length=32", "data.eval_fraction=0.1",
         "head.num_heads=2", "train.batch_size=4", "train.warmup_steps=2", "train.max_steps=12",
         "train.save_steps=2", "train.eval_steps=6", "train.log_steps=1",
-        "train.learning_rate=0.01", *more,
+        "train.learning_rate=0.01", "train.optimizer=adamw", *more,
     ]  # fmt: skip
 
 

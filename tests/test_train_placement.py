@@ -29,7 +29,7 @@ from test_train_launch import (
 from test_train_loop import ToyObjective, rows, settings
 from torch import Tensor, nn
 
-from conf.schema import InputError, LogConfig
+from conf.schema import InputError, LogConfig, Optimizer
 from train.dist import processes
 from train.dist.placement import Placement, Sharded, place
 from train.loop import loop
@@ -58,7 +58,11 @@ def assert_same_run(found: Path, expected: Path) -> None:
             assert difference <= 1e-5 * tensor.abs().max(), (key, difference, tensor.abs().max())
     (weights,) = (found / "head").glob("*.safetensors")
     saved = load_file(weights).values()
-    values = load_file(found / "checkpoints/step-000012/head.safetensors").values()
+    folder = found / "checkpoints/step-000012"
+    last, state = (
+        load_file(folder / name) for name in ("head.safetensors", "optimizer.safetensors")
+    )
+    values = [state.get(f"{name}.average", tensor) for name, tensor in last.items()]
     assert sorted(t.sum().item() for t in saved if t.is_floating_point()) == sorted(
         t.sum().item() for t in values
     )
@@ -118,19 +122,34 @@ def test_every_layout_equals_one_process(
     assert_same_run(tmp_path / "out", straight)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+RUNS = (("float32", "muon"), ("float32", "adamw"), ("bfloat16", "adamw"))
+"""Muon in bfloat16 rounds what differs in the last bit apart."""
+
+
+@pytest.fixture(scope="module")
 def straight_eagle(
     request: Any, inputs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[str]]:
+    dtype, optimizer = request.param
     out_dir = tmp_path_factory.mktemp("eagle") / "out"
-    more = [*EAGLE3, f"train.dtype={request.param}"]
+    more = [*EAGLE3, f"train.dtype={dtype}", f"train.optimizer={optimizer}"]
+    more.append("train.average_decay=0.9")
     trained([*ONE, *eagle.arguments(inputs, out_dir, *more)], out_dir.parent)
     return out_dir, more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_eagle_3_in_float32_and_bfloat16(
+@pytest.mark.parametrize(
+    ("straight_eagle", "layout"),
+    [
+        pytest.param(run, layout, id="-".join((*run, layout)))
+        for run in RUNS
+        for layout in ("ddp", "fsdp2", "zero2", "zero3")
+        if run[1] == "adamw" or not layout.startswith("zero")
+    ],
+    indirect=["straight_eagle"],
+)
+def test_eagle_3_in_every_layout(
     straight_eagle: tuple[Path, list[str]], inputs: Path, tmp_path: Path, layout: str
 ) -> None:
     straight, more = straight_eagle
@@ -377,3 +396,9 @@ def test_deepspeed_settings_that_would_change_a_run_are_refused(
     accelerator: Any = SimpleNamespace(distributed_type=kind, state=state, num_processes=2)
     with pytest.raises(InputError, match=message):
         processes._set_up_deepspeed(accelerator, settings())
+
+
+def test_muon_under_deepspeed_is_refused_by_name() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
+    with pytest.raises(InputError, match=r"train\.optimizer=muon: DeepSpeed .* fsdp2\.yaml"):
+        processes._set_up_deepspeed(accelerator, settings(optimizer=Optimizer.muon))

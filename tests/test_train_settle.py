@@ -4,7 +4,7 @@ import pytest
 from test_train_memory import eagle, medusa
 
 from conf.schema import InputError, Optimizer, TrainConfig
-from train.loop.settle import described, settled_length, settled_rates
+from train.loop.settle import described, settled_length, settled_optimizer
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,38 @@ def test_a_batch_that_does_not_divide_is_refused_here_too() -> None:
 def test_rates_are_taken_by_optimizer_and_said() -> None:
     objective = eagle()
     muon, adam = objective.usual_rates(Optimizer.muon)
-    found, said = settled_rates(TrainConfig(optimizer=Optimizer.muon), objective)
+    found, said = settled_optimizer(TrainConfig(optimizer=Optimizer.muon), objective, False)
     assert (found.learning_rate, found.adam_learning_rate) == (muon, adam)
     assert said == (
         f"optimizer: Muon at {muon:.2g} (auto) for hidden matrices, "
         f"AdamW at {adam:.2g} (auto) for the rest"
     )
     config = TrainConfig(optimizer=Optimizer.muon, learning_rate=1, adam_learning_rate=3e-4)
-    found, said = settled_rates(config, objective)
+    found, said = settled_optimizer(config, objective, False)
     assert (found.learning_rate, found.adam_learning_rate) == (1.0, 3e-4)
     assert said == "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest"
-    found, said = settled_rates(TrainConfig(optimizer=Optimizer.adamw), objective)
+    found, said = settled_optimizer(TrainConfig(optimizer=Optimizer.adamw), objective, False)
     assert found.learning_rate == objective.usual_rates(Optimizer.adamw)[0]
     assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto)"
     assert found.learning_rate != muon
 
 
+def test_auto_is_what_suits_the_head_and_adamw_under_deepspeed() -> None:
+    objective = eagle()
+    found, said = settled_optimizer(TrainConfig(), objective, deepspeed=False)
+    assert found.optimizer is Optimizer.muon
+    assert said.startswith("optimizer: Muon at")
+    found, said = settled_optimizer(TrainConfig(), objective, deepspeed=True)
+    assert found.optimizer is Optimizer.adamw
+    assert said.startswith("optimizer: AdamW at")
+    objective.usual_optimizer = Optimizer.adamw
+    assert settled_optimizer(TrainConfig(), objective, False)[0].optimizer is Optimizer.adamw
+
+
 @pytest.mark.parametrize("make", [eagle, medusa])
 def test_the_rest_learns_slower_in_a_wider_head(make: type) -> None:
     narrow, wide = make(), make(hidden_size=256, num_attention_heads=8)
-    for optimizer in Optimizer:
+    for optimizer in (Optimizer.adamw, Optimizer.muon):
         assert narrow.usual_rates(optimizer)[1] > wide.usual_rates(optimizer)[1]
     assert narrow.usual_rates(Optimizer.muon)[0] == wide.usual_rates(Optimizer.muon)[0]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf.schema import InputError, Labels
+from conf.schema import InputError, Labels, Optimizer
 from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
 from data.layout import HIDDEN
 from data.pack import PackedDataset
@@ -49,6 +49,7 @@ class Medusa2Objective(Objective):
 
     measures = ("top1", "top5")
     first_depth = 0
+    usual_optimizer = Optimizer.adamw  # the authors'; Muon on an adapter was not measured
 
     def __init__(self, head: AdaptedMedusa, target: Target, config: Medusa2Run) -> None:
         super().__init__()

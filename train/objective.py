@@ -39,6 +39,7 @@ class Objective(nn.Module):
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
         resume_settings: by key, those, that must not change when a run continues.
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
+        usual_optimizer: `train.optimizer` where that is `auto`.
         muon_rate, adam_rate_times_width: what `auto` rates are made of.
     """
 
@@ -48,6 +49,7 @@ class Objective(nn.Module):
     measures: tuple[str, ...]
     first_depth = 1
     slow_logits = 0
+    usual_optimizer = Optimizer.muon
     muon_rate = 2e-2
     adam_rate_times_width = 1.5
 

@@ -91,7 +91,7 @@ def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
 
 def _adam_share(config: TrainConfig) -> float:
     """AdamW's rate over `train.learning_rate`."""
-    if config.optimizer is Optimizer.adamw:
+    if config.optimizer is not Optimizer.muon:
         return 1.0
     return float(config.adam_learning_rate) / float(config.learning_rate)
 

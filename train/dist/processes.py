@@ -147,11 +147,10 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
             f"train.max_grad_value=null train.max_grad_norm={norm}, or use "
             "conf/accelerate/ddp.yaml or fsdp2.yaml"
         )
-    if config.optimizer is not Optimizer.adamw:
+    if config.optimizer is Optimizer.muon:
         raise InputError(
-            f"train.optimizer={config.optimizer.value}: DeepSpeed lays parameters out in flat "
-            "pieces, and Muon needs matrices; set train.optimizer=adamw, or use "
-            "conf/accelerate/ddp.yaml or fsdp2.yaml"
+            "train.optimizer=muon: DeepSpeed lays parameters out in flat pieces, and Muon needs "
+            "matrices; set train.optimizer=adamw, or use conf/accelerate/ddp.yaml or fsdp2.yaml"
         )
     plugin = accelerator.state.deepspeed_plugin
     settings = plugin.deepspeed_config

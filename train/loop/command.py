@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 
 from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
@@ -24,7 +24,7 @@ from train.dist.placement import strategy_name
 from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
-from train.loop.settle import described, settled_length, settled_rates
+from train.loop.settle import described, settled_length, settled_optimizer
 from train.loop.stored import check_reads, load_ends, open_store
 from train.loss.sizes import Setting
 from train.objective import Objective
@@ -89,7 +89,8 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     size, world = len(source.train), accelerator.num_processes
     config.train = settled_length(config.train, size, length, world)
     objective, lines = build(source.target, source.train)
-    config.train, optimizer = settled_rates(config.train, objective)
+    deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
+    config.train, optimizer = settled_optimizer(config.train, objective, deepspeed)
     compiled = wants_compile(config, objective, accelerator)
     if compiled:
         objective.compile_parts()

@@ -33,15 +33,29 @@ def settled_length(
     return config
 
 
-def settled_rates(config: TrainConfig, objective: Objective) -> tuple[TrainConfig, str]:
-    """The settings with numbers for `auto` rates, and what to say about them."""
-    usual, usual_adam = objective.usual_rates(config.optimizer)
+def settled_optimizer(
+    config: TrainConfig, objective: Objective, deepspeed: bool
+) -> tuple[TrainConfig, str]:
+    """The settings with an optimizer and rates for `auto`, and what to say about them.
+
+    Args:
+        config: the run's.
+        objective: knows what suits its head.
+        deepspeed: whether it lays out the parameters, flat, which Muon cannot read.
+    """
+    optimizer = config.optimizer
+    if optimizer is Optimizer.auto:
+        optimizer = Optimizer.adamw if deepspeed else objective.usual_optimizer
+    usual, usual_adam = objective.usual_rates(optimizer)
     rate, said = _settled(config.learning_rate, usual)
     adam, said_adam = _settled(config.adam_learning_rate, usual_adam)
     line = f"optimizer: AdamW at {said}"
-    if config.optimizer is Optimizer.muon:
+    if optimizer is Optimizer.muon:
         line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
-    return replace(config, learning_rate=rate, adam_learning_rate=adam), line
+    return (
+        replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam),
+        line,
+    )
 
 
 def _settled(value: float | str, usual: float) -> tuple[float, str]:
