@@ -5,6 +5,7 @@ from test_data_chat import (
     CHATML,
     ENDS_TEXT,
     GEMMA,
+    NO_SPECIAL,
     OPENS_THINKING,
     QWEN3,
     TAGGED,
@@ -192,3 +193,34 @@ def test_a_model_by_another_name_after_a_long_conversation() -> None:
     assert [part.split("]]")[0] for part in text.split("[[")[1:]] == [
         f"a{i}<end_of_turn>" for i in range(6)
     ]
+
+
+def test_a_turn_that_ends_in_words_is_learnt_with_them() -> None:
+    """Also where the question says the same, and an earlier turn loses its thinking."""
+    record = chat("Yes", "<think>a</think>Yes", "Yes, no", "<think>b</think>no", "no", "no")
+    assert marked(record, STRIPS.replace("<|end|>", " [done]")) == (
+        "<|user|>Yes [done]<|assistant|>[[Yes [done]]]<|user|>Yes, no [done]"
+        "<|assistant|>[[no [done]]]<|user|>no [done]<|assistant|>[[no [done]]]"
+    )
+
+
+def test_a_turn_that_ends_in_nothing_ends_there() -> None:
+    record = chat("Hi", "<think>a</think>Yes", "So?", "No")
+    assert marked(record, STRIPS.replace("<|end|>", "")) == (
+        "<|user|>Hi<|assistant|>[[Yes]]<|user|>So?<|assistant|>[[No]]"
+    )
+
+
+def test_a_tokenizer_without_an_end_of_text() -> None:
+    tokenizer = make_tokenizer(NO_SPECIAL)
+    tokenizer.eos_token = None
+    sample = encode(chat("Hi", "Yes"), tokenizer, 100)
+    learnt = [i for i, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
+    assert tokenizer.decode(learnt) == "Yes"
+
+
+def test_a_first_message_without_words_before_a_stripped_turn() -> None:
+    template = "{% for m in messages %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}\n{% endfor %}"  # fmt: skip # noqa: E501
+    assert marked(chat("ab", "<think>a</think>ab", "ab", "ab"), template) == (
+        "ab\n[[ab]]\nab\n[[ab]]\n"
+    )
