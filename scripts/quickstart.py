@@ -19,7 +19,7 @@ LAUNCH = [
 ]  # fmt: skip
 TRAIN = [
     "data.max_length=512", "train.batch_size=8", "train.micro_batch_size=8", "train.max_steps=150",
-    "train.learning_rate=2e-3", "train.warmup_steps=20", "train.save_steps=50",
+    "train.warmup_steps=20", "train.save_steps=50",
 ]  # fmt: skip
 
 SPEEDUP = [

@@ -10,7 +10,8 @@ from heads.kind import trained_with
 from scripts.publish.card_facts import CardFacts, is_hub_id
 
 TRAIN_KEYS = (
-    "max_steps", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay",
+    "max_steps", "batch_size", "optimizer", "learning_rate", "adam_learning_rate", "schedule",
+    "warmup_steps", "weight_decay", "average_decay",
     "adam_beta2", "max_grad_norm", "max_grad_value", "dtype",
 )  # fmt: skip
 
