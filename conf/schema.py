@@ -185,7 +185,8 @@ class MedusaConfig:
     """Residual blocks per head."""
     loss_decay: float = 0.8
     """lambda_k = loss_decay ** k weighs head k."""
-    labels: Labels = Labels.hard
+    labels: Labels = Labels.soft
+    """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
 
     def __post_init__(self) -> None:
         positive("head", self, "num_heads", "num_layers", "loss_decay")
@@ -218,8 +219,8 @@ class TrainConfig:
     max_grad_value: float | None = None
     """Each number of a gradient is clipped to it, either way; unset clips none."""
     schedule: Schedule = Schedule.cosine
-    warmup_steps: int = 50
-    """Optimizer steps of linear warm-up."""
+    warmup_steps: int | None = None
+    """Optimizer steps of linear warm-up; unset takes 4% of `max_steps`."""
     decay_fraction: float = 0.2
     """Share of the steps in which the `wsd` schedule decays to zero."""
     average_decay: float | None = None
@@ -260,10 +261,11 @@ class TrainConfig:
             rate = getattr(self, name)
             if rate != AUTO and (isinstance(rate, str) or rate <= 0):
                 raise InputError(f"train.{name}={rate}: must be above 0, or {AUTO}")
+        not_negative("train", self, "warmup_steps")
         counted = self.num_epochs is None  # otherwise looked at when the data are known
-        if self.warmup_steps < 0 or (counted and self.warmup_steps >= self.max_steps):
+        if counted and (self.warmup_steps or 0) >= self.max_steps:
             raise InputError(
-                f"train.warmup_steps={self.warmup_steps}: must be at least 0 and below "
+                f"train.warmup_steps={self.warmup_steps}: must be below "
                 f"train.max_steps={self.max_steps}"
             )
 

@@ -133,7 +133,7 @@ EAGLE1 = {
     "noise": 0.2, "fc_norm": False, "norm_output": False,
 }  # fmt: skip
 EAGLE3 = {
-    **EAGLE1, "form": "eagle3", "num_steps": 7, "token_normalizer": "all",
+    **EAGLE1, "form": "eagle3", "num_steps": 3, "token_normalizer": "all",
     "divergence_weight": 1.0, "regression_weight": 0.0, "noise": 0.0,
 }  # fmt: skip
 HASS = {
@@ -158,7 +158,8 @@ def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) ->
     run = OmegaConf.to_object(composed)
     found = {name: getattr(run.head, name) for name in head}
     assert {n: v.value if isinstance(v, Enum) else v for n, v in found.items()} == head
-    assert (run.train.learning_rate, run.train.adam_beta2) == (1e-4, 0.95)
+    assert (run.train.learning_rate, run.train.optimizer.value) == ("auto", "auto")
+    assert run.train.adam_beta2 == 0.95
     assert (run.train.max_grad_norm, run.train.max_grad_value) == clip
 
 

@@ -15,7 +15,13 @@ def test_epochs_are_whole_steps(num_epochs: float, steps: int) -> None:
     found = settled_length(config, num_sequences=100, length=512, num_processes=1)
     assert (found.max_steps, found.num_epochs, found.batch_size) == (steps, None, 4)
     with pytest.raises(InputError, match=r"train.warmup_steps=50: .* below train.max_steps=25"):
-        settled_length(TrainConfig(num_epochs=1.0, batch_size=4), 100, 512, 1)
+        settled_length(TrainConfig(num_epochs=1.0, batch_size=4, warmup_steps=50), 100, 512, 1)
+
+
+def test_an_unset_warm_up_is_a_share_of_the_steps() -> None:
+    for changes, steps in (({}, 40), ({"max_steps": 290}, 12), ({"num_epochs": 1.0}, 1)):
+        assert settled_length(TrainConfig(**changes), 100, 512, 1).warmup_steps == steps
+    assert settled_length(TrainConfig(warmup_steps=0), 100, 512, 1).warmup_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -34,7 +40,7 @@ def test_tokens_are_the_nearest_batch_that_divides(
 def test_a_batch_that_does_not_divide_is_refused_here_too() -> None:
     with pytest.raises(InputError, match="batch_size=8 is not divisible by 3"):
         settled_length(TrainConfig(), 100, 512, 3)
-    assert settled_length(TrainConfig(), 100, 512, 2) == TrainConfig()
+    assert settled_length(TrainConfig(), 100, 512, 2) == TrainConfig(warmup_steps=40)
 
 
 def test_rates_are_taken_by_optimizer_and_said() -> None:

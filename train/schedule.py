@@ -53,7 +53,7 @@ def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
     AdamW's first steps are as long as any, whatever little the gradient has to say, so what joins
     a run warms up like what began it.
     """
-    if first_step == 0 or config.warmup_steps == 0:
+    if first_step == 0 or not config.warmup_steps:
         return 1.0
     return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)
 
@@ -69,11 +69,12 @@ def rate(config: TrainConfig, step: int) -> float:
     Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or
     constant with a linear decay to 0 over the last `decay_fraction` of the steps (wsd).
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup_steps = config.warmup_steps or 0
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     left = max(config.max_steps - step, 0)
     if config.schedule is Schedule.cosine:
-        return 0.5 * (1 - math.cos(math.pi * left / (config.max_steps - config.warmup_steps)))
+        return 0.5 * (1 - math.cos(math.pi * left / (config.max_steps - warmup_steps)))
     if config.schedule is Schedule.wsd:
         return min(1.0, left / max(1.0, config.decay_fraction * config.max_steps))
     return 1.0

@@ -7,11 +7,13 @@ from conf.schema import AUTO, Optimizer, TrainConfig
 from train.dist.launch import check_batch
 from train.objective import Objective
 
+WARMUP_SHARE = 0.04
+
 
 def settled_length(
     config: TrainConfig, num_sequences: int, length: int, num_processes: int
 ) -> TrainConfig:
-    """The settings with `batch_size` for `batch_tokens`, and `max_steps` for `num_epochs`.
+    """The settings with numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
 
     Args:
         config: the run's.
@@ -30,6 +32,8 @@ def settled_length(
     if config.num_epochs is not None:
         max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
         config = replace(config, max_steps=max_steps, num_epochs=None)
+    if config.warmup_steps is None:
+        config = replace(config, warmup_steps=round(WARMUP_SHARE * config.max_steps))
     return config
 
 
