@@ -5,6 +5,7 @@ from enum import Enum
 
 from conf.schema import (
     InputError,
+    Labels,
     MedusaConfig,
     TargetConfig,
     TrainConfig,
@@ -77,7 +78,7 @@ class JointConfig:
 class Medusa2Run(TrainRun):
     """`train/medusa2.py`."""
 
-    head: MedusaConfig = field(default_factory=MedusaConfig)
+    head: MedusaConfig = field(default_factory=lambda: MedusaConfig(labels=Labels.hard))
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     joint: JointConfig = field(default_factory=JointConfig)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2.5e-4))

@@ -12,6 +12,7 @@ from toys import noisy_head, packed, random_target, save_target
 from conf.schema import (
     DataConfig,
     InputError,
+    Labels,
     MedusaConfig,
     Quantization,
     TargetConfig,
@@ -41,7 +42,7 @@ UNIT = torch.ones(3)
 def objective_of(target: Target, changed: bool = True, **joint: Any) -> Medusa2Objective:
     """Two heads and an adapter which, if `changed`, has learnt something; joint from step 2."""
     config = Medusa2Run(
-        head=MedusaConfig(num_heads=2),
+        head=MedusaConfig(num_heads=2, labels=Labels.hard),
         adapter=AdapterConfig(rank=4, alpha=8, dropout=0.0),
         joint=JointConfig(**{"heads_only_steps": 2, "target_loss": TargetLoss.text, **joint}),
         train=TrainConfig(max_steps=6, warmup_steps=0),

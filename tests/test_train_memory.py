@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from toys import random_target
 
-from conf.schema import InputError, MedusaConfig, Optimizer, TrainConfig
+from conf.schema import InputError, Labels, MedusaConfig, Optimizer, TrainConfig
 from conf.schema_eagle import EagleConfig
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
@@ -33,6 +33,12 @@ WIDE = {
 def medusa(**sizes: int) -> MedusaObjective:
     target = random_target(**sizes)
     return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
+
+
+def hard(**sizes: int) -> MedusaObjective:
+    target = random_target(**sizes)
+    config = MedusaConfig(labels=Labels.hard)
+    return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, config)
 
 
 def eagle(**sizes: int) -> EagleObjective:
@@ -85,9 +91,12 @@ def test_on_cuda_states_of_the_next_micro_batch_wait_beside_these() -> None:
 
 
 def test_copies_are_counted_where_the_dtype_is_another() -> None:
-    found = memory.estimate(medusa(), replace(ONE, dtype=torch.bfloat16))
+    found = memory.estimate(hard(), replace(ONE, dtype=torch.bfloat16))
     assert found is not None
     assert found["copies in train.dtype"] == 2 * (2 * H * H + V * H)  # of one projection
+    found = memory.estimate(medusa(), replace(ONE, dtype=torch.bfloat16))
+    assert found is not None
+    assert found["copies in train.dtype"] == 2 * (2 * H * H + 2 * V * H)
     assert "copies in train.dtype" not in (memory.estimate(medusa(), ONE) or {})
 
 
@@ -97,7 +106,7 @@ def test_an_objective_without_a_formula_has_no_estimate() -> None:
     assert memory.estimate(objective, ONE) is None
 
 
-@pytest.mark.parametrize("make", [medusa, eagle])
+@pytest.mark.parametrize("make", [hard, medusa, eagle])
 def test_a_pass_needs_what_is_estimated(make: type) -> None:
     """Beyond weights and moments, which lie there before."""
     objective = make(**WIDE)

@@ -83,7 +83,7 @@ def updated(objective: Objective) -> dict[str, list[tuple[set[str], float, float
 
 
 def test_muon_has_the_matrices_between_states_and_adamw_the_rest() -> None:
-    parts = updated(eagle())
+    parts = updated(eagle(vocab_size=120))
     ((muon, rate, decay),) = parts["Muon"]
     assert (rate, decay) == (1.0, 0.1)
     layer = [f"layer.self_attn.{each}_proj.weight" for each in "qkvo"]

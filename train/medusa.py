@@ -53,6 +53,9 @@ class MedusaObjective(Objective):
         one = len(head.vocab.ids), hidden
         pieces = sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
         loss = sizes.loss_bytes(setting, tokens, one, pieces)
+        if self.soft:
+            teacher = tokens * one[0] * self.target.dtype.itemsize
+            loss += min(teacher, sizes.chunk_bytes(setting))
         # With hard labels heads take their turns, and only one has its projection cast.
         spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
         copies = max(0, sizes.copied_bytes(head, setting) - e * spared)

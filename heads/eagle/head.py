@@ -301,10 +301,6 @@ class EagleHead(DraftHead):
         parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
         return self.vocab.to_target(torch.cat(parts))
 
-    def output_heads(self) -> list[Tensor]:
-        """See `DraftHead.output_heads`."""
-        return [] if self.lm_head is None else [self.lm_head.weight]
-
     def pruned(self, vocab: DraftVocab) -> "EagleHead":
         """See `DraftHead.pruned`; of a head with an output head of its own."""
         assert self.lm_head is not None

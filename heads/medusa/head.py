@@ -148,10 +148,6 @@ class MedusaHead(DraftHead):
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
 
-    def output_heads(self) -> list[Tensor]:
-        """See `DraftHead.output_heads`."""
-        return [head[-1].weight for head in self.heads]  # type: ignore[index]
-
     def pruned(self, vocab: DraftVocab) -> "MedusaHead":
         """See `DraftHead.pruned`."""
         small = MedusaHead(self.config, vocab)
