@@ -27,6 +27,8 @@ class MedusaObjective(Objective):
 
     measures = ("top1", "top5")
 
+    muon_rate = 6e-2
+
     def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:
         super().__init__()
         self.head = head

@@ -50,7 +50,7 @@ class Objective(nn.Module):
     first_depth = 1
     slow_logits = 0
     usual_optimizer = Optimizer.muon
-    muon_rate = 2e-2
+    muon_rate = 3e-2
     adam_rate_times_width = 1.5
 
     def __init__(self) -> None:
