@@ -1,6 +1,7 @@
 """Muon against torch's own and against singular values; who updates what; averages of weights."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,3 +227,9 @@ def test_a_run_goes_on_only_with_the_optimizer_it_began_with(
     assert weights(tmp_path / "again") == weights(tmp_path / "straight")
     with pytest.raises(InputError, match=r"was made with train\.(optimizer|average_decay)="):
         fit(tmp_path / "other", settings(resume=str(saved)))
+
+
+def test_muon_under_deepspeed_is_refused_by_name() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
+    with pytest.raises(InputError, match=r"train\.optimizer=muon: DeepSpeed .* fsdp2\.yaml"):
+        processes._set_up_deepspeed(accelerator, settings(optimizer=Optimizer.muon))

@@ -29,7 +29,7 @@ from test_train_launch import (
 from test_train_loop import ToyObjective, rows, settings
 from torch import Tensor, nn
 
-from conf.schema import InputError, LogConfig, Optimizer
+from conf.schema import InputError, LogConfig
 from train.dist import processes
 from train.dist.placement import Placement, Sharded, place
 from train.loop import loop
@@ -396,9 +396,3 @@ def test_deepspeed_settings_that_would_change_a_run_are_refused(
     accelerator: Any = SimpleNamespace(distributed_type=kind, state=state, num_processes=2)
     with pytest.raises(InputError, match=message):
         processes._set_up_deepspeed(accelerator, settings())
-
-
-def test_muon_under_deepspeed_is_refused_by_name() -> None:
-    accelerator: Any = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
-    with pytest.raises(InputError, match=r"train\.optimizer=muon: DeepSpeed .* fsdp2\.yaml"):
-        processes._set_up_deepspeed(accelerator, settings(optimizer=Optimizer.muon))

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from test_train_launch import ROOT, TWO, arguments, curve, inputs, trained
-from test_train_loop import fit, lines, rows, settings, weights
+from test_train_loop import ToyObjective, fit, lines, rows, settings, weights
 from test_train_placement import assert_same_run
 from torch import Tensor
 
 from conf.schema import InputError
 from train import schedule
 from train.loop.skipping import Skipped
+from train.loss.losses import Batch, Sums
 
 __all__ = ["inputs"]
 BAD = 5
@@ -77,13 +78,28 @@ def test_a_step_in_which_all_is_bad_ends_the_run(tmp_path: Path) -> None:
         fit(tmp_path, settings(), train=data)
 
 
+def test_sequences_that_are_bad_in_company_alone_are_left_out_together(tmp_path: Path) -> None:
+    class Jealous(ToyObjective):
+        def forward(self, batch: Batch, scale: Tensor) -> Sums:
+            sums = super().forward(batch, scale)
+            worse = len(batch["x"]) > 1 and bool((batch["x"] == 7).any())
+            return sums._replace(terms=sums.terms * (torch.nan if worse else 1))
+
+    data = rows(7)
+    data[BAD]["x"][2] = 7
+    fit(tmp_path, settings(), train=data, objective=Jealous())
+    saved = json.loads((tmp_path / "checkpoints/step-000006/state.json").read_text())
+    drawn = [schedule.sequences(step, 4, 7, seed=0) for step in range(6)]
+    pairs = [{*step[at : at + 2]} for step in drawn for at in (0, 2)]
+    assert {*saved["skipped"]} == next(pair for pair in pairs if BAD in pair)
+
+
 def test_one_percent_may_be_left_out_or_eight() -> None:
     assert (Skipped(799).most, Skipped(800).most, Skipped(5000).most) == (8, 8, 50)
     skipped = Skipped(10, known=range(6))
     said = skipped.add([8, 7], step=3)
     assert "step 3: the loss of packed training sequences [7, 8]" in said
     assert "(8 of at most 8)" in said
-    assert skipped.add([7], step=4) is None
     with pytest.raises(
         InputError, match=r"at step 5 .* 9 packed .* of which 8 .* newest are \[9\]"
     ):

@@ -281,14 +281,13 @@ class Run:
         if not self.placement.can_discard:
             self._stop_on("the loss", suspects)
         self.placement.discard()
-        size = self.config.micro_batch_size
-        bad = suspects if size == 1 else [each for each in suspects if self._is_bad(each)]
-        bad = bad or suspects
+        new = [each for each in suspects if each not in self.skipped.numbers]
+        if not new:
+            return  # they were loaded before they were known
+        bad = [each for each in new if self._is_bad(each)] or new
         if len(bad) == self.config.batch_size > 1:  # not the data's fault
             self._stop_on("the loss", bad)
-        said = self.skipped.add(bad, self.step + 1)
-        if said is not None:
-            self.say(said)
+        self.say(self.skipped.add(bad, self.step + 1))
 
     @torch.no_grad()
     def _is_bad(self, index: int) -> bool:

@@ -22,7 +22,7 @@ class Skipped:
         self.most = max(FEWEST_ALLOWED, num_sequences // 100)
         self.numbers = set(known)
 
-    def add(self, numbers: Iterable[int], step: int) -> str | None:
+    def add(self, numbers: Iterable[int], step: int) -> str:
         """Leaves out more sequences.
 
         Args:
@@ -30,14 +30,12 @@ class Skipped:
             step: optimizer step, from 1.
 
         Returns:
-            What to say about it; None of those that were loaded before they were known.
+            What to say about it.
 
         Raises:
             InputError: these are too many.
         """
-        new = sorted({*numbers} - self.numbers)
-        if not new:
-            return None
+        new = sorted(numbers)
         self.numbers |= {*new}
         if len(self.numbers) > self.most:
             raise InputError(
