@@ -78,12 +78,12 @@ def test_a_trained_head_is_gone_on_from_with_its_own_vocabulary(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "hass"])
-def test_kill_9_with_noise_then_resume_equals_an_uninterrupted_run(
+def test_kill_9_with_noise_muon_and_averages_then_resume_equals_an_uninterrupted_run(
     inputs: Path, tmp_path: Path, recipe: str
 ) -> None:
-    straight = arguments(inputs, tmp_path / "straight", f"head={recipe}")
-    trained([sys.executable, *straight], tmp_path)
-    command = [sys.executable, *arguments(inputs, tmp_path / "out", f"head={recipe}")]
+    more = [f"head={recipe}", "train.optimizer=muon", "train.average_decay=0.9"]
+    trained([sys.executable, *arguments(inputs, tmp_path / "straight", *more)], tmp_path)
+    command = [sys.executable, *arguments(inputs, tmp_path / "out", *more)]
     process = begin(command, tmp_path)
     wait_for(tmp_path / "out/checkpoints/step-000004", process)
     os.killpg(process.pid, signal.SIGKILL)
