@@ -181,11 +181,11 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
 
 def medusa(job: StepJob, inputs: StepInputs) -> Training:
     """`train/medusa.py`, with heads weighed as the original does."""
-    from conf.schema import MedusaConfig
+    from conf.schema import Labels, MedusaConfig
     from heads.medusa.head import MedusaHead
     from train.medusa import MedusaObjective
 
-    config = MedusaConfig(num_heads=job.depth, loss_decay=1.0)
+    config = MedusaConfig(num_heads=job.depth, loss_decay=1.0, labels=Labels.hard)
     target = _target(job, inputs)
     head = MedusaHead.from_target(target, job.depth, config.num_layers)
     return _ours(MedusaObjective(head, target, config), inputs, False)
