@@ -135,6 +135,7 @@ EAGLE1 = {
 EAGLE3 = {
     **EAGLE1, "form": "eagle3", "num_steps": 3, "token_normalizer": "all",
     "divergence_weight": 1.0, "regression_weight": 0.0, "noise": 0.0,
+    "norm_before_residual": True,
 }  # fmt: skip
 HASS = {
     **EAGLE1, "num_steps": 3, "step_decay": 1.0, "step_normalizer": "mean",
@@ -147,7 +148,11 @@ HASS = {
     [
         ("eagle1", EAGLE1, (None, 0.5)),
         ("eagle3", EAGLE3, (0.5, None)),
-        ("eagle3_1", {**EAGLE3, "fc_norm": True, "norm_output": True}, (0.5, None)),
+        (
+            "eagle3_1",
+            {**EAGLE3, "fc_norm": True, "norm_output": True, "norm_before_residual": False},
+            (0.5, None),
+        ),
         ("hass", HASS, (None, 0.5)),
     ],
 )

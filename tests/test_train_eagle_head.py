@@ -125,7 +125,8 @@ def test_what_is_compiled_is_asked_for() -> None:
 
 def test_benchmarks_take_the_recipe_of_the_form() -> None:
     objective = eagle()
-    assert default_objective(objective.head, objective.target).config == EagleConfig()
+    recipe = EagleConfig(norm_before_residual=True)
+    assert default_objective(objective.head, objective.target).config == recipe
     target = random_target()
     settings = EagleConfig(form=EagleForm.eagle1)
     head = EagleHead.from_target(target, settings, objective.head.vocab.everything(96), 0)

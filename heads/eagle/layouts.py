@@ -28,7 +28,8 @@ PARTS = {
     "fc_norm": "a norm per feature (fc_norm)",
     "norm_before_fc": "a norm over all features (input_norm)",
     "norm_output": "its normed output fed back (norm_output)",
-    "norm_before_residual": "the normed feature as residual (norm_before_residual)",
+    "norm_before_residual": "the normed feature as residual (norm_before_residual; heads of "
+    "head=eagle3_1 have none)",
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
 }
 
