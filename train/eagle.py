@@ -78,11 +78,10 @@ class EagleObjective(Objective):
         grads = sizes.FLOAT32 * num_steps * tokens * hidden
         students = num_steps * tokens
         one = head.projection().weight.shape[0], hidden
-        teacher = tokens * one[0] * self.target.dtype.itemsize
         loss = (
             grads
             + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
-            + min(teacher, sizes.chunk_bytes(setting))
+            + sizes.teacher_bytes(setting, tokens, self.target, one[0])
         )
         copies, backward = sizes.copied_bytes(head, setting), 2 * grads + 3 * tokens * inner * e
         return sizes.Counted(copies, kept, loss, backward)

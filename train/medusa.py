@@ -26,7 +26,6 @@ class MedusaObjective(Objective):
     """The Medusa loss of a batch."""
 
     measures = ("top1", "top5")
-
     muon_rate = 6e-2
 
     def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:
@@ -56,8 +55,7 @@ class MedusaObjective(Objective):
         pieces = sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
         loss = sizes.loss_bytes(setting, tokens, one, pieces)
         if self.soft:
-            teacher = tokens * one[0] * self.target.dtype.itemsize
-            loss += min(teacher, sizes.chunk_bytes(setting))
+            loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
         # With hard labels heads take their turns, and only one has its projection cast.
         spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
         copies = max(0, sizes.copied_bytes(head, setting) - e * spared)

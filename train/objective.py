@@ -71,6 +71,9 @@ class Objective(nn.Module):
 
         Muon turns a matrix by the same angle whatever its width. AdamW moves every number by its
         rate, so what a sum over H of them changes by grows with H, and its rate falls with it.
+
+        Args:
+            optimizer: the one that updates hidden matrices.
         """
         adam = self.adam_rate_times_width / self.target.hidden_size
         return (self.muon_rate if optimizer is Optimizer.muon else adam), adam

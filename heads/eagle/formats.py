@@ -113,9 +113,8 @@ class _Checkpoint:
                 f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
                 "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened: "
                 "on the Hub, take the repository's safetensors conversion, usually "
-                "head.revision=refs/pr/1, or convert a file that you trust with "
-                "safetensors.torch.save_file(torch.load(..., weights_only=True), "
-                "'model.safetensors')"
+                "head.revision=refs/pr/1, or have one made by "
+                "https://huggingface.co/spaces/safetensors/convert"
             )
         for file in files:
             for name, tensor in load_tensors(file).items():

@@ -182,7 +182,8 @@ def check_fits(
         raise InputError(
             f"checkpoint {path} is of another head: {name} has shape "
             f"{_written(found.get(name))} there and {_written(expected.get(name))} here, and so "
-            f"{len(wrong)} tensors differ; use the settings head.* of the run it is of"
+            f"{len(wrong)} tensors differ; use the settings head.* of the run it is of, and its "
+            "train.optimizer (adamw, if it is of a version that had no other)"
         )
 
 

@@ -54,7 +54,12 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
 
 
 def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """Names of the states of each trained parameter, by the parameter's name."""
+    """Names of the states of each trained parameter, by the parameter's name.
+
+    Args:
+        head: its parameters may lie in shards.
+        config: `optimizer`, settled, and `average_decay`.
+    """
     hidden = _hidden_matrices(head, config)
     average = () if config.average_decay is None else (AVERAGE,)
     return {
@@ -67,7 +72,16 @@ def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
 def fresh_state(
     optimizer: torch.optim.Optimizer, tensor: Tensor, config: TrainConfig
 ) -> dict[str, Tensor]:
-    """The state of a parameter before its first step."""
+    """The state of a parameter before its first step.
+
+    Args:
+        optimizer: AdamW or Muon, whose `state` it is for.
+        tensor: the parameter, a shard or a flat piece, float32, as the optimizer holds it.
+        config: `average_decay`.
+
+    Returns:
+        By name, tensors as large as the parameter, float32; of AdamW also the number of steps [].
+    """
     state = {key: torch.zeros_like(tensor) for key in KEYS[type(optimizer)]}
     if isinstance(optimizer, torch.optim.AdamW):
         state["step"] = torch.zeros((), device=tensor.device)  # where the fused kernel reads it

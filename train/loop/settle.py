@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 from conf.schema import AUTO, Optimizer, TrainConfig
-from train.dist.launch import check_batch
 from train.objective import Objective
 
 WARMUP_SHARE = 0.04
@@ -16,19 +15,18 @@ def settled_length(
     """The settings with numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
 
     Args:
-        config: the run's.
+        config: the run's; its `batch_size`, if that is what counts, divides among the processes.
         num_sequences: packed sequences to train on.
         length: tokens of one.
         num_processes: of the launch.
 
     Raises:
-        InputError: a batch that does not divide, or a warm-up longer than the run.
+        InputError: a warm-up longer than the run.
     """
     if config.batch_tokens is not None:
         share = num_processes * config.micro_batch_size
         number = share * round(config.batch_tokens / length / share)
         config = replace(config, batch_size=max(share, number), batch_tokens=None)
-    check_batch(config, num_processes)
     if config.num_epochs is not None:
         max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
         config = replace(config, max_steps=max_steps, num_epochs=None)
@@ -46,6 +44,9 @@ def settled_optimizer(
         config: the run's.
         objective: knows what suits its head.
         deepspeed: whether it lays out the parameters, flat, which Muon cannot read.
+
+    Returns:
+        The settings, rates as numbers; and a line for the user.
     """
     optimizer = config.optimizer
     if optimizer is Optimizer.auto:

@@ -55,6 +55,9 @@ class Skipped:
         Args:
             batch: [B, T, ...] tensors by name.
             numbers: of its B sequences.
+
+        Returns:
+            The batch itself where nothing is left out; else a copy.
         """
         rows = [row for row, number in enumerate(numbers) if number in self.numbers]
         if not rows:

@@ -84,6 +84,11 @@ def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: 
     return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
 
 
+def teacher_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
+    """Of the target's logits [rows, width] beside a student's, in the dtype of the target."""
+    return min(rows * width * target.dtype.itemsize, chunk_bytes(setting))
+
+
 def chunk_bytes(setting: Setting) -> int:
     """Most that the logits of a chunk take."""
     return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
