@@ -59,7 +59,9 @@ def test_a_run_goes_on_as_if_it_were_padding(
 
 
 @pytest.mark.parametrize("begin", ["step-000002", "step-000004"])
-def test_what_is_left_out_is_remembered(tmp_path: Path, begin: str) -> None:
+def test_what_is_left_out_is_remembered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], begin: str
+) -> None:
     """The checkpoint before it was met finds it again, the one after it knows it."""
     config = settings(num_checkpoints=9)
     fit(tmp_path / "out", config, train=spoiled())
@@ -68,7 +70,9 @@ def test_what_is_left_out_is_remembered(tmp_path: Path, begin: str) -> None:
     seen = {i for step in range(int(begin[5:])) for i in schedule.sequences(step, 4, 7, seed=0)}
     assert known == ([BAD] if BAD in seen else [])
     again = settings(num_checkpoints=9, resume=str(saved))
+    capsys.readouterr()
     fit(tmp_path / "again", again, train=spoiled())
+    assert ("is not finite" in capsys.readouterr().out) == (not known)
     assert weights(tmp_path / "again") == weights(tmp_path / "out")
 
 

@@ -113,7 +113,7 @@ class _Checkpoint:
                 f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
                 "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened: "
                 "on the Hub, take the repository's safetensors conversion, usually "
-                "head.revision=refs/pr/1, or have one made by "
+                "head.revision=refs/pr/1, or convert it with "
                 "https://huggingface.co/spaces/safetensors/convert"
             )
         for file in files:
