@@ -47,6 +47,9 @@ class MeasureRun(DataRun):
     """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
     `eval/tree_search.py` wrote beside the head, else the 8 likeliest nodes on CPU, 32 on CUDA."""
     dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
+    output_rank: int | None = None
+    """Draft through output heads of this rank, the likeliest ids exactly; unset computes every
+    logit from the whole state. Texts stay the same."""
     num_turns: int = 2
     """Questions of a dialogue that are asked; each follows the target's own greedy answers to
     those before it."""
@@ -54,7 +57,7 @@ class MeasureRun(DataRun):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive("", self, "max_new_tokens", "depth", "top_k", "num_turns")
+        positive("", self, "max_new_tokens", "depth", "top_k", "output_rank", "num_turns")
         not_negative("", self, "temperature")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
@@ -236,6 +239,8 @@ class PruneRun(DataRun):
     head: HeadRef = field(default_factory=HeadRef)
     sizes: list[int] = field(default_factory=list)
     """Ids that a pruned head can draft, rising; one head each."""
+    ranks: list[int] = field(default_factory=list)
+    """Values of `output_rank` to measure beside them, rising; any head can draft so as it is."""
     num_sequences: int = 512
     """Packed training sequences along whose answers the target's first choices are counted."""
     num_replay_prompts: int = 64
@@ -249,8 +254,10 @@ class PruneRun(DataRun):
 
     def __post_init__(self) -> None:
         positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
-        if min(self.sizes, default=1) <= 0 or sorted(set(self.sizes)) != list(self.sizes):
-            raise InputError(f"sizes={self.sizes}: must be numbers above 0, rising")
+        for name in ("sizes", "ranks"):
+            values = getattr(self, name)
+            if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
+                raise InputError(f"{name}={values}: must be numbers above 0, rising")
         if self.data.features is not None:
             raise InputError(
                 f"data.features={self.data.features}: the target's own text is needed here; "

@@ -81,10 +81,9 @@ class DraftHead(nn.Module, ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What `save` writes, by its names in the file."""
 
+    @abstractmethod
     def output_heads(self) -> list[Tensor]:
         """Matrices of its own from states to logits: a row for each id that it drafts."""
-        rows = len(self.vocab.ids)
-        return [each for each in self.parameters() if each.dim() == 2 and len(each) == rows]
 
     @abstractmethod
     def pruned(self, vocab: DraftVocab) -> "DraftHead":

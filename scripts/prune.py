@@ -1,6 +1,7 @@
-"""Shrinks the draft vocabulary of a trained head, and measures tau before and after.
+"""Makes the logits of a trained head cheaper, and measures tau before and after.
 
 `python scripts/prune.py head.path=outputs/eagle3/head data.path=chats.jsonl sizes=[8192,16384]`
+writes heads with a smaller draft vocabulary; `ranks=[256,512]` shows what `output_rank` gives.
 """
 
 import sys
@@ -36,6 +37,7 @@ from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
 from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head
+from heads.lowrank import check_rank, reduce_rank
 from heads.sampling import GREEDY
 from heads.storage import PROVENANCE, locate
 from heads.target.load import load_target
@@ -73,22 +75,27 @@ def main(config: PruneRun) -> None:
     # Still float32: what is saved must not be rounded to the target's dtype.
     head.attach(target)
     check_sizes(config.sizes, head.vocab, target.special_ids)
+    for rank in config.ranks:
+        check_rank("ranks", rank, target)
     train, heldout, report = read_data(config, target)
     answers = answer(config, target, heldout, depth)
     counts = target_choices(target, train, config.num_sequences)
     vocabs = [head.vocab.narrowed(counts, n, target.special_ids) for n in config.sizes]
-    measured = [head.pruned(vocab) for vocab in (*vocabs, head.vocab)]
-    for each in measured:
-        each.attach(target, target.dtype).eval()
+    heads = [head.pruned(vocab) for vocab in vocabs]
+    heads += [load_head(str(folder), layers=config.head.layers) for _ in (*config.ranks, head)]
+    ranks: list[int | None] = [*[None for _ in vocabs], *config.ranks, None]
+    costs = [attach(each, target, rank) for each, rank in zip(heads, ranks, strict=True)]
+    found = measure(target, heads, answers, depth)
     rows = [
-        {"coverage": share(counts, each.vocab.to("cpu")), **row}
-        for each, row in zip(measured, measure(target, measured, answers, depth), strict=True)
+        {"coverage": share(counts, each.vocab.to("cpu")), **cost, **row}
+        for each, cost, row in zip(heads, costs, found, strict=True)
     ]
     result = {
         "head": config.head.path,
         "depth": depth,
         "before": rows[-1],
-        "pruned": rows[:-1],
+        "pruned": rows[: len(vocabs)],
+        "low_rank": rows[len(vocabs) : -1],
         "num_prompts": len(answers),
         "num_tokens": sum(len(text) for _, text in answers),
         "num_counted": int(counts.sum()),
@@ -105,12 +112,14 @@ def check(config: PruneRun) -> None:
     """Refuses what can be seen without loading anything.
 
     Raises:
-        InputError: no head or sizes, no such data, or an earlier result in `out_dir`.
+        InputError: no head, sizes or ranks, no such data, or an earlier result in `out_dir`.
     """
     if config.head.path is None:
         raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
-    if not config.sizes:
-        raise InputError("sizes=[]: name how many ids pruned heads draft, e.g. sizes=[8192,16384]")
+    if not config.sizes and not config.ranks:
+        raise InputError(
+            "sizes=[]: name how many ids pruned heads draft, e.g. sizes=[8192,16384], or ranks"
+        )
     out_dir = Path(config.out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise InputError(f"out_dir={out_dir} is not an empty folder: choose another")
@@ -129,7 +138,7 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
         InputError: with what is allowed.
     """
     least, most = max(1, len(vocab.held(special))), len(vocab.ids)
-    if sizes[0] < least or sizes[-1] > most:
+    if sizes and not least <= sizes[0] <= sizes[-1] <= most:
         raise InputError(
             f"sizes={list(sizes)}: this head drafts {most} ids; allowed: {least} to {most}, its "
             "special and end tokens included"
@@ -145,7 +154,7 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
     kind = kind_of(head)
     check_depth(config.depth, kind.most_tokens(head))
     problem = kind.pruning_problem(head)
-    if problem is not None:
+    if config.sizes and problem is not None:
         raise InputError(f"head.path={config.head.path}: {problem}")
     return config.depth or kind.usual_depth(head)
 
@@ -219,17 +228,13 @@ def measure(
     }
     curve, seconds = time_steps(target, drafters, texts[len(texts) // 2], sizes=(depth + 1,))
     rows = []
-    for index, (head, steps) in enumerate(
-        zip(heads, replay(target, heads, chain, answers), strict=True)
-    ):
+    for index, steps in enumerate(replay(target, heads, chain, answers)):
         expected = tau(steps)
         rows.append(
             {
-                "num_ids": len(head.vocab.ids),
                 "tau": expected,
                 "tau_ci95": tau_interval(steps, seed=0),
                 "alpha": alpha(steps, depth),
-                "weight_bytes": weight_bytes(head),
                 "draft_s": seconds[index],
                 "speedup": expected * curve.at(1) / (seconds[index] + curve.at(depth + 1)),
             }
@@ -250,26 +255,45 @@ def replay(
     return found
 
 
-def weight_bytes(head: DraftHead) -> int:
-    """Bytes of the weights that drafting one token reads, embeddings left out."""
-    return sum(
-        weight.numel() * weight.element_size()
+def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int | None]:
+    """Attaches a head to be measured; what drafting a token with it reads.
+
+    Args:
+        head: gets the target's dtype, and output heads of low rank.
+        target: lends its own output head to a head that has none.
+        rank: see `heads.lowrank`; None leaves output heads as they are.
+
+    Returns:
+        Ids, rank, and bytes of weights without embeddings.
+    """
+    head.attach(target, target.dtype).eval()
+    outputs = head.output_heads() or [target.output_head.weight]
+    whole = {id(each) for each in outputs}
+    read = sum(
+        weight.nbytes
         for name, weight in head.named_parameters()
-        if not name.startswith("embed_tokens")
+        if not name.startswith("embed_tokens") and id(weight) not in whole
     )
+    if rank is None:
+        read += sum(weight.nbytes for weight in outputs)
+    else:
+        read += sum(each.read_bytes for each in reduce_rank(head, target, rank))
+    return {"num_ids": len(head.vocab.ids), "rank": rank, "weight_bytes": read}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints the rows as a table, the head as it was last."""
-    title = f"Pruning ({result['num_prompts']} prompts, {result['num_counted']:,} tokens counted)"
-    table = Table(title=title)
-    for column in ("ids", "coverage", "tau", "95% interval", "MB read", "draft ms", "speed-up"):
+    counted = f"{result['num_prompts']} prompts, {result['num_counted']:,} tokens counted"
+    table = Table(title=f"Cheaper logits ({counted})")
+    for column in (
+        "ids", "rank", "coverage", "tau", "95% interval", "MB read", "draft ms", "speed-up",
+    ):  # fmt: skip
         table.add_column(column, justify="right")
-    for row in (*result["pruned"], result["before"]):
+    for row in (*result["pruned"], *result["low_rank"], result["before"]):
         low, high = row["tau_ci95"]
         table.add_row(
-            f"{row['num_ids']:,}", f"{row['coverage']:.2%}", f"{row['tau']:.3f}",
-            f"{low:.2f}-{high:.2f}", f"{row['weight_bytes'] / 1e6:.1f}",
+            f"{row['num_ids']:,}", f"{row['rank'] or ''}", f"{row['coverage']:.2%}",
+            f"{row['tau']:.3f}", f"{low:.2f}-{high:.2f}", f"{row['weight_bytes'] / 1e6:.1f}",
             f"{1000 * row['draft_s']:.2f}", f"{row['speedup']:.2f}",
         )  # fmt: skip
     console.print(table)
@@ -290,6 +314,7 @@ def write(
         InputError: the disk is full or not writable.
     """
     out_dir = Path(config.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
     for head, row in zip(heads, result["pruned"], strict=True):
         before = {name: result["before"][name] for name in ("num_ids", "tau")}
         facts = {name: value for name, value in result.items() if name not in ("before", "pruned")}

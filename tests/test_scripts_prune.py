@@ -47,7 +47,7 @@ def settings(setting: Path, out_dir: Path, name: str, **changes) -> PruneRun:
     return PruneRun(**{**own, **changes})
 
 
-def accepted(setting: Path, head: Path, out_dir: Path) -> dict:
+def accepted(setting: Path, head: Path, out_dir: Path, **changes) -> dict:
     config = AcceptanceRun(
         target=TargetConfig(path=str(setting / "target")),
         data=DataConfig(path=str(setting / "heldout.jsonl")),
@@ -56,6 +56,7 @@ def accepted(setting: Path, head: Path, out_dir: Path) -> dict:
         depth=3,
         num_turns=1,
         out_dir=str(out_dir),
+        **changes,
     )
     acceptance.main(config)
     return json.loads((out_dir / "acceptance.json").read_text())
@@ -77,6 +78,23 @@ def test_tau_is_what_acceptance_measures_of_the_saved_heads(setting, tmp_path, h
     # 64 float32 of each row, in each of three Medusa heads.
     assert sizes[1] - sizes[0] == 40 * 64 * 4 * (3 if head == "medusa" else 1)
     assert (tmp_path / "out/prune.png").is_file()
+
+
+@pytest.mark.parametrize(("head", "num_heads"), [("eagle1", 1), ("medusa", 3)])
+def test_ranks_are_measured_as_acceptance_does(setting, tmp_path, head, num_heads) -> None:
+    changes = {"sizes": [], "ranks": [4, 16]}
+    prune.main(settings(setting, tmp_path / "out", head, **changes))
+    result = json.loads((tmp_path / "out/prune.json").read_text())
+    assert result["pruned"] == []
+    assert [row["rank"] for row in result["low_rank"]] == [4, 16]
+    for row in (*result["low_rank"], result["before"]):
+        out_dir = tmp_path / f"accept{row['rank']}"
+        measured = accepted(setting, setting / head, out_dir, output_rank=row["rank"])
+        assert (row["tau"], row["alpha"]) == (measured["tau"], measured["alpha"])
+    small, large, before = (row["weight_bytes"] for row in (*result["low_rank"], result["before"]))
+    # float32: 300 rows and 64 columns per direction, and 32 exact rows of 64.
+    assert large - small == num_heads * 12 * (300 + 64) * 4
+    assert before - small == num_heads * (300 * 64 - 4 * (300 + 64) - 32 * 64) * 4
 
 
 def test_a_pruned_head_says_where_it_came_from(setting, tmp_path) -> None:
@@ -121,6 +139,7 @@ def test_choices_are_the_targets_first_along_the_answers() -> None:
         ("medusa", {"depth": 4}, r"depth=4: this head drafts at most 3"),
         ("medusa", {"max_new_tokens": 300}, r"max_new_tokens=300: with the longest prompt"),
         ("medusa", {"head": HeadRef()}, r"head\.path is unset"),
+        ("eagle1", {"sizes": [], "ranks": [64]}, r"ranks=64: must be below 64, the hidden size"),
     ],
 )
 def test_what_cannot_be_pruned_is_named(setting, tmp_path, head, changes, message) -> None:
@@ -132,6 +151,8 @@ def test_what_cannot_be_pruned_is_named(setting, tmp_path, head, changes, messag
 def test_settings_are_checked() -> None:
     with pytest.raises(InputError, match=r"sizes=\[4, 2\]: must be numbers above 0, rising"):
         PruneRun(sizes=[4, 2])
+    with pytest.raises(InputError, match=r"ranks=\[0\]: must be numbers above 0, rising"):
+        PruneRun(ranks=[0])
     with pytest.raises(InputError, match=r"data\.features=x: the target's own text"):
         PruneRun(data=DataConfig(features="x"))
 

@@ -21,7 +21,9 @@ from eval.measure.heads import BenchHead
 from eval.tune.skip_search import search_layers
 from heads.drafting import Drafter
 from heads.kinds import KINDS
+from heads.lowrank import low_rank_ends
 from heads.sampling import Sampling, Typical, drafter_seeds
+from heads.target.ends import TargetEnds
 from heads.target.load import load_target
 from heads.target.model import Target
 from heads.tree import Tree, usual_tree
@@ -195,6 +197,7 @@ class Builder:
         settings = self.config.draft
         reference = TargetConfig(path, settings.revision, self.config.target.dtype)
         model = load_target(reference, self.target.device)
+        model.output_head = self._drafting(model).output_head
         if not same_tokenizer(self.target, model):
             return {"draft_chain": partial(self._other_tokenizer, model)}
         found: dict[str, Callable[[], Method]] = {
@@ -208,6 +211,11 @@ class Builder:
             how.assistant_confidence_threshold = settings.confidence
             found["generate_assisted"] = partial(self._generate, assistant_model=model.model)
         return found
+
+    def _drafting(self, model: Target) -> TargetEnds:
+        """What makes logits of a model's states while it drafts."""
+        rank = self.config.output_rank
+        return model if rank is None else low_rank_ends(model, rank)
 
     def _draft_chain(self, model: Target) -> Method:
         settings = self.config.draft
@@ -266,13 +274,13 @@ class Builder:
         return self._self_draft(tuple(skip), num_tokens or 4)
 
     def _self_draft(self, skip: tuple[int, ...], num_tokens: int) -> Method:
-        return self._engine(
-            lambda seeds: SelfDraft(
-                self.target, skip, num_tokens,
-                sampling=self.sampling, seeds=drafter_seeds(seeds),
-            ),
-            Tree.chain(num_tokens),
-        )  # fmt: skip
+        ends = self._drafting(self.target)
+
+        def make(seeds: list[int]) -> Drafter:
+            own = drafter_seeds(seeds)
+            return SelfDraft(self.target, skip, num_tokens, self.sampling, own, ends)
+
+        return self._engine(make, Tree.chain(num_tokens))
 
     def _search(self) -> tuple[list[int], int]:
         """Layers to skip and draft tokens that are predicted to be fastest on some prompts."""

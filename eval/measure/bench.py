@@ -20,6 +20,7 @@ from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
+from heads.lowrank import reduce_rank
 from heads.sampling import Sampling
 from heads.target.load import load_target
 from heads.target.model import Target
@@ -77,6 +78,8 @@ def open_bench(
     target = load_target(run.target, state.device)
     for head in heads:
         head.head.attach(target, target.dtype).eval()
+        if run.output_rank is not None:
+            reduce_rank(head.head, target, run.output_rank)
     chosen = records.records[: run.data.num_prompts]
     depth = max((head.depth for head in heads), default=0)
     prompts = first_turns(chosen, target.tokenizer)

@@ -175,8 +175,12 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
         axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
         axis.minorticks_off()
         axis.set_xlabel("ids that can be drafted")
-        axis.legend(fontsize="small")
     left.set_ylabel("tau of the chain, tokens per verify pass (95% interval)")
+    for row in result["low_rank"]:
+        for axis, name in ((left, "tau"), (right, "speedup")):
+            axis.axhline(row[name], linestyle=":", label=f"rank {row['rank']}, all ids")
+    for axis in (left, middle, right):
+        axis.legend(fontsize="small")
     middle.set(ylabel="share of the target's choices that can be drafted", ylim=(0, 1.02))
     right.set_ylabel(f"expected speed-up, {result['device']}")
     _save(figure, path)

@@ -274,6 +274,10 @@ class EagleHead(DraftHead):
             return Projection(self.lm_head.weight)
         return self._target[0].projection
 
+    def output_heads(self) -> list[Tensor]:
+        """See `DraftHead.output_heads`; an EAGLE-1 head has none."""
+        return [] if self.lm_head is None else [self.lm_head.weight]
+
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., W] draft logits of outputs [..., H]."""
         states = self.normed(outputs)

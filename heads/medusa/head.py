@@ -130,6 +130,10 @@ class MedusaHead(DraftHead):
         """The projection of head k, counted from 0."""
         return Projection(self.heads[k][-1].weight)  # type: ignore[index]
 
+    def output_heads(self) -> list[Tensor]:
+        """See `DraftHead.output_heads`."""
+        return [head[-1].weight for head in self.heads]  # type: ignore[index]
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[K, ..., W] logits of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])

@@ -65,6 +65,9 @@ class ToyHead(DraftHead):
     def projection(self, k: int) -> Projection:
         return Projection(self.out.weight)
 
+    def output_heads(self) -> list[Tensor]:
+        return [self.out.weight]
+
     def pruned(self, vocab: DraftVocab) -> "ToyHead":
         raise AssertionError("refused before")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
+from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target
 from heads.tree import Tree
 
@@ -36,6 +37,7 @@ class SelfDraft:
         num_tokens: draft tokens, at least one.
         sampling: the target's, applied to the drafts too.
         seeds: of the draws, one per text; others than the target's.
+        ends: its output head while it drafts, if that is another.
     """
 
     reads = Reads()
@@ -47,9 +49,11 @@ class SelfDraft:
         num_tokens: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
+        ends: TargetEnds | None = None,
     ) -> None:
         assert num_tokens > 0
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
+        self.ends = ends or target
         self.sampling = sampling
         self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
@@ -81,7 +85,7 @@ class SelfDraft:
         output = self.target.extend(
             self.cache, tokens.unsqueeze(1), everything, depths, skip=self.skip
         )
-        return self.target.logits(output.hidden_states[:, 0])
+        return self.ends.logits(output.hidden_states[:, 0])
 
     def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
         """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V]."""
