@@ -187,9 +187,12 @@ class MedusaConfig:
     """lambda_k = loss_decay ** k weighs head k."""
     labels: Labels = Labels.soft
     """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
+    loss_temperature: float = 0.6
+    """Divides the logits of target and heads while soft labels are learnt: below 1 they are about
+    the likeliest tokens, which is what is drafted."""
 
     def __post_init__(self) -> None:
-        positive("head", self, "num_heads", "num_layers", "loss_decay")
+        positive("head", self, "num_heads", "num_layers", "loss_decay", "loss_temperature")
 
 
 @dataclass

@@ -122,7 +122,9 @@ def run(objective: EagleObjective, batch: dict, only: int | None = None) -> Sums
     return objective(objective.prepare(objective.indexed(batch)), scale)
 
 
-def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
+def literal_sums(
+    head, target, batch, config: EagleConfig, temperature: float = 1.0
+) -> list[list[float]]:
     """The sums row by row: every token's chain is run on its own."""
     where = Documents.of(batch["document_ids"])
     output = target.read(batch["input_ids"], batch["position_ids"], where, head.reads)
@@ -141,8 +143,8 @@ def literal_sums(head, target, batch, config: EagleConfig) -> list[list[float]]:
             end = t + 1 + d
             if end >= len(ids) or documents[end] != documents[t] or not mask[end]:
                 continue
-            p = target.logits(hidden[t + d]).softmax(-1)
-            q = head.logits(out)[0].softmax(-1)
+            p = (target.logits(hidden[t + d]) / temperature).softmax(-1)
+            q = (head.logits(out)[0] / temperature).softmax(-1)
             best = int(p.argmax())
             inside = p[drafted]
             alpha = float(torch.minimum(inside, q).sum())
@@ -176,12 +178,14 @@ def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_
     config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
     objective = EagleObjective(head, target, config)
     scale = torch.tensor([1.0, 0.5, 0.25, 2.0])
-    with torch.no_grad():
-        total, found = objective(objective.prepare(objective.indexed(batch)), scale)
-        expected = torch.tensor(literal_sums(head, target, batch, config))
-    assert total.item() == pytest.approx(float((scale * expected[:, 0]).sum()), rel=1e-4)
-    torch.testing.assert_close(found.T, expected, rtol=1e-4, atol=1e-4)
-    assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
+    for training, temperature in ((True, 0.6), (False, 1.0)):
+        objective.train(training)
+        with torch.no_grad():
+            total, found = objective(objective.prepare(objective.indexed(batch)), scale)
+            expected = torch.tensor(literal_sums(head, target, batch, config, temperature))
+        assert total.item() == pytest.approx(float((scale * expected[:, 0]).sum()), rel=1e-4)
+        torch.testing.assert_close(found.T, expected, rtol=1e-4, atol=1e-4)
+        assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
 
 
 def counts(objective: EagleObjective, batch: dict) -> torch.Tensor:

@@ -121,10 +121,13 @@ class EagleObjective(Objective):
     def _teacher(self, batch: Batch) -> Teacher:
         """What the target says after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].places
+        temperature = self.taught_at(self.config.loss_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
-            return TopKTeacher(vocab, *(batch[name].flatten(0, 1)[places] for name in names))
-        return HiddenTeacher(self.target, vocab, batch[HIDDEN].flatten(0, 1)[places])
+            ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
+            return TopKTeacher(vocab, ids, log_probs, temperature)
+        states = batch[HIDDEN].flatten(0, 1)[places]
+        return HiddenTeacher(self.target, vocab, states, temperature)
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
         """Adds U(-noise / 2, noise / 2) * 512 / T while training, T the length of a document.

@@ -32,7 +32,7 @@ class MedusaObjective(Objective):
         super().__init__()
         self.head = head
         self.target = target
-        self.soft = config.labels is Labels.soft
+        self.soft, self.temperature = config.labels is Labels.soft, config.loss_temperature
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
         self.resume_settings = resume.settings("head", config)
         self.compiled = False
@@ -66,8 +66,9 @@ class MedusaObjective(Objective):
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         teacher = None
         if self.soft:
-            places = batch[SUPERVISION].places
-            teacher = HiddenTeacher(self.target, self.vocab, hidden.flatten(0, 1)[places])
+            states = hidden.flatten(0, 1)[batch[SUPERVISION].places]
+            temperature = self.taught_at(self.temperature)
+            teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
         return medusa_loss(self.head, hidden, batch, scale, teacher, self.compiled)
 
 

@@ -57,7 +57,10 @@ class Medusa2Objective(Objective):
         self.target = target
         self.joint, self.num_steps = config.joint, config.train.max_steps
         self.distilled = config.joint.target_loss is TargetLoss.self
-        self.soft = config.head.labels is Labels.soft
+        self.soft, self.temperature = (
+            config.head.labels is Labels.soft,
+            config.head.loss_temperature,
+        )
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._resume_settings(config)
@@ -112,8 +115,8 @@ class Medusa2Objective(Objective):
         """What target and heads give on a batch; `scale` [1 + K] weighs their losses."""
         bare = self._bare(batch) if self._wants_bare else None
         hidden = self._adapted(batch) if bare is None or self.adapting else bare
-        teacher = None if bare is None else self._teacher(batch, bare)
-        was, soft = teacher if self.distilled else None, teacher if self.soft else None
+        was = self._teacher(batch, bare) if self.distilled else None
+        soft = self._teacher(batch, bare, self.temperature) if self.soft else None
         own = target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
         heads = medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
         total = own.total + heads.total
@@ -127,10 +130,13 @@ class Medusa2Objective(Objective):
         """Whether to run the target without its adapter, which adds nothing at first."""
         return self.distilled or self.soft or not self.adapting
 
-    def _teacher(self, batch: Batch, bare: Tensor) -> HiddenTeacher:
+    def _teacher(
+        self, batch: Batch, bare: Tensor | None, temperature: float = 1.0
+    ) -> HiddenTeacher:
         """What the target said before it was adapted."""
-        places = batch[SUPERVISION].places
-        return HiddenTeacher(self.target, self.vocab, bare.flatten(0, 1)[places])
+        assert bare is not None
+        states = bare.flatten(0, 1)[batch[SUPERVISION].places]
+        return HiddenTeacher(self.target, self.vocab, states, self.taught_at(temperature))
 
     @torch.no_grad()
     def _bare(self, batch: Batch) -> Tensor:

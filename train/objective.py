@@ -78,6 +78,10 @@ class Objective(nn.Module):
         adam = self.adam_rate_times_width / self.target.hidden_size
         return (self.muon_rate if optimizer is Optimizer.muon else adam), adam
 
+    def taught_at(self, temperature: float) -> float:
+        """The temperature of a loss: evaluations show how drafts fare at 1."""
+        return temperature if self.training else 1.0
+
     def begin(self, step: int) -> Tensor:
         """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
         del step

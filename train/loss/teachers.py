@@ -45,11 +45,13 @@ class HiddenTeacher:
         target: its output head.
         vocab: the draft vocabulary.
         hidden: [P, D] last hidden states.
+        temperature: divides the logits.
     """
 
     target: TargetEnds
     vocab: DraftVocab
     hidden: Tensor
+    temperature: float = 1.0
 
     @property
     def num_rows(self) -> int:
@@ -64,6 +66,8 @@ class HiddenTeacher:
     def chunk(self, begin: int, end: int) -> Distribution:
         """The distribution after rows begin..end."""
         logits = self.target.logits(self.hidden[begin:end])
+        if self.temperature != 1.0:
+            logits = logits.div_(self.temperature)
         drafted = logits if self.vocab.full else logits.index_select(1, self.vocab.ids)
         pieces = [
             _target_softmax(logits[rows], drafted[rows])
@@ -143,11 +147,13 @@ class TopKTeacher:
         vocab: the draft vocabulary.
         ids: [P, k] int, likeliest first.
         log_probs: [P, k], normalised over the whole vocabulary.
+        temperature: divides logits; the rest is then taken to be a single id.
     """
 
     vocab: DraftVocab
     ids: Tensor
     log_probs: Tensor
+    temperature: float = 1.0
 
     @property
     def num_rows(self) -> int:
@@ -163,6 +169,9 @@ class TopKTeacher:
         """The distribution after rows begin..end."""
         ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
         rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_MASS)
+        if self.temperature != 1.0:
+            cooled = torch.cat([probs, rest], -1).log().div_(self.temperature).softmax(-1)
+            probs, rest = cooled[:, :-1], cooled[:, -1:]
         return _TargetTopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
 
 
