@@ -91,6 +91,9 @@ class EagleConfig:
     """Step j weighs step_decay ** j."""
     step_normalizer: StepNormalizer = StepNormalizer.sum
     token_normalizer: TokenNormalizer = TokenNormalizer.all
+    learn_prompts: bool = True
+    """Learn what the target says after every token, the user's too; not the papers' answers
+    alone. Evaluations look at answers either way."""
     detach_features: bool = False
     """No gradient through the features that a step takes from the one before (HASS)."""
     divergence: Divergence = Divergence.kl

@@ -102,6 +102,25 @@ def lines(out_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: Path) -> None:
+    padded = rows(7)
+    for row in padded:
+        row["document_ids"][-1] = -1
+    whole = [{**row, "loss_mask": row["document_ids"] >= 0} for row in padded]
+    objective = ToyObjective()
+    objective.learns_prompts = True
+    fit(tmp_path / "prompts", settings(), train=padded, objective=objective)
+    fit(tmp_path / "whole", settings(), train=whole)
+    fit(tmp_path / "answers", settings(), train=padded)
+    assert weights(tmp_path / "prompts") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "prompts") != weights(tmp_path / "answers")
+    found, expected = (
+        [line for line in lines(tmp_path / name) if "eval/loss" in line]
+        for name in ("prompts", "whole")
+    )
+    assert [line["eval/loss"] for line in found] == [line["eval/loss"] for line in expected]
+
+
 def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
     outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5})
     assert outcome.finished

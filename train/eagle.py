@@ -45,7 +45,7 @@ class EagleObjective(Objective):
         super().__init__()
         self.head = head
         self.target = target
-        self.config = config
+        self.config, self.learns_prompts = config, config.learn_prompts
         self.weights = step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
         self.slow_logits = len(self.weights) * len(head.vocab.ids)

@@ -39,6 +39,7 @@ class Objective(nn.Module):
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
         resume_settings: by key, those, that must not change when a run continues.
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
+        learns_prompts: every token is in the loss mask while training.
         usual_optimizer: `train.optimizer` where that is `auto`.
         muon_rate, adam_rate_times_width: what `auto` rates are made of.
     """
@@ -49,6 +50,7 @@ class Objective(nn.Module):
     measures: tuple[str, ...]
     first_depth = 1
     slow_logits = 0
+    learns_prompts = False
     usual_optimizer = Optimizer.muon
     muon_rate = 3e-2
     adam_rate_times_width = 1.5
@@ -95,6 +97,12 @@ class Objective(nn.Module):
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what is learnt of it."""
         return indexed(batch, self.depth)
+
+    def taught(self, batch: Batch) -> Batch:
+        """The same with what training learns of it, which may be more than answers."""
+        if self.learns_prompts:
+            batch = {**batch, "loss_mask": batch["document_ids"] >= 0}
+        return self.indexed(batch)
 
     def counts(self, batch: Batch) -> Tensor:
         """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum.

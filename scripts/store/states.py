@@ -119,8 +119,8 @@ def stored(
         if scale is not None:
             found[name + layout.SCALE] = scale
     if contents.top_k:
-        # Losses hold heads against the target where its next token is learnt.
-        asked = tokens["loss_mask"].roll(-1)
+        # Losses hold heads against the target wherever a token of the document follows.
+        asked = tokens["document_ids"].roll(-1) == tokens["document_ids"]
         asked[-1] = False
         found |= top_k(target, states[layout.HIDDEN].to(target.device), contents.top_k, asked)
     return found
