@@ -10,7 +10,7 @@ from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
 from conf.schema_eagle import EagleForm
-from conf.schema_measure import DraftModelConfig, SpeedupRun
+from conf.schema_measure import DraftModelConfig, SelfDraftConfig, SpeedupRun
 from eval import speedup
 from heads.target.load import load_target
 
@@ -91,6 +91,17 @@ def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
     for name, row in again["methods"].items():
         assert result["methods"][name]["tau"] == pytest.approx(row["tau"])
     assert list(again["methods"]) == methods
+
+
+def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("heads.lowrank.NUM_CANDIDATES", 1)
+    methods = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
+    settings = llama | {"self_draft": SelfDraftConfig(num_layers=4)}
+    whole = measured(settings, tmp_path / "whole", methods=methods)
+    low = measured(settings, tmp_path / "low", methods=methods, output_rank=1)
+    assert low["lossless"]["num_equal"] == 5
+    for name in methods[1:]:
+        assert low["methods"][name]["tau"] < whole["methods"][name]["tau"]
 
 
 def test_a_draft_model_with_another_tokenizer(llama: dict, tmp_path: Path) -> None:
