@@ -190,8 +190,6 @@ class MedusaConfig:
     loss_temperature: float = 0.6
     """Divides the logits of target and heads while soft labels are learnt: below 1 they are about
     the likeliest tokens, which is what is drafted."""
-    learn_prompts: bool = True
-    """Learn from every token, the user's too; evaluations look at answers either way."""
 
     def __post_init__(self) -> None:
         positive("head", self, "num_heads", "num_layers", "loss_decay", "loss_temperature")

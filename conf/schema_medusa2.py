@@ -78,9 +78,7 @@ class JointConfig:
 class Medusa2Run(TrainRun):
     """`train/medusa2.py`."""
 
-    head: MedusaConfig = field(
-        default_factory=lambda: MedusaConfig(labels=Labels.hard, learn_prompts=False)
-    )
+    head: MedusaConfig = field(default_factory=lambda: MedusaConfig(labels=Labels.hard))
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     joint: JointConfig = field(default_factory=JointConfig)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2.5e-4))
@@ -94,11 +92,6 @@ class Medusa2Run(TrainRun):
             raise InputError(
                 f"joint.heads_only_steps={self.joint.heads_only_steps} leaves no joint step of "
                 f"train.max_steps={self.train.max_steps}: lower it, or use train/medusa.py"
-            )
-        if self.head.learn_prompts:
-            raise InputError(
-                "head.learn_prompts=true: the target learns the same tokens as its heads, and the "
-                "user's are none of its business; allowed: false"
             )
         if self.data.features is not None:
             raise InputError(

@@ -42,7 +42,7 @@ UNIT = torch.ones(3)
 def objective_of(target: Target, changed: bool = True, **joint: Any) -> Medusa2Objective:
     """Two heads and an adapter which, if `changed`, has learnt something; joint from step 2."""
     config = Medusa2Run(
-        head=MedusaConfig(num_heads=2, labels=Labels.hard, learn_prompts=False),
+        head=MedusaConfig(num_heads=2, labels=Labels.hard),
         adapter=AdapterConfig(rank=4, alpha=8, dropout=0.0),
         joint=JointConfig(**{"heads_only_steps": 2, "target_loss": TargetLoss.text, **joint}),
         train=TrainConfig(max_steps=6, warmup_steps=0),
@@ -251,7 +251,6 @@ def test_modules_that_cannot_be_adapted(modules: list[str], message: str) -> Non
             lambda: Medusa2Run(joint=JointConfig(heads_only_steps=1000)),
             r"joint\.heads_only_steps=1000 leaves no joint step of train\.max_steps=1000",
         ),
-        (lambda: Medusa2Run(head=MedusaConfig()), r"head\.learn_prompts=true: the target learns"),
         (lambda: Medusa2Run(data=DataConfig(features="store")), r"data\.features=store: the"),
         (lambda: Medusa2Run(target=TargetConfig(adapter="lora")), r"scripts/merge_adapter\.py"),
         (lambda: Medusa2Run(target=TargetConfig(device_map="auto")), r"device_map=auto: .*one dev"),
@@ -264,8 +263,7 @@ def test_settings_that_make_no_sense(make: Callable[[], Any], message: str) -> N
 
 def test_untrained_heads_come_first() -> None:
     assert Medusa2Run().joint.heads_only_steps == 500
-    trained = MedusaConfig(path="head", learn_prompts=False)
-    assert Medusa2Run(head=trained).joint.heads_only_steps == 0
+    assert Medusa2Run(head=MedusaConfig(path="head")).joint.heads_only_steps == 0
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])

@@ -35,7 +35,7 @@ def settings(inputs: Path, out_dir: Path, **train: Any) -> Medusa2Run:
     return Medusa2Run(
         target=TargetConfig(path=str(inputs / "target")),
         data=DataConfig(path=str(inputs / "chat.jsonl"), max_length=32, eval_fraction=0.1),
-        head=MedusaConfig(num_heads=2, learn_prompts=False),
+        head=MedusaConfig(num_heads=2),
         adapter=AdapterConfig(rank=4, alpha=8),
         train=TrainConfig(**{**steps, **train}),
         out_dir=str(out_dir),

@@ -33,7 +33,6 @@ class MedusaObjective(Objective):
         self.head = head
         self.target = target
         self.soft, self.temperature = config.labels is Labels.soft, config.loss_temperature
-        self.learns_prompts = config.learn_prompts
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
         self.resume_settings = resume.settings("head", config)
         self.compiled = False
