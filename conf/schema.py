@@ -187,12 +187,12 @@ class MedusaConfig:
     """lambda_k = loss_decay ** k weighs head k."""
     labels: Labels = Labels.soft
     """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
-    loss_temperature: float = 0.6
-    """Divides the logits of target and heads while soft labels are learnt: below 1 they are about
-    the likeliest tokens, which is what is drafted."""
+    teacher_temperature: float = 0.5
+    """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
+    first, which is what they draft; not the papers' 1 (heads/README.md)."""
 
     def __post_init__(self) -> None:
-        positive("head", self, "num_heads", "num_layers", "loss_decay", "loss_temperature")
+        positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")
 
 
 @dataclass

@@ -99,9 +99,9 @@ class EagleConfig:
     divergence: Divergence = Divergence.kl
     lk_eta: float = 3.0
     """How fast `hybrid` turns from KL to acceptance as alpha grows."""
-    loss_temperature: float = 0.6
-    """Divides the logits of target and draft in these losses while training. Below 1 they are
-    about the likeliest tokens, which is what is drafted; not the papers' 1 (heads/README.md)."""
+    teacher_temperature: float = 0.5
+    """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
+    first, which is what they draft; not the papers' 1 (heads/README.md)."""
     divergence_weight: float = 1.0
     regression_weight: float = 0.0
     """Of SmoothL1 between drafted and true features (EAGLE-1)."""
@@ -112,7 +112,7 @@ class EagleConfig:
     """Width of the uniform noise on input features, at 512 tokens; divided by length / 512."""
 
     def __post_init__(self) -> None:
-        above = ("num_steps", "step_decay", "loss_temperature", "lk_eta", "top_k")
+        above = ("num_steps", "step_decay", "teacher_temperature", "lk_eta", "top_k")
         positive("head", self, "draft_vocab_size", *above)
         names = ("divergence_weight", "regression_weight", "top_k_weight", "noise")
         not_negative("head", self, *names)

@@ -32,12 +32,6 @@ class Projection(NamedTuple):
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(output_head.weight, getattr(output_head, "bias", None), scale / divisor, cap)
 
-    def divided(self, temperature: float) -> "Projection":
-        """What makes logits / temperature of hidden states / temperature."""
-        bias = None if self.bias is None else self.bias / temperature
-        cap = None if self.cap is None else self.cap / temperature
-        return self._replace(bias=bias, cap=cap)
-
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, V] of hidden states [N, D], in the dtype of the weight; in `out` [N, V] if given."""
         logits = torch.matmul(hidden, self.weight.T, out=out)

@@ -39,8 +39,6 @@ def random(*shape: int, seed: int) -> Tensor:
 class Exact:
     """A teacher in float64 whose table is written down."""
 
-    temperature = 1.0
-
     def __init__(self, vocab: DraftVocab, log_p: Tensor) -> None:
         self.vocab, self.whole = vocab, log_p
         self.num_rows, self.row_bytes = len(log_p), log_p[0].nbytes
@@ -319,30 +317,6 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     assert found[0, 0] == 0
     assert not grad[0].any()
     assert grad[1].any()
-
-
-@pytest.mark.parametrize("changes", [{}, {"final_logit_softcapping": 3.0, "logit_scale": 0.5}])
-def test_logits_of_teacher_and_student_are_divided_by_the_temperature(changes) -> None:
-    target = random_target()
-    for name, value in changes.items():
-        setattr(target.config, name, value)
-    vocab = DraftVocab.everything(target.vocab_size)
-    states = random(7, target.hidden_size, seed=0).float()
-    hidden = random(7, target.hidden_size, seed=1).float().requires_grad_()
-    weight = random(target.vocab_size, target.hidden_size, seed=2).float().requires_grad_()
-    projection = Projection.of_target(target.output_head, target.config)._replace(weight=weight)
-    part = Part(hidden, projection, sorted_indices(torch.arange(7)), torch.ones(7))
-    teacher = HiddenTeacher(target, vocab, states, temperature=0.5)
-    total, (found,) = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
-    p = (2 * target.logits(states)).softmax(-1).detach()
-    logits = hidden @ weight.T
-    if changes:
-        logits = 3 * torch.tanh(0.5 * logits / 3)
-    loss = naive(EagleConfig(), p, vocab.ids, 2 * logits)
-    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-4, atol=1e-4)
-    mine, expected = (gradients(each, hidden, weight) for each in (total, loss.sum()))
-    for one, other in zip(mine, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_top_k_teacher_takes_its_rest_for_one_id_at_another_temperature() -> None:

@@ -34,8 +34,6 @@ class Heads(nn.Module):
 class Given:
     """A teacher whose logits are written down: [P, V]."""
 
-    temperature = 1.0
-
     def __init__(self, logits: torch.Tensor) -> None:
         self.p = logits.softmax(-1)
         self.num_rows, self.row_bytes = len(logits), logits[0].nbytes

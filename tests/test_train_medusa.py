@@ -30,12 +30,12 @@ def sums_of(objective: MedusaObjective, batch: dict) -> Sums:
 
 @pytest.mark.parametrize(
     ("labels", "training", "heat"),
-    [(Labels.hard, True, 1.0), (Labels.soft, True, 0.5), (Labels.soft, False, 1.0)],
+    [(Labels.hard, True, 1.0), (Labels.soft, True, 0.25), (Labels.soft, False, 1.0)],
 )
 def test_heads_learn_the_text_or_what_the_target_says_there(target, labels, training, heat) -> None:
     """Token by token: head k at t learns of token t + 1 + k."""
     batch, head = packed(texts(target, 2, 9)), noisy_head(target, 2)
-    config = MedusaConfig(labels=labels, loss_temperature=0.5)
+    config = MedusaConfig(labels=labels, teacher_temperature=0.25)
     found = sums_of(MedusaObjective(head, target, config).train(training), batch)
     ids, documents = batch["input_ids"][0], batch["document_ids"][0]
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_heads_learn_the_text_or_what_the_target_says_there(target, labels, trai
                 end = t + 1 + k
                 if documents[t] != documents[end] or not batch["loss_mask"][0, end]:
                     continue
-                log_q = (head.head_logits(k - 1, hidden[t]) / heat).log_softmax(-1)
+                log_q = head.head_logits(k - 1, hidden[t]).log_softmax(-1)
                 p = (target.logits(hidden[t + k]) / heat).softmax(-1)
                 soft, hard = (p * (p.log() - log_q)).sum(), -log_q[ids[end]]
                 expected[k - 1] += float(soft if labels is Labels.soft else hard)
@@ -102,5 +102,5 @@ def test_a_run_goes_on_with_the_settings_of_its_heads(target) -> None:
     objective = MedusaObjective(noisy_head(target, 2), target, MedusaConfig(num_heads=2))
     assert objective.resume_settings == {
         "head.num_heads": 2, "head.num_layers": 1, "head.loss_decay": 0.8, "head.labels": "soft",
-        "head.loss_temperature": 0.6,
+        "head.teacher_temperature": 0.5,
     }  # fmt: skip

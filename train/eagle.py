@@ -121,7 +121,7 @@ class EagleObjective(Objective):
     def _teacher(self, batch: Batch) -> Teacher:
         """What the target says after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].places
-        temperature = self.taught_at(self.config.loss_temperature)
+        temperature = self.taught_at(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
             ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)

@@ -32,7 +32,7 @@ class MedusaObjective(Objective):
         super().__init__()
         self.head = head
         self.target = target
-        self.soft, self.temperature = config.labels is Labels.soft, config.loss_temperature
+        self.soft, self.temperature = config.labels is Labels.soft, config.teacher_temperature
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
         self.resume_settings = resume.settings("head", config)
         self.compiled = False

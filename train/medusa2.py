@@ -59,7 +59,7 @@ class Medusa2Objective(Objective):
         self.distilled = config.joint.target_loss is TargetLoss.self
         self.soft, self.temperature = (
             config.head.labels is Labels.soft,
-            config.head.loss_temperature,
+            config.head.teacher_temperature,
         )
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)

@@ -81,7 +81,7 @@ class Objective(nn.Module):
         return (self.muon_rate if optimizer is Optimizer.muon else adam), adam
 
     def taught_at(self, temperature: float) -> float:
-        """The temperature of a loss: evaluations show how drafts fare at 1."""
+        """The teacher's temperature: evaluations show how drafts fare at 1."""
         return temperature if self.training else 1.0
 
     def begin(self, step: int) -> Tensor:

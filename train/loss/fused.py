@@ -63,21 +63,9 @@ class Part(NamedTuple):
     rows: SortedIndices
     scales: Tensor
 
-    def divided(self, temperature: float) -> "Part":
-        """With logits divided by a temperature."""
-        if temperature == 1.0:
-            return self
-        projection = self.projection.divided(temperature)
-        return self._replace(hidden=self.hidden / temperature, projection=projection)
-
 
 class Teacher(Protocol):
     """What students are compared with, by rows."""
-
-    @property
-    def temperature(self) -> float:
-        """Divides its logits, and theirs."""
-        ...
 
     @property
     def num_rows(self) -> int:
@@ -160,7 +148,6 @@ def fused_linear(
         total: [] float32 with a gradient to hidden states.
         found: per part [1 + L, M] float32, loss and measures of each row, without one.
     """
-    parts = [part.divided(teacher.temperature) for part in parts]
     inputs = [tensor for part in parts for tensor in (part.hidden, part.projection.weight)]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     compare = partial(compare_compiled if compiled else compared, criterion)

@@ -154,11 +154,6 @@ class TextTeacher:
     soft: Teacher | None = None
 
     @property
-    def temperature(self) -> float:
-        """Of what is learnt; 1 for the text."""
-        return 1.0 if self.soft is None else self.soft.temperature
-
-    @property
     def num_rows(self) -> int:
         """P."""
         return len(self.labels)
