@@ -187,7 +187,7 @@ class MedusaConfig:
     """lambda_k = loss_decay ** k weighs head k."""
     labels: Labels = Labels.soft
     """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
-    teacher_temperature: float = 0.5
+    teacher_temperature: float = 0.6
     """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
     first, which is what they draft; not the papers' 1 (heads/README.md)."""
 

@@ -99,7 +99,7 @@ class EagleConfig:
     divergence: Divergence = Divergence.kl
     lk_eta: float = 3.0
     """How fast `hybrid` turns from KL to acceptance as alpha grows."""
-    teacher_temperature: float = 0.5
+    teacher_temperature: float = 0.6
     """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
     first, which is what they draft; not the papers' 1 (heads/README.md)."""
     divergence_weight: float = 1.0

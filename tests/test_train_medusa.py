@@ -102,5 +102,5 @@ def test_a_run_goes_on_with_the_settings_of_its_heads(target) -> None:
     objective = MedusaObjective(noisy_head(target, 2), target, MedusaConfig(num_heads=2))
     assert objective.resume_settings == {
         "head.num_heads": 2, "head.num_layers": 1, "head.loss_decay": 0.8, "head.labels": "soft",
-        "head.teacher_temperature": 0.5,
+        "head.teacher_temperature": 0.6,
     }  # fmt: skip
