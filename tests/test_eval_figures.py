@@ -124,9 +124,13 @@ def test_a_picture_of_pruning(drawn) -> None:
             "speedup": figure / 2,
         }  # fmt: skip
 
-    result = {"pruned": [row(16, 1.5), row(32, 2.0)], "before": row(64, 2.5), "device": "gpu"}
+    result = {
+        "pruned": [row(16, 1.5), row(32, 2.0)], "before": row(64, 2.5), "device": "gpu",
+        "low_rank": [{**row(64, 2.25), "rank": 8}],
+    }  # fmt: skip
     axes = drawn(plot_pruning, result)
     for axis, share in zip(axes, (1, 4, 2), strict=True):
         curve = [(16, 1.5 / share), (32, 2.0 / share), (64, 2.5 / share)]
-        assert lines(axis) == [curve, curve[2:]]
+        level = [] if share == 4 else [[(0, 2.25 / share), (1, 2.25 / share)]]
+        assert lines(axis) == [curve, curve[2:], *level]
     assert axes[2].get_ylabel() == "expected speed-up, gpu"

@@ -185,7 +185,7 @@ def test_a_head_is_made_and_learns_for_every_family(family: str) -> None:
         learnt = objective.prepare(objective.indexed(batch))
         return objective(learnt, torch.ones(1)).total.item()
 
-    assert loss(head) < 0.25 * loss(untaught)
+    assert loss(head) < 0.3 * loss(untaught)
     assert head.config.llama.head_dim == 32
     assert head.config.layers == (1, 2, 3)
 

@@ -41,7 +41,7 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_head_learns_and_reports_every_step(straight: Path) -> None:
     losses = curve(straight, "train/loss")
-    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+    assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
     for name in ("loss_d3", "top1_d3", "alpha_d3", "greedy_alpha_d3", "tau"):
         assert len(curve(straight, f"eval/{name}")) == 2, name
     saved = weights(straight)

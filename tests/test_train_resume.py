@@ -169,6 +169,7 @@ def test_medusa_heads_and_medusa_2_bring_all_of_their_settings() -> None:
     heads = MedusaHead.from_target(target, 3, 1)
     assert MedusaObjective(heads, target, config).resume_settings == {
         "head.num_heads": 4, "head.num_layers": 1, "head.labels": "soft", "head.loss_decay": 0.5,
+        "head.teacher_temperature": 0.6,
     }  # fmt: skip
     run = Medusa2Run(
         head=config,
