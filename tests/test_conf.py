@@ -131,12 +131,13 @@ EAGLE1 = {
     "form": "eagle1", "num_steps": 1, "step_decay": 0.8, "step_normalizer": "sum",
     "token_normalizer": "supervised", "detach_features": False, "divergence": "kl",
     "divergence_weight": 0.1, "regression_weight": 1.0, "top_k_weight": 0.0, "top_k": 10,
-    "noise": 0.2, "fc_norm": False, "norm_output": False,
+    "noise": 0.2, "fc_norm": False, "norm_output": False, "learn_prompts": False,
+    "teacher_temperature": 1.0,
 }  # fmt: skip
 EAGLE3 = {
     **EAGLE1, "form": "eagle3", "num_steps": 3, "token_normalizer": "all",
     "divergence_weight": 1.0, "regression_weight": 0.0, "noise": 0.0,
-    "norm_before_residual": True,
+    "norm_before_residual": True, "learn_prompts": True, "teacher_temperature": 0.6,
 }  # fmt: skip
 HASS = {
     **EAGLE1, "num_steps": 3, "step_decay": 1.0, "step_normalizer": "mean",
