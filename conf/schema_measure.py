@@ -288,6 +288,7 @@ class ServeCheckRun(MeasureRun):
         if self.temperature:
             raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
         _unset(_tree_settings(self), "chains are compared")
+        _unset({"output_rank": self.output_rank}, "the server computes all logits")
 
 
 def _tree_settings(run: MeasureRun) -> dict[str, Any]:
