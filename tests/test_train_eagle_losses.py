@@ -201,6 +201,19 @@ def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
     assert counts(EagleObjective(head, target, config), batch).tolist() == [27, 27, 27, 24]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "expected"), [(True, [33, 30, 27, 24]), (False, [27, 27, 27, 24])]
+)
+def test_training_learns_of_prompts_too_if_told(setting, prompts: bool, expected: list) -> None:
+    """Three documents of 13 tokens, 9 of each answers."""
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
+    normalizer = TokenNormalizer.supervised
+    config = EagleConfig(num_steps=4, token_normalizer=normalizer, learn_prompts=prompts)
+    objective = EagleObjective(head, target, config)
+    assert objective.counts(objective.taught(batch)).tolist() == expected
+
+
 @pytest.mark.parametrize(("has_bias", "temperature"), [(False, 1.0), (True, 1.0), (False, 0.25)])
 def test_the_teacher_says_what_the_target_says(has_bias: bool, temperature: float) -> None:
     target = random_target(num_hidden_layers=4)
