@@ -188,8 +188,8 @@ class MedusaConfig:
     labels: Labels = Labels.soft
     """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
     teacher_temperature: float = 0.6
-    """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
-    first, which is what they draft; not the papers' 1 (heads/README.md)."""
+    """Divides the target's logits for soft labels. Below 1 heads learn the likeliest tokens first,
+    which is what they draft (heads/README.md)."""
 
     def __post_init__(self) -> None:
         positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")

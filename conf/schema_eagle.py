@@ -61,7 +61,7 @@ class TokenNormalizer(Enum):
 
 @dataclass
 class EagleConfig:
-    """An EAGLE head and its losses; defaults are those of EAGLE-3 (arXiv 2503.01840), but two."""
+    """An EAGLE head and its losses; defaults are EAGLE-3's (arXiv 2503.01840) unless said."""
 
     path: str | None = None
     """A saved or published head to start from: folder or Hub id. Its architecture and draft

@@ -27,7 +27,7 @@ class LowRankHead(nn.Module):
     nearest matrix of rank r (Eckart and Young).
 
     Args:
-        weight: W, floats.
+        weight: W [V, D], of any float dtype, which logits then have.
         rank: r, at most D.
 
     Source: SVD-softmax, Shim et al., NeurIPS 2017, which sorts by the same preview.
@@ -72,6 +72,10 @@ def check_rank(key: str, rank: int, target: TargetEnds) -> None:
 
 def low_rank_ends(target: TargetEnds, rank: int) -> TargetEnds:
     """The ends of a target with an output head of low rank, for drafting.
+
+    Args:
+        target: lends its embedding, and the output head that is approximated.
+        rank: directions of a state that all logits are computed from.
 
     Raises:
         InputError: the rank is too large, or the output head is quantised or has a bias.

@@ -57,10 +57,8 @@ class Medusa2Objective(Objective):
         self.target = target
         self.joint, self.num_steps = config.joint, config.train.max_steps
         self.distilled = config.joint.target_loss is TargetLoss.self
-        self.soft, self.temperature = (
-            config.head.labels is Labels.soft,
-            config.head.teacher_temperature,
-        )
+        self.soft = config.head.labels is Labels.soft
+        self.temperature = config.head.teacher_temperature
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._resume_settings(config)
