@@ -56,6 +56,11 @@ class Record:
     category: str = "all"
     row: dict = field(default_factory=dict)
     """The row as it was read."""
+    tools: list[dict] | None = None
+    template_kwargs: dict = field(default_factory=dict)
+    unlearnt: frozenset[int] = frozenset()
+    written: dict[int, list[int]] = field(default_factory=dict)
+    tokens: tuple[list[int], list[bool]] | None = None
 
 
 @dataclass(frozen=True)
