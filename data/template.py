@@ -148,7 +148,7 @@ class ChatTemplate:
         arguments of tools JSON text (DeepSeek).
         """
         shape = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
-        question, answer, _ = _probe(calls=False)
+        question, answer, _ = probe(calls=False)
         thought = answer | {"reasoning_content": THOUGHT}
         for name, messages, text in (
             ("parts", [question], QUESTION),
@@ -157,7 +157,7 @@ class ChatTemplate:
             other = shape | {name: True}
             if not self._renders(text, messages, shape) and self._renders(text, messages, other):
                 shape = other
-        calls = _probe(calls=True)[:2]
+        calls = probe(calls=True)[:2]
         return shape | {"text_arguments": self._fails(calls, shape)}
 
     def _fails(self, messages: Messages, shape: dict[str, bool]) -> bool:
@@ -189,7 +189,7 @@ class ChatTemplate:
         Raises:
             InputError: the template does not render such turns.
         """
-        messages, tools = _probe(calls), self._probe_tools
+        messages, tools = probe(calls=calls), self._probe_tools
         last, followed = self.through(messages[:2], tools), self.through(messages, tools)
         if ANSWER not in last:
             what = "tool calls" if calls else "an assistant's text"
@@ -207,7 +207,7 @@ class ChatTemplate:
     @cached_property
     def _opening(self) -> str:
         """The special token that opens a turn, if one does."""
-        text = self.through(_probe(calls=False)[:1], self._probe_tools)
+        text = self.through(probe(calls=False)[:1], self._probe_tools)
         found = [each.group() for each in re.finditer(self.special_pattern, text)]
         return next((each for each in found if each != self.tokenizer.bos_token), "")
 
@@ -243,7 +243,7 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.name_or_path or "(unnamed)"
 
 
-def _probe(calls: bool) -> Messages:
+def probe(*, calls: bool) -> Messages:
     """Returns a question, a turn whose text (or last argument) is `ANSWER`, and what follows."""
     question = {"role": "user", "content": QUESTION}
     if not calls:

@@ -100,7 +100,7 @@ def _divide(
     # The generation prompt leads into thinking (or past it), and the rendered turn does not.
     start = len(template.whole_tokens(probe[:history], probe))
     lead = probe[start:answer]
-    if _squash(lead) in (_squash(prompt[start:]), "</think>", "<think></think>"):
+    if squash(lead) in (squash(prompt[start:]), "</think>", "<think></think>"):
         start, lead = answer, ""
     only_special = re.fullmatch(rf"(\s|{template.special_pattern})*", lead)
     if only_special and start <= answer and through.startswith(probe[:start]):
@@ -153,7 +153,7 @@ def _left_out(message: dict, written: str) -> tuple[str, ...]:
 
 def is_shown(text: str, rendered: str) -> bool:
     """Tells whether a text is rendered, white space apart."""
-    return text.strip() in rendered or _squash(text) in _squash(rendered)
+    return text.strip() in rendered or squash(text) in squash(rendered)
 
 
 def _aligned(
@@ -179,7 +179,7 @@ def _aligned(
         said = messages[i]["content"].strip()
         end = whole.find(closing, start + len(said)) + len(closing)
         turns[i] = Turn(whole[:start], whole[start:end], whole)
-        if _squash(turns[i].written) != _squash(said + closing):
+        if squash(turns[i].written) != squash(said + closing):
             return None
     if any(turns[i].text != own.text for i, own in ((answers[0], first), (answers[-1], last))):
         return None
@@ -192,5 +192,6 @@ def _is_more_than_text(message: dict) -> bool:
     )
 
 
-def _squash(text: str) -> str:
+def squash(text: str) -> str:
+    """Returns a text without its white space."""
     return "".join(text.split())
