@@ -161,6 +161,9 @@ class DataConfig:
     max_length: int = 1024
     """Tokens of a packed sequence; longer conversations are truncated and counted."""
     on_bad_row: OnBadRow = OnBadRow.error
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the target's chat template is told besides messages, as at serving, e.g.
+    `{enable_thinking: false}`; a row's own come before."""
     num_prompts: int | None = None
     """Use only the first so many prompts (measuring) or conversations (training)."""
     features: str | None = None

@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ from data.template import ChatTemplate, Messages, Tools
 from data.turns import Turn, find_turns, is_shown
 
 Span = tuple[int, int]
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,20 @@ class Encoder:
         kwargs = self.template_kwargs | dict(record_kwargs)
         return self._template(json.dumps(kwargs, sort_keys=True), bool(tools))
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def prompt(
+        self, messages: Messages, tools: Tools = None, record_kwargs: Mapping[str, Any] = EMPTY
+    ) -> list[int]:
         """Tokenises a conversation up to where the assistant starts to write.
+
+        Args:
+            messages: the conversation.
+            tools: function schemas that the prompt shows.
+            record_kwargs: a record's own arguments of the template.
 
         Raises:
             InputError: the template refuses it.
         """
-        text = self.template({}, tools).prompt(messages, tools)
+        text = self.template(record_kwargs, tools).prompt(messages, tools)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def encode(self, record: Record) -> list[Sample]:

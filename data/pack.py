@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
-from data.chat import Sample, check_tokenizer, encode
+from data.chat import Encoder, Sample
 from data.records import Record, Records, load_data
 
 # Samples sorted and packed together: enough to fill sequences well, few enough that
@@ -54,7 +54,7 @@ class PackedDataset(Dataset):
         ids, mask = array("i"), bytearray()
         lengths = []
         for sample in samples:
-            self.num_truncated += sample.truncated or len(sample.input_ids) > max_length
+            self.num_truncated += len(sample.input_ids) > max_length
             learnt = sample.loss_mask[:max_length]
             if not any(learnt):
                 self.num_dropped += 1
@@ -262,7 +262,7 @@ def split(
 def _load(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Records:
     loaded = load_data(path, config)
     if loaded.form is not Form.text:
-        check_tokenizer(tokenizer)
+        Encoder(tokenizer).template({}, None)
     return loaded
 
 
@@ -274,10 +274,11 @@ def _samples(
     progress: bool,
 ) -> Iterator[Sample]:
     """Tokenises; under `data.on_bad_row=skip` appends what the template refuses to `bad`."""
+    encoder = Encoder(tokenizer, config.chat_template_kwargs)
     quiet = not progress or len(records) <= 1000
     for record in tqdm(records, desc="tokenising", unit=" records", disable=quiet):
         try:
-            yield encode(record, tokenizer, config.max_length)
+            yield from encoder.encode(record)
         except InputError as error:
             if config.on_bad_row is OnBadRow.error:
                 raise

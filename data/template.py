@@ -6,13 +6,13 @@ are found by rendering messages of known text, once per template.
 """
 
 import json
-import os.path
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -37,6 +37,10 @@ PROBE_TOOLS = [
         },
     }
 ]
+TEMPLATE_FAULTS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -107,19 +111,19 @@ class ChatTemplate:
     ) -> str:
         shape = self._shape if shape is None else shape
         try:
-            (text,), _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[[self._shown(message, **shape) for message in messages]],
-                tools=tools,
+                tools=None if tools is None else [*tools],
                 chat_template=self.source,
                 add_generation_prompt=prompt,
                 **self.variables,
             )
         # A template is somebody's program, and fails as programs do: Hermes' with a TypeError.
-        except Exception as error:
+        except TEMPLATE_FAULTS as error:
             raise InputError(
                 f"the target's chat template refuses the conversation: {error}"
             ) from None
-        return str(text)
+        return str(rendered[0][0])
 
     def _shown(
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
@@ -195,7 +199,7 @@ class ChatTemplate:
             what = "tool calls" if calls else "an assistant's text"
             raise InputError(f"the target's chat template does not render {what}")
         tail, more = last.rpartition(ANSWER)[2], followed.rpartition(ANSWER)[2]
-        shared = self.whole_tokens(os.path.commonprefix([tail, more]), tail)
+        shared = self.whole_tokens(shared_start(tail, more), tail)
         shared = shared.partition(self._opening)[0] if self._opening else shared
         shared = shared.rstrip()
         if re.search(rf"({self.stop_pattern})$", shared):
@@ -233,6 +237,12 @@ class ChatTemplate:
         """A regular expression of tokens that may end a turn; not `</think>`, `</tool_call>`."""
         added = self.tokenizer.added_tokens_decoder.values()
         return _any_of(token.content for token in added if token.special)
+
+
+def shared_start(one: str, other: str) -> str:
+    """Returns the characters that two texts begin with."""
+    pairs = zip(one, other, strict=False)
+    return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
 def _any_of(contents: Iterable[str]) -> str:

@@ -7,13 +7,12 @@ turn is taken from a rendering of its own, as templates change earlier turns (Qw
 thinking, gpt-oss closes them otherwise).
 """
 
-import os.path
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from conf.schema import InputError
-from data.template import ANSWER, ChatTemplate, Ending, Messages, Tools
+from data.template import ANSWER, ChatTemplate, Ending, Messages, Tools, shared_start
 
 EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 MIN_ALIGNED = 8
@@ -89,7 +88,7 @@ def _divide(
     if through.startswith(prompt):
         return prompt, through[len(prompt) :]
     probe = template.through([*before, {"role": "assistant", "content": ANSWER}], tools)
-    answer, history = probe.find(ANSWER), len(os.path.commonprefix([prompt, probe]))
+    answer, history = probe.find(ANSWER), len(shared_start(prompt, probe))
     # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is
     # there: what was read is only in the prompt. The turn begins behind what ends it.
     header = prompt.removeprefix(template.through(before, tools)) or template.last_special(prompt)

@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import Form, InputError, OnBadRow, RegenerateRun, not_negative, positive
+from data.chat import Encoder
 from data.embedded import ensure_embedded
 from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
@@ -53,8 +54,11 @@ class Dialogue:
         self.id = index
         self.where = record.where
         self.category = record.category
+        self.tools = record.tools
         self.messages: list[dict] = []
         self.truncated: list[int] = []
+        self.is_cut = False
+        """Whether it ends early, at the result of a call that an earlier answer made."""
         self._num_answers = 0
         self._seed = seed
         self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
@@ -62,15 +66,12 @@ class Dialogue:
         self.num_chars = sum(len(m["content"]) for m in self._rest)
 
     def advance(self) -> bool:
-        """Moves on to the next question; False at the end.
-
-        Raises:
-            RowRefused: a tool's result, which only fits the answer it was called from.
-        """
-        while self._rest:
+        """Moves on to the next question; False at the end."""
+        while self._rest and not self.is_cut:
             message = self._rest.pop(0)
             if message["role"] == "tool":
-                raise RowRefused("a 'tool' message cannot follow a new answer")
+                self.is_cut = True
+                return False
             self.messages.append(message)
             if message["role"] == "user":
                 return True
@@ -82,12 +83,18 @@ class Dialogue:
         Raises:
             RowEmpty: there is nothing in it.
         """
-        if not answer.text.strip():
+        if answer.is_empty:
             raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
         if answer.truncated:
             self.truncated.append(self._num_answers)
-        self.messages.append({"role": "assistant", "content": answer.text})
+        ids = {} if answer.token_ids is None else {"token_ids": answer.token_ids}
+        self.messages.append(answer.message | ids)
         self._num_answers += 1
+
+    @property
+    def asked(self) -> list[dict]:
+        """The conversation so far, as a template takes it."""
+        return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
 
     def seed(self) -> int:
         """A seed for the current answer that depends on the run, the row and the turn alone."""
@@ -99,6 +106,7 @@ class Dialogue:
         return {
             "id": self.id,
             "messages": self.messages,
+            **({"tools": self.tools} if self.tools else {}),
             "category": self.category,
             "truncated_turns": self.truncated,
         }
@@ -225,6 +233,7 @@ def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
     }
 
 
@@ -272,7 +281,8 @@ def _in_process(
 ) -> None:
     path = config.target.path or str(ensure_embedded().target_path)
     target = load_target(replace(config.target, path=path), _device())
-    local = LocalAnswers(target, config.max_new_tokens, config.temperature)
+    encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
+    local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)
     for batch in _batches(dialogues, config.batch_size):
         if any(dialogue.id not in done for dialogue in batch):
             outcomes = _answer_batch(batch, local)
@@ -299,16 +309,16 @@ def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOu
         for dialogue in active:
             try:
                 if dialogue.advance():
-                    prompts[dialogue.id] = local.prompt_ids(dialogue.messages)
+                    prompts[dialogue.id] = local.prompt_ids(dialogue.asked, dialogue.tools)
             except RowRefused as error:
                 problems[dialogue.id] = error
         active = [dialogue for dialogue in active if dialogue.id in prompts]
         if not active:
             break
         answers = local.answer(list(prompts.values()), [dialogue.seed() for dialogue in active])
-        for dialogue, answer in zip(active, answers, strict=True):
+        for dialogue, ids in zip(active, answers, strict=True):
             try:
-                dialogue.add(answer)
+                dialogue.add(local.read(ids, dialogue.asked, dialogue.tools))
             except RowEmpty as error:
                 problems[dialogue.id] = error
         active = [dialogue for dialogue in active if dialogue.id not in problems]
@@ -323,7 +333,11 @@ async def _from_endpoint(
         "temperature": config.temperature,
         "top_p": 1.0,
     }
+    if config.data.chat_template_kwargs:
+        settings["chat_template_kwargs"] = config.data.chat_template_kwargs
     async with Client(endpoint, config.concurrency) as client:
+        if await client.tells_token_ids():
+            settings["return_token_ids"] = True
 
         async def converse(dialogue: Dialogue) -> DialogueOutcome:
             try:
@@ -331,7 +345,9 @@ async def _from_endpoint(
                     asked = dict(settings)
                     if config.temperature > 0:
                         asked["seed"] = dialogue.seed()
-                    dialogue.add(await client.answer(dialogue.messages, asked))
+                    if dialogue.tools:
+                        asked["tools"] = dialogue.tools
+                    dialogue.add(await client.answer(dialogue.asked, asked))
             except (RowFailed, RowRefused, RowEmpty) as error:
                 return DialogueOutcome(dialogue, error)
             return DialogueOutcome(dialogue)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from conf.schema import DataConfig, Dtype, InputError, OnBadRow, RegenerateRun, TargetConfig
+from data.chat import Encoder
 from scripts import regenerate
 from scripts.answers.local import GumbelNoise, LocalAnswers
 from tests.chats import chats, rows_in, write_rows
@@ -44,14 +45,14 @@ def test_batched_answers_equal_plain_greedy_decoding(target_path: Path, tmp_path
     assert len(answers) > 3, "the toy target says the same to everybody"
     target = regenerate.load_target(TargetConfig(path=str(target_path)), torch.device("cpu"))
     (question, answer) = batched[1]["messages"]
-    ids = LocalAnswers(target, 12, 0.0).prompt_ids([question])
+    ids = LocalAnswers(target, Encoder(target.tokenizer), 12, 0.0).prompt_ids([question], None)
     prompt_length = len(ids)
     with torch.no_grad():
         while len(ids) < prompt_length + 12 and ids[-1] not in target.stop_ids:
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert answer["content"] == target.tokenizer.decode(
-        ids[prompt_length:], skip_special_tokens=True
-    )
+    assert answer["token_ids"] == ids[prompt_length:]
+    said = target.tokenizer.decode(ids[prompt_length:], skip_special_tokens=True)
+    assert answer["content"] == said.strip()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
