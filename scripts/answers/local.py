@@ -11,8 +11,8 @@ from conf.schema import InputError
 from data.chat import Encoder
 from data.endpoint import Answer, RowRefused
 from data.replies import read_reply
-from data.template import Messages, Tools
 from heads.target.model import Target
+from scripts.answers.dialogue import Dialogue
 
 
 class GumbelNoise(LogitsProcessor):
@@ -71,14 +71,14 @@ class LocalAnswers:
                 f"{target.name}, {window} tokens"
             )
 
-    def prompt_ids(self, messages: Messages, tools: Tools) -> list[int]:
+    def prompt_ids(self, dialogue: Dialogue) -> list[int]:
         """Renders a conversation up to the target's turn.
 
         Raises:
             RowRefused: the template refuses it, or it leaves no room for the answer.
         """
         try:
-            ids = self.encoder.prompt(messages, tools)
+            ids = self.encoder.prompt(dialogue.asked, dialogue.tools, dialogue.template_kwargs)
         except InputError as error:
             raise RowRefused(str(error)) from error
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
@@ -121,17 +121,16 @@ class LocalAnswers:
             ) from error
         return [self._up_to_stop(row) for row in output[:, length:].tolist()]
 
-    def read(self, ids: list[int], messages: Messages, tools: Tools) -> Answer:
+    def read(self, ids: list[int], dialogue: Dialogue) -> Answer:
         """Takes an answer apart: thinking, text and calls of tools.
 
         Args:
             ids: of one of `answer`.
-            messages: the conversation that it answers.
-            tools: function schemas that the prompt showed.
+            dialogue: the conversation that it answers.
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        template = self.encoder.template({}, tools)
-        message = read_reply(written, messages, template, tools)
+        template = self.encoder.template(dialogue.template_kwargs, dialogue.tools)
+        message = read_reply(written, dialogue.asked, template, dialogue.tools)
         return Answer(message, truncated=ids[-1] not in self.stop_ids, token_ids=ids)
 
     def _up_to_stop(self, ids: list[int]) -> list[int]:
