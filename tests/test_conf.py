@@ -10,7 +10,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
+from conf import (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+    schema_push,
+)
 from eval.entry import register
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +33,7 @@ ENTRIES = {
     "scripts/capture.py": schema_capture.CaptureRun,
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,
-    "scripts/push.py": schema.PushRun,
+    "scripts/push.py": schema_push.PushRun,
     "scripts/merge_adapter.py": schema_medusa2.MergeAdapterRun,
     "scripts/compare.py": schema.CompareRun,
     "scripts/serve_check.py": schema_measure.ServeCheckRun,

@@ -9,7 +9,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
+from conf import (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+    schema_push,
+)
 from data.engine_states import EngineTaps
 from eval.compare.methods import known_methods
 from eval.entry import register
@@ -18,7 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}}
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
-MODULES = (schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2)
+MODULES = (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+    schema_push,
+)
 SCHEMAS = {
     "medusa": schema.MedusaRun,
     "eagle": schema_eagle.EagleRun,
@@ -28,7 +44,7 @@ SCHEMAS = {
     "capture": schema_capture.CaptureRun,
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
-    "push": schema.PushRun,
+    "push": schema_push.PushRun,
     "compare": schema.CompareRun,
     "serve_check": schema_measure.ServeCheckRun,
     "export": schema_export.ExportRun,
