@@ -178,6 +178,14 @@ def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) ->
     assert (run.train.max_grad_norm, run.train.max_grad_value) == clip
 
 
+def test_columns_are_given_on_the_command_line() -> None:
+    register(schema.MedusaRun, "medusa", None)
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        composed = compose("medusa", ["data.columns={prompt: ask, response: reply}"])
+    run = OmegaConf.to_object(composed)
+    assert run.data.columns == {"prompt": "ask", "response": "reply"}
+
+
 def test_every_setting_has_a_default() -> None:
     for entry in ENTRIES.values():
         assert is_dataclass(entry())

@@ -1,0 +1,393 @@
+"""What a path holds: files, folders, saved datasets and Hub datasets, read row by row."""
+
+import csv
+import gzip
+import io
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast
+
+from conf.schema import InputError
+from data.values import parse_json, show
+
+TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+TABLES = (".parquet", ".arrow")
+PACKINGS = (".gz", ".zst")
+SUFFIXES = (*TEXTS, *(kind + packing for kind in TEXTS for packing in PACKINGS), *TABLES)
+ALLOWED = f"{', '.join((*TEXTS, *TABLES))}; the first {len(TEXTS)} also in .gz or .zst"
+
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+# Written beside the rows by those who save, publish or regenerate data sets.
+ABOUT_ROWS = (SAVED, SAVED_SPLITS, "dataset_info.json", "dataset_infos.json", "manifest.json")
+
+SPLITS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+WORDS = re.compile(r"[^a-z]+")
+BATCH_ROWS = 1024
+
+
+class Digest(Protocol):
+    """What bytes are counted into, e.g. `hashlib.sha256()`."""
+
+    def update(self, data: bytes, /) -> object:
+        """Takes the next bytes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it lies in the data.
+
+    Attributes:
+        where: `file:line`, `file[row n]` or `id[split]:row`, counted from 1.
+        raw: an undecoded line of JSON.
+        value: what it holds, once decoded.
+        problem: why it cannot be decoded.
+    """
+
+    where: str
+    raw: bytes | None = None
+    value: object = None
+    problem: str | None = None
+
+    def parsed(self) -> "Row":
+        """Returns the row decoded, with its value or its problem."""
+        if self.raw is None:
+            return self
+        try:
+            return Row(self.where, value=parse_json(self.raw.decode("utf-8-sig").rstrip()))
+        except UnicodeDecodeError as error:
+            problem = f"bytes that are not UTF-8 (at byte {error.start})"
+        except ValueError as error:
+            problem = str(error)
+        return Row(self.where, problem=problem)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a path means.
+
+    Attributes:
+        path: as the user gave it.
+        files: to be read in this order; none for a Hub dataset.
+        left_out: what else lies in a folder and is not read, and why.
+        subset: configuration of a Hub dataset; None is its default.
+        split: of a Hub dataset.
+    """
+
+    path: str
+    files: tuple[Path, ...]
+    left_out: tuple[str, ...] = ()
+    subset: str | None = None
+    split: str = "train"
+
+
+def find_source(path: str, *, subset: str | None = None, split: str = "train") -> Source:
+    """Finds out what a path means, reading no rows.
+
+    Args:
+        path: a file, a folder, a dataset that `save_to_disk` wrote, or a Hub dataset id.
+        subset: configuration of a Hub dataset.
+        split: of a Hub dataset, and of a folder with files that are named for splits; a file
+            that is named for none belongs to `train` then.
+
+    Raises:
+        InputError: nothing is there, or no file of the split.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _folder(local, path, split)
+    if local.is_file():
+        _kind(local)
+        return Source(path, (local,))
+    if path.endswith(SUFFIXES) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise InputError(f"data.path={path}: no such file or folder")
+    return Source(path, (), subset=subset, split=split)
+
+
+def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
+    """Yields the rows of a source, undecoded where they are lines of JSON.
+
+    Memory does not grow with files, but for JSON lists, which are decoded whole.
+
+    Args:
+        source: of `find_source`.
+        digest: takes the contents of the files, unpacked, or the rows of a Hub dataset.
+
+    Raises:
+        InputError: a file is not what its name says, or the Hub dataset cannot be loaded.
+    """
+    if not source.files:
+        yield from _hub(source, digest)
+    for file in source.files:
+        yield from READERS[_kind(file)](file, digest)
+
+
+def _folder(folder: Path, path: str, split: str) -> Source:
+    saved_splits = folder / SAVED_SPLITS
+    if saved_splits.is_file():
+        names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED).is_file()]
+        if split not in names:
+            raise InputError(f"{path}: data.split={split}: holds {', '.join(names) or 'no splits'}")
+        others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
+        return Source(path, _saved(folder / split), others)
+    if (folder / SAVED).is_file():
+        return Source(path, _saved(folder))
+    found = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    inside = {file: file.relative_to(folder) for file in found}
+    seen = [file for file in found if not any(p.startswith(".") for p in inside[file].parts)]
+    files = [file for file in seen if _is_data(file)]
+    if not files:
+        raise InputError(f"{path}: a folder without files that end in {ALLOWED}")
+    chosen = _of_split(files, inside, path, split)
+    taken = set(chosen)
+    return Source(
+        path,
+        tuple(chosen),
+        tuple(
+            f"{inside[file]} ({f'data.split={split}' if _is_data(file) else 'no rows'})"
+            for file in seen
+            if file not in taken and file.name not in ABOUT_ROWS
+        ),
+    )
+
+
+def _saved(folder: Path) -> tuple[Path, ...]:
+    """Returns the files of a dataset that `save_to_disk` wrote; caches may lie beside them."""
+    try:
+        state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
+        files = tuple(folder / str(part["filename"]) for part in state["_data_files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / SAVED}: not of a saved dataset: {error!r}") from None
+    if not files:
+        raise InputError(f"{folder}: holds no rows")
+    return files
+
+
+def _is_data(file: Path) -> bool:
+    return file.name.lower().endswith(SUFFIXES) and file.name not in ABOUT_ROWS
+
+
+def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
+    """Returns the files of a split, or all of them where none is named for a split."""
+    names = {file: _names(inside[file]) for file in files}
+    kinds = {file: _split_named(names[file]) for file in files}
+    if not any(kinds.values()):
+        return files
+    wanted = SPLITS.get(split)
+    chosen = [
+        file
+        for file in files
+        if (split in names[file] if wanted is None else (kinds[file] or "train") == wanted)
+    ]
+    if not chosen:
+        there = ", ".join(str(inside[file]) for file in files)
+        raise InputError(f"{path}: data.split={split}: no file is named for it; it holds {there}")
+    return chosen
+
+
+def _names(file: Path) -> list[str]:
+    """Returns what may name a split: the folders, and the file's name without its shard."""
+    stem = file.name.lower()
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+        stem = stem.removesuffix(suffix)
+    return [*(folder.lower() for folder in file.parts[:-1]), SHARD.sub("", stem)]
+
+
+def _split_named(names: list[str]) -> str | None:
+    """Returns the split that a file is named for: `test-00000-of-00002`, `test_sft`, `my.test`."""
+    *folders, stem = names
+    words = [word for word in WORDS.split(stem) if word]
+    ends = [words[0], words[-1]] if words else []
+    return next((SPLITS[name] for name in (*ends, *folders) if name in SPLITS), None)
+
+
+def _kind(file: Path) -> str:
+    name = file.name.lower()
+    for packing in PACKINGS:
+        name = name.removesuffix(packing)
+    kind = Path(name).suffix
+    packed = name != file.name.lower()
+    if kind not in TEXTS and (packed or kind not in TABLES):
+        raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {ALLOWED}")
+    return kind
+
+
+def _open(file: Path) -> BinaryIO:
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.open(file))
+    if suffix == ".zst":
+        import pyarrow
+
+        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(file), "zstd")))
+    return file.open("rb")
+
+
+def _lines(file: Path, digest: Digest) -> Iterator[bytes]:
+    try:
+        with _open(file) as stream:
+            for line in stream:
+                digest.update(line)
+                yield line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file}: not a readable gzip file: {error}") from None
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error}") from None
+
+
+def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
+    for number, line in enumerate(_lines(file, digest), 1):
+        if line.strip():
+            yield Row(f"{file}:{number}", raw=line)
+
+
+def _json(file: Path, digest: Digest) -> Iterator[Row]:
+    """Reads a list of objects, or one object a line, as many publish under this name."""
+    if _holds_lines(file):
+        yield from _json_lines(file, digest)
+        return
+    content = b"".join(_lines(file, digest))
+    try:
+        values = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 (at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        place = f"{error.msg} at column {error.colno}"
+        raise InputError(f"{file}:{error.lineno}: invalid JSON ({place})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file}: JSON that cannot be read: {error}") from None
+    if not isinstance(values, list):
+        raise InputError(f"{file}: found {show(values)}; allowed: a list of objects, or one a line")
+    for number, value in enumerate(values, 1):
+        yield Row(f"{file}[row {number}]", value=value)
+
+
+def _holds_lines(file: Path) -> bool:
+    """Whether the first line that is not blank is an object of its own."""
+    nobody = _Nobody()
+    for line in _lines(file, nobody):
+        start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+        if start:
+            return start == b"{" and isinstance(Row("", raw=line).parsed().value, dict)
+    return True
+
+
+class _Nobody:
+    def update(self, data: bytes, /) -> None:
+        """Takes nothing."""
+
+
+def _cells(file: Path, digest: Digest) -> Iterator[Row]:
+    """Reads cells under the names of the first line."""
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if _kind(file) == ".tsv" else ","
+    reader = csv.reader(_decoded_lines(file, digest), delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise InputError(f"{file}:1: two columns of one name among {', '.join(names)}")
+        end = reader.line_num
+        for cells in reader:
+            where, end = f"{file}:{end + 1}", reader.line_num
+            if len(cells) == len(names):
+                yield Row(where, value=dict(zip(names, cells, strict=True)))
+            elif cells:
+                yield Row(where, problem=f"{len(cells)} cells under {len(names)} names")
+    except csv.Error as error:
+        raise InputError(f"{file}:{reader.line_num}: {error}") from None
+
+
+def _decoded_lines(file: Path, digest: Digest) -> Iterator[str]:
+    for number, line in enumerate(_lines(file, digest), 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{file}:{number}: not UTF-8 (at byte {error.start})") from None
+
+
+def _parquet(file: Path, digest: Digest) -> Iterator[Row]:
+    from pyarrow import parquet
+
+    def batches() -> Iterator:
+        return parquet.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS)
+
+    yield from _table(file, digest, "Parquet", batches)
+
+
+def _arrow(file: Path, digest: Digest) -> Iterator[Row]:
+    import pyarrow
+
+    def batches() -> Iterator:
+        with pyarrow.memory_map(str(file)) as mapped:
+            try:
+                reader = pyarrow.ipc.open_file(mapped)
+            except pyarrow.ArrowInvalid:
+                mapped.seek(0)
+                yield from pyarrow.ipc.open_stream(mapped)
+            else:
+                for index in range(reader.num_record_batches):
+                    yield reader.get_batch(index)
+
+    yield from _table(file, digest, "Arrow", batches)
+
+
+def _table(file: Path, digest: Digest, kind: str, batches: Callable[[], Iterator]) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        with file.open("rb") as stream:
+            for chunk in iter(lambda: stream.read(1 << 20), b""):
+                digest.update(chunk)
+        for batch in batches():
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                for value in batch.slice(start, BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield Row(f"{file}[row {number}]", value=_filled(value))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file}: not a readable {kind} file: {error}") from None
+
+
+def _filled(value: object) -> object:
+    """Returns a value without the empty fields that tables give every object."""
+    if isinstance(value, dict):
+        return {key: _filled(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_filled(part) for part in value]
+    return value
+
+
+def _hub(source: Source, digest: Digest) -> Iterator[Row]:
+    import datasets
+
+    path, subset, split = source.path, source.subset, source.split
+    try:
+        dataset = datasets.load_dataset(path, name=subset, split=split)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise InputError(
+            f"data.path={path}: no such file or folder, and as a Hub dataset "
+            f"(data.subset={subset or 'null'}, data.split={split}) it cannot be loaded: {error}"
+        ) from error
+    for number, row in enumerate(dataset, 1):
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        yield Row(f"{path}[{split}]:{number}", value=_filled(row))
+
+
+READERS: dict[str, Callable[[Path, Digest], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _cells,
+    ".tsv": _cells,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
