@@ -14,6 +14,7 @@ from accelerate import Accelerator, DistributedType
 from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features import FeatureStore, TrainingData
+from data.files import SUFFIXES
 from data.pack import DataReport, prepare
 from data.provenance import provenance
 from heads.target.ends import TargetEnds
@@ -190,7 +191,7 @@ def check_data(config: DataRun) -> None:
         if path is None or Path(path).expanduser().exists():
             continue
         local = path.startswith((".", "/", "~")) or path.count("/") != 1
-        if local or Path(path).suffix in (".jsonl", ".json", ".parquet"):
+        if local or path.endswith(SUFFIXES):
             raise InputError(f"data.{key}={path}: no such file or folder")
 
 
