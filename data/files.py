@@ -331,7 +331,6 @@ def _arrow(file: Path, digest: Digest) -> Iterator[Row]:
             try:
                 reader = pyarrow.ipc.open_file(mapped)
             except pyarrow.ArrowInvalid:
-                mapped.seek(0)
                 yield from pyarrow.ipc.open_stream(mapped)
             else:
                 for index in range(reader.num_record_batches):

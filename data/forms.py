@@ -263,9 +263,10 @@ def _starts_with_answer(items: list) -> bool:
 def _opens_with(prompt: object, name: str, messages: Messages) -> bool:
     start = Conversation()
     _say(prompt, name, "user", start)
-    said = [message for message in messages if message["role"] not in SYSTEM]
-    asked = [message for message in start.messages if message["role"] not in SYSTEM]
-    return said[: len(asked)] == asked
+    asked = start.messages
+    if all(message["role"] not in SYSTEM for message in asked):
+        messages = [message for message in messages if message["role"] not in SYSTEM]
+    return messages[: len(asked)] == asked
 
 
 def _alpaca(fields: Fields, key: str, talk: Conversation) -> None:

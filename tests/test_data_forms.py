@@ -21,7 +21,7 @@ from data.forms import (
     to_record,
 )
 from data.messages import REASONING, ROLES
-from data.values import MalformedRowError
+from data.values import MalformedRowError, show
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -87,6 +87,10 @@ def chat(*messages: Any, **fields: Any) -> dict:
         (chat(*CHAT, system_prompt="Be kind"), [SYSTEM, *CHAT]),
         (chat(SYSTEM, *CHAT, system="Be kind", system_prompt="Be kind"), [SYSTEM, *CHAT]),
         (chat(*CHAT, system=" "), CHAT),
+        (chat({"role": "developer", "content": "Be kind"}, USER, system="Be kind"),
+         [{"role": "developer", "content": "Be kind"}, USER]),
+        (chat(USER, {"role": "system", "content": "Now be brief"}, system="Be kind"),
+         [SYSTEM, USER, {"role": "system", "content": "Now be brief"}]),
         (chat({"role": "system", "content": ""}, *CHAT), CHAT),
         ({"system_prompt": "Be kind", "question": "Hi", "response": "Hello"}, [SYSTEM, *CHAT]),
         # Reasoning.
@@ -114,6 +118,8 @@ def chat(*messages: Any, **fields: Any) -> dict:
                             {"from": "function_call", "value": json.dumps(NO_ID["function"])},
                             {"from": "observation", "value": "2"}, SHAREGPT[1]]},
          [*assistant(content="", tool_calls=[NO_ID]), {"role": "tool", "content": "2"}, ASSISTANT]),
+        (chat(*assistant(tool_calls=[CALL], function_call=NO_ID["function"])),
+         assistant(content="", tool_calls=[CALL, NO_ID])),
         ({"conversations": [*SHAREGPT, {"from": "tool", "value": ""}]},
          [*CHAT, {"role": "tool", "content": ""}]),
         # Questions and answers.
@@ -136,7 +142,8 @@ def chat(*messages: Any, **fields: Any) -> dict:
         ({"system": "Be kind", "question": "Hi", "chosen": "Hello"}, [SYSTEM, *CHAT]),
         ({"prompt": "Hi", "chosen": CHAT}, CHAT),
         ({"prompt": [USER], "chosen": [ASSISTANT]}, CHAT),
-        ({"prompt": [SYSTEM, USER], "chosen": CHAT}, CHAT),
+        ({"prompt": [SYSTEM, USER], "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"prompt": "Hi", "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
         ({"chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
     ],
 )  # fmt: skip
@@ -234,6 +241,8 @@ def test_what_is_not_read_is_named(row, unread):
          r"'messages\[1\].tool_calls\[0\].arguments': found '\{\"a\": ' \(str\); .*an object"),
         (chat(*assistant(tool_calls=[{"name": "f", "arguments": [1]}])),
          r"'messages\[1\].tool_calls\[0\].arguments': found \[1\] \(list\)"),
+        (chat(*assistant(tool_calls=[{"name": "f", "arguments": {"a": "\ud83d"}}])),
+         r"'messages\[1\].tool_calls\[0\]': found half of a surrogate pair"),
         (chat(*assistant(tool_calls=[{"id": "c"}])), r"tool_calls\[0\].function': found .*'name'"),
         (chat(*assistant(tool_calls=[CALL | {"type": "custom"}])),
          r"'messages\[1\].tool_calls\[0\].type': found 'custom' .*allowed: function"),
@@ -249,6 +258,7 @@ def test_what_is_not_read_is_named(row, unread):
         (chat(*CHAT, chat_template_kwargs=[1]), r"'chat_template_kwargs': found \[1\]"),
         ({"instruction": "x", "history": ["Hi"]}, r"'history\[0\]': found 'Hi' .*a pair of"),
         ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello"}, r"'chosen': .*with a 'prompt' beside"),
+        ({"prompt": [SYSTEM, USER], "chosen": CHAT}, r"'prompt': found .*what 'chosen' begins"),
         ({"prompt": "Bye", "chosen": CHAT}, r"'prompt': found 'Bye' .*what 'chosen' begins with"),
         ({"input_ids": [1, 2]}, r"'input_ids': found ids without a loss mask; allowed: one of the "
                                 r"fields loss_mask, assistant_masks, completion_mask, labels"),
@@ -354,6 +364,19 @@ def test_rows_of_other_forms_are_refused_where_the_form_was_detected():
 def test_lines_that_no_parser_takes(raw, problem):
     with pytest.raises(MalformedRowError, match=problem):
         to_record(Row("rows.jsonl:1", raw=raw), Form.messages)
+
+
+def test_arguments_that_json_cannot_hold():
+    row = chat(*assistant(tool_calls=[{"name": "f", "arguments": {"a": b"x"}}]))
+    with pytest.raises(MalformedRowError, match=r"tool_calls\[0\]': found what is not JSON"):
+        to_record(Row("rows.parquet[row 1]", value=row), Form.messages)
+
+
+def test_a_value_too_deep_to_be_shown():
+    deep: list = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert show(deep) == "deeply nested (list)"
 
 
 def test_an_error_goes_from_one_process_to_another():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import Form, InputError, OnBadRow
-from data.records import load_records
+from conf.schema import DataConfig, Form, InputError, OnBadRow
+from data.records import load_data, load_records
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -188,6 +188,15 @@ def test_malformed_row_names_line_and_field(write, row, message):
 def test_malformed_rows_of_the_other_forms(write, row, message):
     with pytest.raises(InputError, match=message):
         load_records(write(row))
+
+
+def test_settings_say_how_rows_are_read(write):
+    path = write({"ask": "Hi", "reply": "Hello"}, [])
+    config = DataConfig(
+        columns={"prompt": "ask", "response": "reply"}, on_bad_row=OnBadRow.skip, form=Form.prompt
+    )
+    loaded = load_data(path, config)
+    assert (loaded.records[0].messages, len(loaded.bad)) == ([USER, ASSISTANT], 1)
 
 
 def test_mixed_forms_are_refused_even_when_skipping(write):
