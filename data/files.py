@@ -348,11 +348,12 @@ def _table(file: Path, digest: Digest, kind: str, batches: Callable[[], Iterator
             for chunk in iter(lambda: stream.read(1 << 20), b""):
                 digest.update(chunk)
         for batch in batches():
+            batch.validate(full=True)  # a damaged one may point beyond its end
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for value in batch.slice(start, BATCH_ROWS).to_pylist():
                     number += 1
                     yield Row(f"{file}[row {number}]", value=_filled(value))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: not a readable {kind} file: {error}") from None
 
 

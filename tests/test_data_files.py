@@ -105,6 +105,8 @@ def test_a_row_with_more_cells_than_names(tmp_path):
         ("a.jsonl.zst", b"nonsense", r"a.jsonl.zst: cannot be read: ZSTD"),
         ("a.jsonl.zst", zstd(LINE * 9)[:-9], r"a.jsonl.zst: cannot be read: Truncated"),
         ("a.arrow", b"nonsense", r"a.arrow: not a readable Arrow file: "),
+        ("a.arrow", arrow_stream(LINE).replace(b"Hello", b"\xff\xff\xff\xff\xff"),
+         r"a.arrow: not a readable Arrow file: .*UTF8"),
         ("a.json", b'{\n"messages": []\n}', r"a.json: found \{'messages': \[\]\} .*allowed: a"),
         ("a.json", b'[{"a": 1},\n{"a": ]', r"a.json:2: invalid JSON \(Expecting value at column 7"),
         ("a.json", b'[{"a": "\xff"}]', r"a.json: not UTF-8 \(at byte 8\)"),
