@@ -160,7 +160,8 @@ class DataConfig:
     """A file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of them, or a Hub dataset id; unset
     means the embedded default."""
     subset: str | None = None
-    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k; unset means its default."""
+    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k, or its folder in a clone; unset
+    means its default, in a clone all."""
     split: str = "train"
     """Split of a Hub dataset, or of a folder with files that are named for splits."""
     form: Form = Form.auto

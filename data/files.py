@@ -1,10 +1,9 @@
-"""What a path holds: files, folders, saved datasets and Hub datasets, read row by row."""
+"""Rows of files and Hub datasets, read one by one."""
 
 import csv
 import gzip
 import io
 import json
-import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,25 +12,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from conf.schema import InputError
+from data.sources import Source, kind_of
 from data.values import parse_json, show
 
-TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-TABLES = (".parquet", ".arrow")
-PACKINGS = (".gz", ".zst")
-SUFFIXES = (*TEXTS, *(kind + packing for kind in TEXTS for packing in PACKINGS), *TABLES)
-ALLOWED = f"{', '.join((*TEXTS, *TABLES))}; the first {len(TEXTS)} also in .gz or .zst"
-
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-# Written beside the rows by those who save, publish or regenerate data sets.
-ABOUT_ROWS = (SAVED, SAVED_SPLITS, "dataset_info.json", "dataset_infos.json", "manifest.json")
-
-SPLITS = {
-    "train": "train", "training": "train",
-    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
-SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
-WORDS = re.compile(r"[^a-z]+")
 BATCH_ROWS = 1024
 
 
@@ -71,48 +54,6 @@ class Row:
         return Row(self.where, problem=problem)
 
 
-@dataclass(frozen=True)
-class Source:
-    """What a path means.
-
-    Attributes:
-        path: as the user gave it.
-        files: to be read in this order; none for a Hub dataset.
-        left_out: what else lies in a folder and is not read, and why.
-        subset: configuration of a Hub dataset; None is its default.
-        split: of a Hub dataset.
-    """
-
-    path: str
-    files: tuple[Path, ...]
-    left_out: tuple[str, ...] = ()
-    subset: str | None = None
-    split: str = "train"
-
-
-def find_source(path: str, *, subset: str | None = None, split: str = "train") -> Source:
-    """Finds out what a path means, reading no rows.
-
-    Args:
-        path: a file, a folder, a dataset that `save_to_disk` wrote, or a Hub dataset id.
-        subset: configuration of a Hub dataset.
-        split: of a Hub dataset, and of a folder with files that are named for splits; a file
-            that is named for none belongs to `train` then.
-
-    Raises:
-        InputError: nothing is there, or no file of the split.
-    """
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return _folder(local, path, split)
-    if local.is_file():
-        _kind(local)
-        return Source(path, (local,))
-    if path.endswith(SUFFIXES) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise InputError(f"data.path={path}: no such file or folder")
-    return Source(path, (), subset=subset, split=split)
-
-
 def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
     """Yields the rows of a source, undecoded where they are lines of JSON.
 
@@ -128,97 +69,7 @@ def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
     if not source.files:
         yield from _hub(source, digest)
     for file in source.files:
-        yield from READERS[_kind(file)](file, digest)
-
-
-def _folder(folder: Path, path: str, split: str) -> Source:
-    saved_splits = folder / SAVED_SPLITS
-    if saved_splits.is_file():
-        names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED).is_file()]
-        if split not in names:
-            raise InputError(f"{path}: data.split={split}: holds {', '.join(names) or 'no splits'}")
-        others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
-        return Source(path, _saved(folder / split), others)
-    if (folder / SAVED).is_file():
-        return Source(path, _saved(folder))
-    found = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    inside = {file: file.relative_to(folder) for file in found}
-    seen = [file for file in found if not any(p.startswith(".") for p in inside[file].parts)]
-    files = [file for file in seen if _is_data(file)]
-    if not files:
-        raise InputError(f"{path}: a folder without files that end in {ALLOWED}")
-    chosen = _of_split(files, inside, path, split)
-    taken = set(chosen)
-    return Source(
-        path,
-        tuple(chosen),
-        tuple(
-            f"{inside[file]} ({f'data.split={split}' if _is_data(file) else 'no rows'})"
-            for file in seen
-            if file not in taken and file.name not in ABOUT_ROWS
-        ),
-    )
-
-
-def _saved(folder: Path) -> tuple[Path, ...]:
-    """Returns the files of a dataset that `save_to_disk` wrote; caches may lie beside them."""
-    try:
-        state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
-        files = tuple(folder / str(part["filename"]) for part in state["_data_files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / SAVED}: not of a saved dataset: {error!r}") from None
-    if not files:
-        raise InputError(f"{folder}: holds no rows")
-    return files
-
-
-def _is_data(file: Path) -> bool:
-    return file.name.lower().endswith(SUFFIXES) and file.name not in ABOUT_ROWS
-
-
-def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
-    """Returns the files of a split, or all of them where none is named for a split."""
-    names = {file: _names(inside[file]) for file in files}
-    kinds = {file: _split_named(names[file]) for file in files}
-    if not any(kinds.values()):
-        return files
-    wanted = SPLITS.get(split)
-    chosen = [
-        file
-        for file in files
-        if (split in names[file] if wanted is None else (kinds[file] or "train") == wanted)
-    ]
-    if not chosen:
-        there = ", ".join(str(inside[file]) for file in files)
-        raise InputError(f"{path}: data.split={split}: no file is named for it; it holds {there}")
-    return chosen
-
-
-def _names(file: Path) -> list[str]:
-    """Returns what may name a split: the folders, and the file's name without its shard."""
-    stem = file.name.lower()
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        stem = stem.removesuffix(suffix)
-    return [*(folder.lower() for folder in file.parts[:-1]), SHARD.sub("", stem)]
-
-
-def _split_named(names: list[str]) -> str | None:
-    """Returns the split that a file is named for: `test-00000-of-00002`, `test_sft`, `my.test`."""
-    *folders, stem = names
-    words = [word for word in WORDS.split(stem) if word]
-    ends = [words[0], words[-1]] if words else []
-    return next((SPLITS[name] for name in (*ends, *folders) if name in SPLITS), None)
-
-
-def _kind(file: Path) -> str:
-    name = file.name.lower()
-    for packing in PACKINGS:
-        name = name.removesuffix(packing)
-    kind = Path(name).suffix
-    packed = name != file.name.lower()
-    if kind not in TEXTS and (packed or kind not in TABLES):
-        raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {ALLOWED}")
-    return kind
+        yield from READERS[kind_of(file)](file, digest)
 
 
 def _open(file: Path) -> BinaryIO:
@@ -232,20 +83,24 @@ def _open(file: Path) -> BinaryIO:
     return file.open("rb")
 
 
-def _lines(file: Path, digest: Digest) -> Iterator[bytes]:
+def _lines(file: Path) -> Iterator[bytes]:
     try:
         with _open(file) as stream:
-            for line in stream:
-                digest.update(line)
-                yield line
+            yield from stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{file}: not a readable gzip file: {error}") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error}") from None
 
 
+def _counted(file: Path, digest: Digest) -> Iterator[bytes]:
+    for line in _lines(file):
+        digest.update(line)
+        yield line
+
+
 def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
-    for number, line in enumerate(_lines(file, digest), 1):
+    for number, line in enumerate(_counted(file, digest), 1):
         if line.strip():
             yield Row(f"{file}:{number}", raw=line)
 
@@ -255,7 +110,7 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
     if _holds_lines(file):
         yield from _json_lines(file, digest)
         return
-    content = b"".join(_lines(file, digest))
+    content = b"".join(_counted(file, digest))
     try:
         values = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -273,23 +128,17 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
 
 def _holds_lines(file: Path) -> bool:
     """Whether the first line that is not blank is an object of its own."""
-    nobody = _Nobody()
-    for line in _lines(file, nobody):
+    for line in _lines(file):
         start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if start:
             return start == b"{" and isinstance(Row("", raw=line).parsed().value, dict)
     return True
 
 
-class _Nobody:
-    def update(self, data: bytes, /) -> None:
-        """Takes nothing."""
-
-
 def _cells(file: Path, digest: Digest) -> Iterator[Row]:
     """Reads cells under the names of the first line."""
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if _kind(file) == ".tsv" else ","
+    delimiter = "\t" if kind_of(file) == ".tsv" else ","
     reader = csv.reader(_decoded_lines(file, digest), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
@@ -307,7 +156,7 @@ def _cells(file: Path, digest: Digest) -> Iterator[Row]:
 
 
 def _decoded_lines(file: Path, digest: Digest) -> Iterator[str]:
-    for number, line in enumerate(_lines(file, digest), 1):
+    for number, line in enumerate(_counted(file, digest), 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:

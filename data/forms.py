@@ -1,5 +1,6 @@
 """The forms of rows: how each is told, what is read of it, and how it becomes a record."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from data.values import (
 )
 
 NUM_LOOKED_AT = 100
+NAME = re.compile(r"\w+")
 
 # What says that a text is a rendered dialogue: all strings of one line stand in it.
 TURN_MARKERS = (
@@ -133,13 +135,24 @@ def to_record(
         MalformedRowError: a field is not what the form asks for.
         InputError: a row of another form than those that the form was detected in.
     """
-    row = row.parsed()
+    columns = columns or {}
+    try:
+        return _record(row.parsed(), form, columns, detected)
+    except MalformedRowError as error:
+        ours = NAME.match(error.name)
+        if ours is None or ours[0] not in columns:
+            raise
+        name = columns[ours[0]] + error.name[ours.end() :]
+        raise MalformedRowError(name, error.found, error.allowed) from None
+
+
+def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) -> Record:
     if row.problem:
         raise MalformedRowError("(whole row)", row.problem, "one JSON object")
     value = row.value
     if not isinstance(value, dict):
         raise MalformedRowError("(whole row)", show(value), "an object with fields")
-    fields, hidden = _renamed(value, columns or {})
+    fields, hidden = _renamed(value, columns)
     shape = FORMS[form]
     key = next((key for key in shape.keys if fields.get(key) is not None), None)
     if key is None:
@@ -241,10 +254,10 @@ def _turns(fields: Fields, key: str, talk: Conversation) -> None:
 def _preference(fields: Fields, key: str, talk: Conversation) -> None:
     prompt_key = next((name for name in PROMPTS if not empty(fields.get(name))), None)
     prompt = fields.pop(prompt_key) if prompt_key else None
-    chosen = decoded(fields.pop(key))
-    if isinstance(chosen, list) and chosen and not _starts_with_answer(chosen):
-        # Without a prompt, or with it said once more in front.
-        _add_all(chosen, key, talk)
+    chosen = fields.pop(key)
+    whole = prompt_key is None or (isinstance(chosen, list) and not _starts_with_answer(chosen))
+    if isinstance(chosen, list) and whole:  # with the prompt once more in front, if there is one
+        _add_all(list_of(chosen, key, "objects"), key, talk)
         if prompt_key and not _opens_with(prompt, prompt_key, talk.messages):
             raise MalformedRowError(prompt_key, show(prompt), f"what '{key}' begins with")
         return
@@ -256,7 +269,7 @@ def _preference(fields: Fields, key: str, talk: Conversation) -> None:
 
 def _starts_with_answer(items: list) -> bool:
     start = Conversation()
-    start.add(items[0], "chosen", 0)
+    _add_all(items[:1], "chosen", start)
     return any(message["role"] == "assistant" for message in start.messages)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
-from data.files import find_source, read_rows
+from data.files import read_rows
 from data.forms import NUM_LOOKED_AT, Record, detect, to_record
 from data.messages import Messages
+from data.sources import find_source
 from data.values import MalformedRowError
 
 __all__ = ["MalformedRowError", "Messages", "Record", "Records", "load_data", "load_records"]
@@ -57,7 +58,7 @@ def load_records(
 
     Args:
         path: a file, a folder of them, or a Hub dataset id.
-        subset: configuration of a Hub dataset; None is its default.
+        subset: configuration of a Hub dataset, or its folder in a clone; None is the default.
         split: of a Hub dataset, or of a folder with files that are named for splits.
         form: shape of the rows; `auto` takes it from the first rows.
         columns: the data's own names of fields, by the names that forms know.

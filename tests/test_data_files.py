@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from conf.schema import InputError, OnBadRow
-from data.files import Row, find_source, read_rows
+from data.files import Row, read_rows
 from data.records import load_records
+from data.sources import find_source
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROW = {"messages": CHAT}
@@ -178,6 +179,16 @@ def test_files_of_a_folder(folder, names, split, read, left_out):
     loaded = load_records(str(path), split=split)
     assert [record.where for record in loaded.records] == [f"{path}/{n}:1" for n in read.split()]
     assert loaded.left_out == ((left_out,) if left_out else ())
+
+
+def test_configurations_in_folders(folder):
+    path = folder("main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl")
+    source = find_source(str(path), subset="main")
+    assert source.files == (path / "main/train.jsonl",)
+    why = "(data.subset=main data.split=train)"
+    assert source.left_out == (f"main/test.jsonl {why}", f"socratic/train.jsonl {why}")
+    with pytest.raises(InputError, match=r"data.subset=other: no folder of this name"):
+        find_source(str(path), subset="other")
 
 
 def test_a_split_that_no_file_is_named_for(folder):

@@ -145,6 +145,9 @@ def chat(*messages: Any, **fields: Any) -> dict:
         ({"prompt": [SYSTEM, USER], "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
         ({"prompt": "Hi", "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
         ({"chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"chosen": [ASSISTANT, *CHAT]}, [ASSISTANT, *CHAT]),
+        ({"prompt": "Hi", "chosen": '["Hello"]'},
+         [USER, {"role": "assistant", "content": '["Hello"]'}]),
     ],
 )  # fmt: skip
 def test_messages_of_every_shape(row, messages):
@@ -259,6 +262,7 @@ def test_what_is_not_read_is_named(row, unread):
         ({"instruction": "x", "history": ["Hi"]}, r"'history\[0\]': found 'Hi' .*a pair of"),
         ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello"}, r"'chosen': .*with a 'prompt' beside"),
         ({"prompt": [SYSTEM, USER], "chosen": CHAT}, r"'prompt': found .*what 'chosen' begins"),
+        ({"prompt": "Hi", "chosen": []}, r"'chosen': found \[\] \(list\); allowed: a non-empty"),
         ({"prompt": "Bye", "chosen": CHAT}, r"'prompt': found 'Bye' .*what 'chosen' begins with"),
         ({"input_ids": [1, 2]}, r"'input_ids': found ids without a loss mask; allowed: one of the "
                                 r"fields loss_mask, assistant_masks, completion_mask, labels"),
@@ -307,6 +311,13 @@ def test_columns_of_other_names(row, columns, messages):
 def test_a_field_hidden_by_a_column_is_named():
     row = {"prompt": "summary", "dialogue": "Hi", "response": "Hello"}
     assert read(row, prompt="dialogue").unread == ("prompt",)
+
+
+def test_an_error_has_the_name_that_the_data_have():
+    with pytest.raises(MalformedRowError, match=r"field 'my_chat\[1\].content': found 3 \(int\)"):
+        read({"my_chat": assistant(content=3)}, messages="my_chat")
+    with pytest.raises(MalformedRowError, match=r"field 'reply': found 3 \(int\)"):
+        read({"prompt": "Hi", "reply": 3}, response="reply")
 
 
 def test_a_column_that_no_row_has():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.files import SUFFIXES
+from data.sources import SUFFIXES
 from heads.kind import DraftHead, HeadFacts
 from heads.kinds import kind_of
 

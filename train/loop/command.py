@@ -14,9 +14,9 @@ from accelerate import Accelerator, DistributedType
 from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features import FeatureStore, TrainingData
-from data.files import SUFFIXES
 from data.pack import DataReport, prepare
 from data.provenance import provenance
+from data.sources import SUFFIXES
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
 from heads.target.model import Reads
