@@ -28,8 +28,8 @@ def main(config: ShowMaskRun) -> None:
     rows = load_data(data, config.data)
     console = Console(highlight=False)
     console.print(f"{data}: {len(rows.records):,} records of form {rows.form.value}", markup=False)
-    for message in rows.bad:
-        console.print(f"malformed: {message}", markup=False)
+    for line in rows.lines():
+        console.print(line, markup=False)
     for record in rows.records[: config.num_samples]:
         for sample in encoder.encode(record):
             console.rule(f"{record.where}: {summary(sample, config.data.max_length)}")

@@ -117,8 +117,8 @@ def check_out_dir(run: MeasureRun, result_name: str) -> None:
 def _records(run: MeasureRun) -> Records:
     assert run.data.path is not None
     records = load_data(run.data.path, run.data)
-    for message in records.bad:
-        Console(stderr=True).print(f"skipped: {message}", highlight=False)
+    for line in records.lines():
+        Console(stderr=True).print(line, highlight=False, markup=False)
     return records
 
 
