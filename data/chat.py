@@ -22,8 +22,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from conf.schema import InputError
-from data.records import Record
-from data.template import ChatTemplate, Messages, Tools
+from data.forms import Record
+from data.messages import Messages
+from data.template import ChatTemplate, Tools
 from data.turns import Turn, find_turns, is_shown
 
 Span = tuple[int, int]
@@ -117,8 +118,9 @@ class Encoder:
         indices = _learnt_turns(record, messages)
         turns = find_turns(messages, indices, template, record.tools)
         if record.written:
-            ids = [record.written.get(i) for i in indices]
-            samples = self._join_ids(turns, ids)
+            for i in record.written.keys() & set(indices):
+                self._check_written(messages[i], record.written[i], i)
+            samples = self._join_ids(turns, [record.written.get(i) for i in indices])
         else:
             ends = bool(indices) and indices[-1] == len(messages) - 1
             whole = turns[-1].through if ends else template.through(messages, record.tools)
@@ -158,6 +160,15 @@ class Encoder:
             else:
                 samples.append(sample)
         return samples[::-1] or [self._mark("", [])]
+
+    def _check_written(self, message: dict, ids: list[int], index: int) -> None:
+        said = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if not is_shown(message["content"].rpartition("</think>")[2], said):
+            raise InputError(
+                f"messages[{index}].token_ids say {said[:80]!r} in this target's tokenizer, and "
+                f"'content' {message['content'][:80]!r}: they are of another tokenizer; remove "
+                "them, or regenerate the data with this target"
+            )
 
     def _is_added(self, token_id: int) -> bool:
         return token_id in self.tokenizer.added_tokens_decoder

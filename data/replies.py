@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from conf.schema import InputError
-from data.template import ANSWER, PROBE_TOOLS, THOUGHT, ChatTemplate, Messages, Tools, probe
+from data.messages import Messages
+from data.template import ANSWER, PROBE_TOOLS, THOUGHT, ChatTemplate, Tools, probe
 from data.turns import Turn, find_turn, squash
 
 

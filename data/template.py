@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.schema import InputError
+from data.messages import Messages
 
-Messages = list[dict[str, Any]]
 Tools = list[dict] | None
 
 ANSWER, QUESTION, THOUGHT = "zqanswerqz", "zqquestionqz", "zqthoughtqz"

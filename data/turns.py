@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from conf.schema import InputError
-from data.template import ANSWER, ChatTemplate, Ending, Messages, Tools, shared_start
+from data.messages import Messages
+from data.template import ANSWER, ChatTemplate, Ending, Tools, shared_start
 
 EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 MIN_ALIGNED = 8

@@ -134,7 +134,8 @@ def _load(config: RegenerateRun) -> Records:
         f"data: {path}, form {records.form.value}, {len(records.records)} conversations, "
         f"{len(records.bad)} malformed rows skipped"
     )
-    _list(records.bad)
+    for line in records.lines():
+        print(f"  {line}")
     return records
 
 

@@ -190,7 +190,8 @@ def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     with ChatServer(delay_s=0.05) as server:
         command = [
-            sys.executable, str(ROOT / "scripts/regenerate.py"), f"data.path={data}", "kept_share=0",
+            sys.executable, str(ROOT / "scripts/regenerate.py"), f"data.path={data}",
+            "kept_share=0",
             f"endpoint={server.url}", f"out_dir={out_dir}", "concurrency=4", "temperature=0.5",
         ]  # fmt: skip
         process = commands.Command(command, tmp_path, dict(os.environ))
