@@ -115,7 +115,7 @@ class ChatTemplate:
                 **self.variables,
             )
         # A template is somebody's program, and fails as programs do: Hermes' with a TypeError.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             raise InputError(
                 f"the target's chat template refuses the conversation: {error}"
             ) from None
@@ -195,14 +195,23 @@ class ChatTemplate:
             what = "tool calls" if calls else "an assistant's text"
             raise InputError(f"the target's chat template does not render {what}")
         tail, more = last.rpartition(ANSWER)[2], followed.rpartition(ANSWER)[2]
-        shared = self.whole_tokens(os.path.commonprefix([tail, more]), tail)
+        shared = self.whole_tokens(common_start(tail, more), tail)
         shared = shared.partition(self._opening)[0] if self._opening else shared
         shared = shared.rstrip()
-        if re.search(rf"({self.stop_pattern})$", shared):
-            return Ending(shared, tail)
+        # What stands before the stop is the turn's own: an id, a bracket after an argument.
+        at = re.search(rf"({self.stop_pattern})$", shared)
+        if at:
+            return Ending(at.group(), tail[at.start() :])
         stop = re.compile(rf"\s*({self.stop_pattern})")
         found = stop.match(tail, len(shared)) or stop.match(more, len(shared))
-        return Ending(shared + (found.group() if found else ""), tail)
+        return Ending(found.group() if found else "", tail[len(shared) :])
+
+    @cached_property
+    def lead_space(self) -> str:
+        """The white space that the template puts before an answer's text."""
+        text = self.through(_probe(calls=False)[:2], self._probe_tools)
+        lead = text.partition(ANSWER)[0]
+        return lead[len(lead.rstrip()) :]
 
     @cached_property
     def _opening(self) -> str:
@@ -233,6 +242,11 @@ class ChatTemplate:
         """A regular expression of tokens that may end a turn; not `</think>`, `</tool_call>`."""
         added = self.tokenizer.added_tokens_decoder.values()
         return _any_of(token.content for token in added if token.special)
+
+
+def common_start(one: str, other: str) -> str:
+    """Returns what two texts begin with alike."""
+    return os.path.commonprefix([one, other])  # noqa: RUF071  texts, not paths
 
 
 def _any_of(contents: Iterable[str]) -> str:
