@@ -202,11 +202,20 @@ class ChatTemplate:
         shared = self.whole_tokens(shared_start(tail, more), tail)
         shared = shared.partition(self._opening)[0] if self._opening else shared
         shared = shared.rstrip()
-        if re.search(rf"({self.stop_pattern})$", shared):
-            return Ending(shared, tail)
+        # What stands before the stop is the turn's own: an id, a bracket after an argument.
+        at = re.search(rf"({self.stop_pattern})$", shared)
+        if at:
+            return Ending(at.group(), tail[at.start() :])
         stop = re.compile(rf"\s*({self.stop_pattern})")
         found = stop.match(tail, len(shared)) or stop.match(more, len(shared))
-        return Ending(shared + (found.group() if found else ""), tail)
+        return Ending(found.group() if found else "", tail[len(shared) :])
+
+    @cached_property
+    def lead_space(self) -> str:
+        """The white space that the template puts before an answer's text."""
+        text = self.through(probe(calls=False)[:2], self._probe_tools)
+        lead = text.partition(ANSWER)[0]
+        return lead[len(lead.rstrip()) :]
 
     @cached_property
     def _opening(self) -> str:

@@ -15,7 +15,18 @@ from conf.schema import InputError
 from data.messages import Messages
 from data.template import ANSWER, ChatTemplate, Ending, Tools, shared_start
 
-EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
+THINKING_TAGS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+}
+EMPTY_THINKING = re.compile(
+    "|".join(
+        rf"\s*({re.escape(begin)})?\s*{re.escape(end)}" for begin, end in THINKING_TAGS.items()
+    )
+)
+OPENED_THINKING = re.compile(rf"({'|'.join(map(re.escape, THINKING_TAGS))})\s*$")
 MIN_ALIGNED = 8
 """From so many turns on, renderings of their own take longer than finding them in one."""
 
@@ -67,10 +78,13 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
     last = messages[-1]
     through = template.through(messages, tools)
     read, rest = _divide(messages, through, template, tools)
-    if not last.get("reasoning_content") and "</think>" not in last["content"]:
-        block = EMPTY_THINKING.match(rest)
-        thinking = block.end() if block else 0
-        read, rest = read + rest[:thinking], rest[thinking:]
+    thinks = last.get("reasoning_content") or "</think>" in last["content"]
+    block = None if thinks else EMPTY_THINKING.match(rest)
+    if block:
+        # What follows it as in any turn is the template's, more space than that the answer's.
+        space = shared_start(rest[block.end() :], template.lead_space)
+        end = block.end() + len(space)
+        read, rest = read + rest[:end], rest[end:]
     # R1 closes a turn with tool calls twice; what the model writes ends with the first stop
     # behind all that the turn says. A turn that says it nowhere is refused for all of it.
     written = ""
@@ -104,12 +118,17 @@ def _divide(
         start, lead = answer, ""
     only_special = re.fullmatch(rf"(\s|{template.special_pattern})*", lead)
     if only_special and start <= answer and through.startswith(probe[:start]):
-        return through[:start], through[start:]
+        rest = through[start:]
+        if OPENED_THINKING.search(prompt):
+            return through[:start], rest
+        if not any(tag in prompt[start:] and rest.startswith(tag) for tag in THINKING_TAGS):
+            return prompt, rest
     hint = "; data.chat_template_kwargs={enable_thinking: true} may be missing"
+    apart = len(shared_start(prompt, through))
     raise InputError(
         "the target's chat template renders an answer elsewhere than after its generation "
-        f"prompt {prompt[-60:]!r}: {through[start : start + 60]!r}"
-        + (hint if last.get("reasoning_content") else "")
+        f"prompt {prompt[-60:]!r}: {through[apart : apart + 60]!r}"
+        + (hint if any(_thoughts(last)) else "")
     )
 
 
@@ -147,8 +166,14 @@ def _left_out(message: dict, written: str) -> tuple[str, ...]:
             f"the target's chat template does not render {unsaid} of the assistant; it renders "
             f"{written[:80]!r}"
         )
-    thoughts = (message["content"], message.get("reasoning_content") or "")
-    return () if all(is_shown(each, written) for each in thoughts) else ("thinking",)
+    shown = all(is_shown(each, written) for each in _thoughts(message))
+    return () if shown else ("thinking",)
+
+
+def _thoughts(message: dict) -> tuple[str, str]:
+    """Returns the thinking beside a turn's text and that in it, where a prompt may open it."""
+    inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
+    return message.get("reasoning_content") or "", inline
 
 
 def is_shown(text: str, rendered: str) -> bool:

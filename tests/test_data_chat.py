@@ -4,10 +4,10 @@ from itertools import groupby
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from conf.schema import InputError
-from data.chat import encode, encode_prompt
+from data.chat import Encoder, Sample
 from data.records import Record
 
 SPECIAL = [
@@ -15,7 +15,7 @@ SPECIAL = [
     "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<|user|>",
     "<|assistant|>", "<|end|>", "<|return|>", "<|start|>", "<think>", "</think>",
 ]  # fmt: skip
-TRAINING = ["Hello there, how are you?", "user", "assistant", "I am fine.\n\nYes, no."]
+TRAINING = ["Hello there, how are you?", "user", "assistant", "I am fine.\n\nYes, no.", "\n\n\n\n"]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -27,26 +27,12 @@ LLAMA3 = (
     "{{ text }}{% endfor %}{% if add_generation_prompt %}"
     "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+# `{% generation %}` marks what others learn; here it is around the header, and not the end.
 TAGGED = (
-    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}"
-    "{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ '<|assistant|>\n' + m.content }}{% endgeneration %}{{ '<|end|>\n' }}"
     "{% else %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-# Tags around the content only: the end of the turn lies outside.
-TAGGED_CONTENT = TAGGED.replace(
-    "m.content + '<|end|>' }}{% endgeneration %}{{ '\n'",
-    "m.content }}{% endgeneration %}{{ '<|end|>\n'",
-)
-# Tags around the whole turn: the header lies inside.
-TAGGED_HEADER = TAGGED.replace("{{ '<|assistant|>\n' }}{% gen", "{% gen").replace(
-    "{{ m.content + '<|end|>' }}{% endgen",
-    "{{ '<|assistant|>\n' + m.content + '<|end|>' }}{% endgen",
-)
-# Thinking and answer tagged apart.
-TAGGED_TWICE = TAGGED.replace(
-    "{{ m.content + '<|end|>' }}{% endgeneration %}",
-    "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgeneration %}",
 )
 GEMMA = (
     "<bos>{% if messages[0].role == 'system' %}"
@@ -94,7 +80,9 @@ NO_SPECIAL = (
 )
 
 
-def make_tokenizer(template: str | None, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    template: str | None, *, trim_offsets: bool = False, special: list[str] = SPECIAL
+) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, trim_offsets=trim_offsets
@@ -102,7 +90,7 @@ def make_tokenizer(template: str | None, *, trim_offsets: bool = False) -> PreTr
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -112,7 +100,10 @@ def make_tokenizer(template: str | None, *, trim_offsets: bool = False) -> PreTr
 
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
+        tokenizer_object=tokenizer,
+        bos_token=special[0],
+        eos_token=special[1],
+        chat_template=template,
     )
 
 
@@ -124,24 +115,29 @@ def chat(*contents: str, system: str | None = None) -> Record:
     return Record(messages, None, "chats.jsonl:7")
 
 
-def marked(record: Record, template: str, **settings: bool) -> str:
+def shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """The decoded sample with learnt tokens in [[ ]]."""
-    tokenizer = make_tokenizer(template, **settings)
-    sample = encode(record, tokenizer, 1000)
     assert len(sample.input_ids) == len(sample.loss_mask)
-    assert not sample.truncated
     text = ""
-    for learnt, run in groupby(
-        zip(sample.loss_mask, sample.input_ids, strict=True), lambda p: p[0]
-    ):
+    pairs = zip(sample.loss_mask, sample.input_ids, strict=True)
+    for learnt, run in groupby(pairs, lambda pair: pair[0]):
         piece = tokenizer.decode([token for _, token in run])
         text += f"[[{piece}]]" if learnt else piece
     return text
 
 
+def marked(record: Record, template: str, **settings: bool) -> list[str]:
+    tokenizer = make_tokenizer(template, **settings)
+    return [shown(sample, tokenizer) for sample in Encoder(tokenizer).encode(record)]
+
+
+def learnt(sample: Sample) -> list[int]:
+    return [i for i, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
+
+
 def test_mask_of_a_short_chat_token_by_token():
     tokenizer = make_tokenizer(CHATML)
-    sample = encode(chat("user", "Yes"), tokenizer, 1000)
+    (sample,) = Encoder(tokenizer).encode(chat("user", "Yes"))
     assert tokenizer.convert_ids_to_tokens(sample.input_ids) == [
         "<|im_start|>", "user", "Ċ", "user", "<|im_end|>", "Ċ",
         "<|im_start|>", "assistant", "Ċ", "Yes", "<|im_end|>", "Ċ",
@@ -171,20 +167,11 @@ TWO_TURNS = chat("Hi", "Hello there", "And you?", "Fine.\n\nYes", system="Be kin
             "<|start_header_id|>user<|end_header_id|>\n\nAnd you?<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n[[Fine.\n\nYes<|eot_id|>]]",
         ),
-        *(
-            (
-                template,
-                "<s><|system|>\nBe kind<|end|>\n<|user|>\nHi<|end|>\n"
-                "<|assistant|>\n[[Hello there<|end|>]]\n<|user|>\nAnd you?<|end|>\n"
-                "<|assistant|>\n[[Fine.\n\nYes<|end|>]]\n",
-            )
-            for template in (TAGGED, TAGGED_CONTENT, TAGGED_HEADER, TAGGED_TWICE)
-        ),
         (
-            TWO_ENDS,
-            "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|>"
-            "<|start|>assistant\n[[Hello there<|end|>]]<|start|>user\nAnd you?<|end|>"
-            "<|start|>assistant\n[[Fine.\n\nYes<|return|>]]",
+            TAGGED,
+            "<s><|system|>\nBe kind<|end|>\n<|user|>\nHi<|end|>\n"
+            "<|assistant|>\n[[Hello there<|end|>]]\n<|user|>\nAnd you?<|end|>\n"
+            "<|assistant|>\n[[Fine.\n\nYes<|end|>]]\n",
         ),
         (
             OPENS_THINKING,
@@ -202,61 +189,77 @@ TWO_TURNS = chat("Hi", "Hello there", "And you?", "Fine.\n\nYes", system="Be kin
             "### user: And you?\n### assistant: [[Fine.\n\nYes]]\n",
         ),
     ],
-    ids=[
-        "chatml", "llama3", "tagged", "tagged-content", "tagged-header", "tagged-twice",
-        "two-ends", "opens-thinking", "ends-text", "no-special",
-    ],
-)  # fmt: skip
+    ids=["chatml", "llama3", "tagged", "opens-thinking", "ends-text", "no-special"],
+)
 def test_exactly_the_assistant_is_learnt(template, expected, trim_offsets):
-    assert marked(TWO_TURNS, template, trim_offsets=trim_offsets) == expected
+    assert marked(TWO_TURNS, template, trim_offsets=trim_offsets) == [expected]
+
+
+def test_a_turn_that_is_closed_otherwise_when_followed_has_a_sample_of_its_own():
+    """The model ends every turn in <|return|>; <|end|> is what it reads later."""
+    asked = "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|><|start|>assistant\n"
+    assert marked(TWO_TURNS, TWO_ENDS) == [
+        asked + "[[Hello there<|return|>]]",
+        asked + "Hello there<|end|><|start|>user\nAnd you?<|end|>"
+        "<|start|>assistant\n[[Fine.\n\nYes<|return|>]]",
+    ]
 
 
 def test_gemma_calls_the_assistant_model():
-    assert marked(chat("Hi", "Hello", "Who?", "Me"), GEMMA) == (
+    assert marked(chat("Hi", "Hello", "Who?", "Me"), GEMMA) == [
         "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n[[Hello<end_of_turn>]]\n"
         "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\n[[Me<end_of_turn>]]\n"
-    )
+    ]
 
 
 def test_mistral_has_no_generation_prompt():
-    assert marked(chat("Hi", "Hello", "Who?", "Me"), MISTRAL) == (
+    assert marked(chat("Hi", "Hello", "Who?", "Me"), MISTRAL) == [
         "<s>[INST] Hi [/INST][[ Hello</s>]][INST] Who? [/INST][[ Me</s>]]"
-    )
+    ]
 
 
-def test_qwen3_thinking_is_learnt_where_the_template_keeps_it():
+HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_qwen3_thinking_is_learnt_in_every_turn_as_it_was_written():
+    """Read again, a turn has lost its thinking: what it was is in a sample of its own."""
     think = "<think>\nHm.\n</think>\n\n"
-    assert marked(chat("Hi", think + "Hello", "Who?", think + "Me"), QWEN3) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello<|im_end|>]]\n"
-        "<|im_start|>user\nWho?<|im_end|>\n"
-        f"<|im_start|>assistant\n[[{think}Me<|im_end|>]]\n"
-    )
+    assert marked(chat("Hi", think + "Hello", "Who?", think + "Me"), QWEN3) == [
+        HI + f"[[{think}Hello<|im_end|>]]",
+        HI + "Hello<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+        f"<|im_start|>assistant\n[[{think}Me<|im_end|>]]\n",
+    ]
 
 
 def test_qwen3_thinking_is_learnt_when_the_template_spaces_it_differently():
-    assert marked(chat("Hi", "<think>Hm.</think>Hello"), QWEN3).endswith(
-        "assistant\n[[<think>\nHm.\n</think>\n\nHello<|im_end|>]]\n"
-    )
+    (text,) = marked(chat("Hi", "<think>Hm.</think>Hello"), QWEN3)
+    assert text == HI + "[[<think>\nHm.\n</think>\n\nHello<|im_end|>]]\n"
 
 
 def test_qwen3_empty_thinking_is_the_templates_not_the_models():
-    assert marked(chat("Hi", "Hello", "Who?", "Hello"), QWEN3) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello<|im_end|>]]\n"
-        "<|im_start|>user\nWho?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n[[Hello<|im_end|>]]\n"
-    )
+    assert marked(chat("Hi", "Hello", "Who?", "Hello"), QWEN3) == [
+        HI + "<think>\n\n</think>\n\n[[Hello<|im_end|>]]",
+        HI + "Hello<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n[[Hello<|im_end|>]]\n",
+    ]
+
+
+def test_spaces_of_an_answer_behind_empty_thinking_are_learnt():
+    (text,) = marked(chat("Hi", "  Hello"), QWEN3.replace("parts[-1].strip()", "parts[-1]"))
+    assert text == HI + "<think>\n\n</think>\n\n[[  Hello<|im_end|>]]\n"
 
 
 def test_a_repeated_answer_is_learnt_each_time():
     think = "<think>\nHm.\n</think>\n\n"
-    text = marked(chat("Hi", think + "Yes", "So?", think + "Yes", "Yes", think + "Yes"), QWEN3)
-    assert text.count("[[Yes<|im_end|>]]") == 2
-    assert text.endswith(f"[[{think}Yes<|im_end|>]]\n")
+    texts = marked(chat("Hi", think + "Yes", "So?", think + "Yes", "Yes", think + "Yes"), QWEN3)
+    assert [text.partition("[[")[2].rstrip("\n") for text in texts] == [
+        f"{think}Yes<|im_end|>]]"
+    ] * 3
 
 
 def test_text_that_occurs_in_the_header_is_not_confused():
-    text = marked(chat("s", "s", "user", "assistant"), OPENS_THINKING)
-    assert text == "<s><|user|>s<|assistant|>[[s</s>]]<|user|>user<|assistant|>[[assistant</s>]]"
+    texts = marked(chat("s", "s", "user", "assistant"), OPENS_THINKING)
+    assert texts == ["<s><|user|>s<|assistant|>[[s</s>]]<|user|>user<|assistant|>[[assistant</s>]]"]
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, TAGGED, QWEN3, TWO_ENDS])
@@ -264,10 +267,9 @@ def test_text_that_occurs_in_the_header_is_not_confused():
 def test_odd_characters_and_spaces_stay_inside_the_mask(template, answer):
     for trim_offsets in (False, True):
         record = chat("Hi", answer, "🙂", answer)
-        text = marked(record, template, trim_offsets=trim_offsets)
-        assert text.count("[[") == 2
-        assert text.count(answer.strip()) == 2
-        assert all(answer.strip() in part.split("]]")[0] for part in text.split("[[")[1:])
+        text = "".join(marked(record, template, trim_offsets=trim_offsets))
+        turns = [part.split("]]")[0] for part in text.split("[[")[1:]]
+        assert [turn.partition("<|")[0].strip() for turn in turns] == [answer.strip()] * 2
 
 
 def test_a_header_token_that_swallows_the_answers_newlines_stays_unlearnt():
@@ -275,42 +277,33 @@ def test_a_header_token_that_swallows_the_answers_newlines_stays_unlearnt():
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken("<|assistant|>", rstrip=True)]}
     )
-    sample = encode(chat("Hi", "\n\nYes"), tokenizer, 1000)
-    learnt = [i for i, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
-    assert tokenizer.decode(learnt) == "Yes<|end|>"
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "\n\nYes"))
+    assert tokenizer.decode(learnt(sample)) == "Yes<|end|>"
 
 
 def test_a_prompt_without_answer_has_nothing_to_learn():
-    sample = encode(chat("Hi"), make_tokenizer(CHATML), 1000)
-    assert sample.input_ids
-    assert not any(sample.loss_mask)
+    assert marked(chat("Hi"), CHATML) == ["<|im_start|>user\nHi<|im_end|>\n"]
+
+
+def test_a_prompt_behind_the_last_answer_is_read():
+    (text,) = marked(chat("Hi", "Yes", "So?"), CHATML)
+    assert text == HI + "[[Yes<|im_end|>]]\n<|im_start|>user\nSo?<|im_end|>\n"
 
 
 def test_plain_text_is_learnt_whole():
-    sample = encode(Record(None, "Hello there", "texts.jsonl:1"), make_tokenizer(None), 1000)
+    (sample,) = Encoder(make_tokenizer(None)).encode(Record(None, "Hello there", "texts.jsonl:1"))
     assert sample.loss_mask == [True] * len(sample.input_ids)
-
-
-def test_truncation_is_told():
-    whole = encode(chat("Hi", "Hello"), make_tokenizer(CHATML), 1000)
-    length = len(whole.input_ids)
-    exact = encode(chat("Hi", "Hello"), make_tokenizer(CHATML), length)
-    short = encode(chat("Hi", "Hello"), make_tokenizer(CHATML), length - 1)
-    assert exact == whole
-    assert short.truncated
-    assert short.input_ids == whole.input_ids[:-1]
-    assert short.loss_mask == whole.loss_mask[:-1]
 
 
 def test_prompt_ends_where_the_assistant_starts():
     tokenizer = make_tokenizer(CHATML)
-    ids = encode_prompt([{"role": "user", "content": "Hi"}], tokenizer)
+    ids = Encoder(tokenizer).prompt([{"role": "user", "content": "Hi"}])
     assert tokenizer.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_no_chat_template_is_refused_with_what_to_do():
     with pytest.raises(InputError, match=r"no chat template.*chat version.*'text' field"):
-        encode(chat("Hi", "Hello"), make_tokenizer(None), 1000)
+        Encoder(make_tokenizer(None)).encode(chat("Hi", "Hello"))
 
 
 def test_tokenizer_without_offsets_is_refused():
@@ -318,25 +311,21 @@ def test_tokenizer_without_offsets_is_refused():
         chat_template, is_fast, name_or_path = CHATML, False, "old/model"
 
     with pytest.raises(InputError, match=r"old/model: Slow gives no character offsets"):
-        encode(chat("Hi", "Hello"), Slow(), 1000)
+        Encoder(Slow()).encode(chat("Hi", "Hello"))
 
 
 def test_what_the_template_refuses_is_named():
+    encoder = Encoder(make_tokenizer(GEMMA))
     with pytest.raises(InputError, match=r"chats.jsonl:7: .*System role not supported"):
-        encode(chat("Hi", "Hello", system="Be kind"), make_tokenizer(GEMMA), 1000)
+        encoder.encode(chat("Hi", "Hello", system="Be kind"))
     with pytest.raises(InputError, match="System role not supported"):
-        encode_prompt(TWO_TURNS.messages, make_tokenizer(GEMMA))
+        encoder.prompt(TWO_TURNS.messages)
 
 
-def test_an_answer_that_is_not_rendered_shows_the_text():
+def test_an_answer_that_is_not_rendered_is_refused():
     template = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else '-' }}")
     with pytest.raises(
-        InputError, match=r"(?s)chats.jsonl:7.*'Hello'.*rendered text:.*\nHi<\|im_end"
+        InputError,
+        match=r"chats.jsonl:7: the target's chat template does not render an assistant's text",
     ):
-        encode(chat("Hi", "Hello"), make_tokenizer(template), 1000)
-
-
-def test_an_empty_mask_shows_the_text():
-    template = TAGGED.replace("m.content + '<|end|>' }}{% endgen", "'' }}{% endgen")
-    with pytest.raises(InputError, match=r"(?s)mask .*'Hello'.*rendered text:\n<s><\|user"):
-        encode(chat("Hi", "Hello"), make_tokenizer(template), 1000)
+        Encoder(make_tokenizer(template)).encode(chat("Hi", "Hello"))
