@@ -25,6 +25,8 @@ class Shapes:
     """Before a text without thinking."""
     thinking: tuple[tuple[str, str], ...]
     """Before thinking, and between it and a text, or a call."""
+    closing: str
+    """Behind a text."""
     call: tuple[str, str, str] | None
     """Before a tool's name, between it and its arguments in JSON, and behind them."""
 
@@ -42,16 +44,15 @@ def read_reply(written: str, before: Messages, template: ChatTemplate, tools: To
         `role`, `content`, and `reasoning_content` and `tool_calls` where there are any.
     """
     shapes = _shapes(template, with_tools=tools is not None)
-    body = _open(written, template)
+    body = _open(written, shapes.closing, template)
     for message in _readings(body, shapes):
-        if _gives(message, body, before, template, tools):
+        if _gives(message, body, before, template, tools, shapes.closing):
             return message
     return {"role": "assistant", "content": body.strip()}
 
 
-def _open(written: str, template: ChatTemplate) -> str:
-    """Takes the end of its turn off a reply."""
-    closing = template.ending(calls=False).closing
+def _open(written: str, closing: str, template: ChatTemplate) -> str:
+    """Takes the end of its turn off a reply, be it that of a text or of a call."""
     if closing and written.endswith(closing):
         return written.removesuffix(closing)
     return re.sub(rf"({template.stop_pattern})$", "", written)
@@ -109,7 +110,12 @@ def _message(reasoning: str, content: str, calls: list[dict]) -> dict:
 
 
 def _gives(
-    message: dict, body: str, before: Messages, template: ChatTemplate, tools: Tools
+    message: dict,
+    body: str,
+    before: Messages,
+    template: ChatTemplate,
+    tools: Tools,
+    closing: str,
 ) -> bool:
     """Tells whether a template makes of a message what the model wrote, white space apart.
 
@@ -119,7 +125,7 @@ def _gives(
         turn = find_turn([*before, message], template, tools)
     except InputError:
         return False
-    rendered = squash(_open(turn.written, template))
+    rendered = squash(_open(turn.written, closing, template))
     return squash(body).endswith(rendered) if turn.left_out else squash(body) == rendered
 
 
@@ -131,22 +137,23 @@ def _shapes(template: ChatTemplate, *, with_tools: bool) -> Shapes:
     thought = _probed([question, _thinks(answer)], template, tools)
     called = _probed([question, called_answer], template, tools)
     thought_called = _probed([question, _thinks(called_answer)], template, tools)
-    call = _call_shape(called.written, template) if called else None
+    lead, _, closing = text.written.partition(ANSWER) if text else ("", "", "")
+    call = _call_shape(called.written, closing, template) if called else None
     thinking = [("<think>", "</think>")]
     for turn, ends in ((thought_called, call[0] if call else ""), (thought, ANSWER)):
         before, found, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
         if found and ends and ends in rest:
             thinking.insert(0, (before, rest.partition(ends)[0]))
-    return Shapes(text.written.partition(ANSWER)[0] if text else "", tuple(thinking), call)
+    return Shapes(lead, tuple(thinking), closing, call)
 
 
-def _call_shape(written: str, template: ChatTemplate) -> tuple[str, str, str] | None:
+def _call_shape(written: str, closing: str, template: ChatTemplate) -> tuple[str, str, str] | None:
     """Finds a call of `look` in what a model wrote; None if its arguments are not JSON."""
     arguments = re.search(rf'{{\s*"at":\s*"{ANSWER}"\s*}}', written)
     if arguments is None:
         return None
     before, _, between = written[: arguments.start()].rpartition("look")
-    return before, between, _open(written[arguments.end() :], template)
+    return before, between, _open(written[arguments.end() :], closing, template)
 
 
 def _thinks(message: dict) -> dict:
