@@ -103,17 +103,23 @@ def open_prepared(
     try:
         contents = _contents(path, config, root)
         folder = root / _key(contents, config, tokenizer)
-        while (found := _opened(folder, path)) is None:
+        found = _opened(folder, path)
+        if found is None:
             folder.mkdir(parents=True, exist_ok=True)
             ready = (folder / INDEX).is_file
             with held(folder / "lock", ready, partial(_waiting, path, progress)) as mine:
                 if mine and not ready():
                     _prepare(folder, path, config, tokenizer)
+            found = _opened(folder, path)
     except OSError as error:
         raise InputError(
             f"data.prepared_dir={root}: cannot hold the prepared data ({error}): free space there, "
             "or name another folder"
         ) from error
+    if found is None:
+        raise InputError(
+            f"data.prepared_dir={root}: what was just written there is damaged: name another folder"
+        )
     if found.bad and config.on_bad_row is OnBadRow.error:
         raise _stopped(found.bad[0])
     return found

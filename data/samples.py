@@ -104,8 +104,9 @@ class Samples:
             steps = np.zeros(len(whole.input_ids) + 1, dtype=np.int8)
             np.add.at(steps, begins, 1)
             np.add.at(steps, ends, -1)
-            inside = torch.from_numpy(np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_))
-            yield Piece(whole.input_ids[inside], whole.loss_mask[inside])
+            inside = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
+            ids, mask = whole.input_ids.numpy()[inside], whole.loss_mask.numpy()[inside]
+            yield Piece(torch.from_numpy(ids), torch.from_numpy(mask))
 
     def _by_piece(self) -> Iterator[tuple[int, int, int]]:
         """The piece, the first of its samples and the one after its last."""

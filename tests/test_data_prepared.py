@@ -113,6 +113,14 @@ def test_a_second_start_tokenises_nothing(config: DataConfig, tokenised: list[st
     assert contents(again) == contents(first)
 
 
+def test_a_second_start_does_not_read_the_data(config: DataConfig) -> None:
+    path, first = Path(str(config.path)), opened(config)
+    before = path.stat()
+    path.write_bytes(b" " * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert contents(opened(config)) == contents(first)
+
+
 def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:
     before = {opened(config).folder}
     for other in (replace(config, form=Form.prompt), replace(config, split="test")):
@@ -206,6 +214,14 @@ def test_a_damaged_shard_is_made_again(
     assert shard.read_bytes() == before
     said = f"{first.folder}: not what was written, made again: shard-00002\n"
     assert capsys.readouterr().err == (said if with_index else "")
+
+
+def test_a_disk_that_damages_what_is_written(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing.Shard, "is_whole", lambda *_: False)
+    with pytest.raises(InputError, match="what was just written there is damaged: name another f"):
+        opened(config)
 
 
 def test_a_damaged_index_is_made_again(config: DataConfig, tokenised: list[str], capsys) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-INTERVAL_S = 0.2
+INTERVAL_S = 0.5
 
 
 class Residence(NamedTuple):
@@ -69,7 +69,7 @@ class Peak(NamedTuple):
 
 
 def peak_while(run: Callable[[], None], pid: int) -> Peak:
-    """Memory of a process and its descendants while something runs, five times a second."""
+    """Memory of a process and its descendants while something runs, twice a second."""
     seen: list[list[int]] = []
     busy: dict[int, float] = {}
     before = processor_seconds(pid)
