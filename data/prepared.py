@@ -230,6 +230,8 @@ def _prepare(
     rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
     index = _Index(form.value, digest.hexdigest(), rows_per_s, shards)
     write(folder / INDEX, json.dumps(asdict(index)).encode())
+    for leftover in folder.glob("*.tmp"):  # of starts that were killed
+        leftover.unlink(missing_ok=True)
 
 
 def _opened(folder: Path, path: str) -> Prepared | None:

@@ -190,8 +190,11 @@ def test_a_killed_start_is_continued(
             opened(config)
     assert tokenised == [f"rows.jsonl:{n}" for n in range(1, 11)]
     tokenised.clear()
+    (shard,) = Path(str(config.prepared_dir)).glob("*/shard-00000.json")
+    shard.with_name("shard-00002.safetensors.tmp").touch()
     assert contents(opened(config)) == encoded(str(config.path))
     assert tokenised == [f"rows.jsonl:{n}" for n in range(9, 21)]
+    assert list(shard.parent.glob("*.tmp")) == []
 
 
 @pytest.mark.parametrize("with_index", [True, False])
