@@ -40,11 +40,21 @@ class Form(Enum):
     auto = "auto"
     messages = "messages"
     conversations = "conversations"
-    alpaca = "alpaca"
     turns = "turns"
+    preference = "preference"
+    alpaca = "alpaca"
     prompt = "prompt"
+    tokens = "tokens"
     text = "text"
     question = "question"
+
+
+COLUMNS = (
+    "messages", "system", "tools", "chat_template_kwargs", "turns", "prompt", "response",
+    "reasoning_content", "chosen", "instruction", "input", "output", "history", "text", "input_ids",
+    "loss_mask", "labels", "category",
+)  # fmt: skip
+"""What fields of other names may be given as in `data.columns`."""
 
 
 class OnBadRow(Enum):
@@ -147,13 +157,16 @@ class DataConfig:
     """Conversations to train or measure on."""
 
     path: str | None = None
-    """JSONL (also gzipped), JSON or Parquet file, a folder of them, or a Hub dataset id; unset
+    """A file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of them, or a Hub dataset id; unset
     means the embedded default."""
     subset: str | None = None
-    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k; unset means its default."""
+    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k, or its folder in a clone; unset
+    means its default, in a clone all."""
     split: str = "train"
-    """Split of a Hub dataset."""
+    """Split of a Hub dataset, or of a folder with files that are named for splits."""
     form: Form = Form.auto
+    columns: Any = None
+    """Fields of other names, e.g. `{messages: my_chat}` or `{prompt: ask, response: reply}`."""
     eval_path: str | None = None
     """Held-out conversations; unset takes `eval_fraction` of `path`."""
     eval_fraction: float = 0.02
@@ -161,6 +174,9 @@ class DataConfig:
     max_length: int = 1024
     """Tokens of a packed sequence; longer conversations are truncated and counted."""
     on_bad_row: OnBadRow = OnBadRow.error
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the target's chat template is told besides messages, as at serving, e.g.
+    `{enable_thinking: false}`; a row's own come before."""
     num_prompts: int | None = None
     """Use only the first so many prompts (measuring) or conversations (training)."""
     num_proc: int | None = None
@@ -176,6 +192,18 @@ class DataConfig:
         positive("data", self, "max_length", "num_prompts", "num_proc")
         if not 0 < self.eval_fraction < 1:
             raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
+        _check_columns(self.columns)
+
+
+def _check_columns(columns: object) -> None:
+    """Hydra adds nothing to a typed dict, so its types are looked at here."""
+    if columns is None:
+        return
+    if not isinstance(columns, dict) or not all(isinstance(v, str) for v in columns.values()):
+        raise InputError(f"data.columns={columns}: must be like {{prompt: ask, response: reply}}")
+    for name in columns:
+        if name not in COLUMNS:
+            raise InputError(f"data.columns={columns}: '{name}' is none of {', '.join(COLUMNS)}")
 
 
 @dataclass
@@ -344,6 +372,9 @@ class RegenerateRun(DataRun):
     """Conversations generated together in process."""
     max_new_tokens: int = 512
     temperature: float = 0.0
+    kept_share: float = 0.5
+    """Of conversations that keep the answers they were given: a head learns more from both kinds
+    than from either (data/README.md). One that ends in a question keeps none."""
     out_dir: str = "outputs/regenerated"
     """Holds `conversations.jsonl`; a second start continues it."""
     seed: int = 0
@@ -363,34 +394,3 @@ class CompareRun:
     results: list[str] = field(default_factory=list)
     """Folders with `acceptance.json`; a row is called after its folder."""
     out_dir: str = "outputs/comparison"
-
-
-class Layout(Enum):
-    """Where a head's exports go on the Hub."""
-
-    one = "one"
-    """In subfolders of the head's repository, named after their formats."""
-    each = "each"
-    """In repositories of their own, `{repo_id}-{format}`."""
-
-
-@dataclass
-class PushRun:
-    """`scripts/push.py`."""
-
-    head: HeadRef = field(default_factory=HeadRef)
-    repo_id: str = "???"
-    """`user/name` on the Hub."""
-    exports: list[str] = field(default_factory=list)
-    """Folders that `scripts/export.py` wrote of this head, pushed with it."""
-    layout: Layout = Layout.one
-    private: bool = True
-    publish_private_target: bool = False
-    """Push a head with `private=false` although its target is a private repository."""
-    dry_run: bool = False
-    """Write what would be uploaded to `out_dir` and stop."""
-    license: str | None = None
-    """SPDX id for the model card."""
-    measured: str | None = None
-    """Folder with `acceptance.json` / `speedup.json` to quote; unset looks beside the head."""
-    out_dir: str = "outputs/push"

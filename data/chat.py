@@ -1,9 +1,9 @@
-r"""Renders records with the target's own chat template and marks the assistant's tokens.
+r"""Renders records with the target's own chat template and marks what is learnt.
 
-Few templates carry `{% generation %}` tags, so the assistant's share of the rendered text is
-found in one of three ways, turn by turn: the tags; else rendering the conversation up to the
-turn and through it; else, where the template rewrites earlier turns (Qwen3 drops their
-thinking), looking for the contents in order. Each turn is then checked by decoding its tokens.
+Learnt is what the model writes, given its generation prompt, in each assistant turn: the turn's
+text, its end-of-turn token included, and channel headers and thinking where the template renders
+them (`data/template.py`). Turns share a sample as long as what the model had read of the later one
+begins with all of the earlier; a template that drops earlier thinking makes a sample of each.
 
 Worked example, ChatML, span in characters, mask in tokens:
 
@@ -11,103 +11,252 @@ Worked example, ChatML, span in characters, mask in tokens:
     0            0       0  1     1     1          0
 """
 
-import re
-from dataclasses import dataclass
-from functools import lru_cache
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.schema import InputError
-from data.records import Messages, Record
-
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+from data.forms import Record
+from data.messages import Messages
+from data.template import ChatTemplate, Tools
+from data.turns import Turn, find_turns, is_shown
 
 Span = tuple[int, int]
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A tokenised record."""
+    """A tokenised document."""
 
     input_ids: list[int]
     loss_mask: list[bool]
-    """True on the tokens that are learnt: the assistant's, its end-of-turn token included."""
-    truncated: bool
+    """True on the tokens that are learnt."""
+    left_out: tuple[str, ...] = ()
+    """What the record says and the template does not render, one name each time."""
 
 
-def encode(record: Record, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Sample:
-    """Tokenises a record and marks what is learnt.
+class Encoder:
+    """Turns records into samples for one tokenizer."""
 
-    Raises:
-        InputError: the tokenizer has no template or no offsets, the template refuses the
-            conversation, or the assistant's text cannot be found in what it renders.
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Renders nothing yet.
+
+        Args:
+            tokenizer: the target's.
+            template_kwargs: `data.chat_template_kwargs`; a record's own come before them.
+        """
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._template = cache(self._make_template)
+
+    def template(self, record_kwargs: Mapping[str, Any], tools: Tools) -> ChatTemplate:
+        """Returns the chat template, as settings and a record's own arguments have it.
+
+        Raises:
+            InputError: the tokenizer has none, or no character offsets.
+        """
+        kwargs = self.template_kwargs | dict(record_kwargs)
+        return self._template(json.dumps(kwargs, sort_keys=True), bool(tools))
+
+    def prompt(
+        self, messages: Messages, tools: Tools = None, record_kwargs: Mapping[str, Any] = EMPTY
+    ) -> list[int]:
+        """Tokenises a conversation up to where the assistant starts to write.
+
+        Args:
+            messages: the conversation.
+            tools: function schemas that the prompt shows.
+            record_kwargs: a record's own arguments of the template.
+
+        Raises:
+            InputError: the template refuses it.
+        """
+        text = self.template(record_kwargs, tools).prompt(messages, tools)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode(self, record: Record) -> list[Sample]:
+        """Tokenises a record and marks what is learnt.
+
+        Returns:
+            One sample, or several where turns were written after other texts than the last
+            rendering shows.
+
+        Raises:
+            InputError: the tokenizer has no template or no offsets, the template refuses the
+                conversation, or does not render what an assistant's turn says.
+        """
+        if record.tokens is not None:
+            return [Sample(*record.tokens)]
+        if record.messages is None:
+            ids = self.tokenizer(record.text, verbose=False)["input_ids"]
+            return [Sample(ids, [True] * len(ids))]
+        try:
+            return self._encode_chat(record, record.messages)
+        except InputError as error:
+            raise InputError(f"{record.where}: {error}") from None
+
+    def _make_template(self, kwargs: str, with_tools: bool) -> ChatTemplate:
+        if not self.tokenizer.is_fast:
+            raise InputError(
+                f"target {self.tokenizer.name_or_path or '(unnamed)'}: "
+                f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask "
+                "needs; save a tokenizer.json beside the model"
+            )
+        return ChatTemplate(self.tokenizer, json.loads(kwargs), with_tools=with_tools)
+
+    def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
+        template = self.template(record.template_kwargs, record.tools)
+        indices = _learnt_turns(record, messages)
+        turns = find_turns(messages, indices, template, record.tools)
+        if record.written:
+            for i in record.written.keys() & set(indices):
+                self._check_written(messages[i], record.written[i], i)
+            samples = self._join_ids(turns, [record.written.get(i) for i in indices])
+        else:
+            ends = bool(indices) and indices[-1] == len(messages) - 1
+            whole = turns[-1].through if ends else template.through(messages, record.tools)
+            samples = [self._mark(text, spans) for text, spans in _join(turns, whole)]
+        left_out = [name for turn in turns for name in turn.left_out]
+        left_out += _unshown(record, messages, turns[-1].read if turns else "")
+        return [replace(samples[0], left_out=tuple(left_out)), *samples[1:]]
+
+    def _mark(self, text: str, spans: list[Span]) -> Sample:
+        """Tokenises a rendering; what lies in spans of its characters is learnt."""
+        cuts = sorted({edge for span in spans for edge in span})
+        tokens = tokenise(text, cuts, self.tokenizer)
+        mask = [False] * len(tokens.ids)
+        for low, high in spans:
+            begin, end = bisect_right(tokens.ends, low), bisect_left(tokens.starts, high)
+            # Phi-3's header token swallows the newlines after it, the answer's own included.
+            if begin < end and tokens.starts[begin] < low and self._is_added(tokens.ids[begin]):
+                begin += 1
+            mask[begin:end] = [True] * (end - begin)
+        return Sample(tokens.ids, mask)
+
+    def _join_ids(self, turns: list[Turn], written: list[list[int] | None]) -> list[Sample]:
+        """Joins turns as token ids, as the model wrote them where the record has them."""
+        samples: list[Sample] = []
+        for turn, given in zip(reversed(turns), reversed(written), strict=True):
+            sample = self._mark(turn.text, [(len(turn.read), len(turn.text))])
+            if given is not None:
+                read = sample.input_ids[: sample.loss_mask.index(True)]
+                mask = [False] * len(read) + [True] * len(given)
+                sample = Sample(read + given, mask)
+            later = samples[-1] if samples else None
+            length = len(sample.input_ids)
+            if later is not None and later.input_ids[:length] == sample.input_ids:
+                rest = later.loss_mask[length:]
+                head = zip(sample.loss_mask, later.loss_mask, strict=False)
+                samples[-1] = Sample(later.input_ids, [a or b for a, b in head] + rest)
+            else:
+                samples.append(sample)
+        return samples[::-1] or [self._mark("", [])]
+
+    def _check_written(self, message: dict, ids: list[int], index: int) -> None:
+        said = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if not is_shown(message["content"].rpartition("</think>")[2], said):
+            raise InputError(
+                f"messages[{index}].token_ids say {said[:80]!r} in this target's tokenizer, and "
+                f"'content' {message['content'][:80]!r}: they are of another tokenizer; remove "
+                "them, or regenerate the data with this target"
+            )
+
+    def _is_added(self, token_id: int) -> bool:
+        return token_id in self.tokenizer.added_tokens_decoder
+
+
+def _learnt_turns(record: Record, messages: Messages) -> list[int]:
+    """Returns the assistant's messages that answer something and are to be learnt."""
+    asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0)
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i > asked and i not in record.unlearnt
+    ]
+
+
+def _unshown(record: Record, messages: Messages, read: str) -> list[str]:
+    """Names what was said to the model and the template does not show it."""
+    if not read:
+        return []
+    lost = []
+    tools = (tool.get("function", tool) for tool in record.tools or ())
+    if any(str(tool.get("name")) not in read for tool in tools):
+        lost.append("tools")
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    for message in messages[:last]:
+        said = message["role"] in ("system", "developer", "user")
+        if said and not is_shown(message["content"], read):
+            lost.append(f"a {message['role']} message")
+    greeted = messages[0]["role"] == "assistant"
+    return [*lost, *(["a greeting"] if greeted else [])]
+
+
+def _join(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
+    """Groups turns into texts: a turn joins the next one if that one's text begins with its own.
+
+    Args:
+        turns: in the order of the conversation.
+        whole: the rendering of all of it, which the last ones join.
     """
-    if record.messages is None:
-        ids = tokenizer(record.text, verbose=False)["input_ids"]
-        mask = [True] * len(ids)
-    else:
-        ids, mask = _encode_chat(record.messages, tokenizer, record.where)
-    return Sample(ids[:max_length], mask[:max_length], len(ids) > max_length)
+    texts: list[tuple[str, list[Span]]] = [(whole, [])]
+    for turn in reversed(turns):
+        if not texts[-1][0].startswith(turn.text):
+            texts.append((turn.text, []))
+        texts[-1][1].append((len(turn.read), len(turn.text)))
+    joined = [text for text in reversed(texts) if text[1]]
+    return joined or texts
 
 
-def encode_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenises a conversation up to where the assistant starts to write."""
-    check_tokenizer(tokenizer)
-    text = _render(messages, tokenizer, prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a text and the characters that each covers, without gaps."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer that cannot render and align conversations.
+def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Tokenises a text so that a line break never joins what was read with what was written.
 
-    Raises:
-        InputError: no chat template, or no character offsets.
+    Args:
+        text: rendered.
+        cuts: characters at which the model began or ceased to write, ascending.
+        tokenizer: the target's.
     """
-    if not tokenizer.chat_template:
-        raise InputError(
-            f"target {tokenizer.name_or_path or '(unnamed)'} has no chat template, but the data "
-            "are conversations: take the chat version of the model, put a chat_template.jinja "
-            "into its folder, or give plain text (rows with a 'text' field)"
-        )
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"target {tokenizer.name_or_path or '(unnamed)'}: {type(tokenizer).__name__} gives no "
-            "character offsets, which the loss mask needs; save a tokenizer.json beside the model"
-        )
-
-
-def _encode_chat(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str
-) -> tuple[list[int], list[bool]]:
-    check_tokenizer(tokenizer)
-    try:
-        text, spans = _assistant_spans(messages, tokenizer)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = encoding["input_ids"]
-    mask = [False] * len(ids)
-    starts, ends = _token_bounds(encoding["offset_mapping"])
-    added = tokenizer.added_tokens_decoder
-    learnt = []
-    for low, high in spans:
-        turn = [i for i in range(len(ids)) if starts[i] < high and ends[i] > low]
-        # Phi-3's header token swallows the newlines after it, the answer's own included.
-        if turn and starts[turn[0]] < low and ids[turn[0]] in added:
-            del turn[0]
-        learnt.append([ids[i] for i in turn])
-        for i in turn:
-            mask[i] = True
-    contents = [m["content"] for m in messages if m["role"] == "assistant"]
-    _check_turns(contents, learnt, tokenizer, f"{where}: ", text)
-    return ids, mask
+    tokens = Tokens(encoding["input_ids"], *_bounds(encoding["offset_mapping"]))
+    for cut in cuts:
+        at = bisect_right(tokens.ends, cut)
+        within = at < len(tokens.ids) and tokens.starts[at] < cut
+        if not within or tokens.ids[at] in tokenizer.added_tokens_decoder:
+            continue
+        # A space before a word is the word's: what ends in one is read as if it did not.
+        if text[tokens.starts[at] : cut].strip(" "):
+            apart = _apart(text, cut, cuts, tokenizer)
+            same = tokenizer.decode(apart.ids) == tokenizer.decode(tokens.ids)
+            return apart if same else tokens
+    return tokens
 
 
-def _token_bounds(offsets: list[Span]) -> tuple[list[int], list[int]]:
+def _apart(text: str, cut: int, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    left = tokenise(text[:cut], [each for each in cuts if each < cut], tokenizer)
+    right = tokenise(text[cut:], [each - cut for each in cuts if each > cut], tokenizer)
+    starts, ends = ([cut + each for each in bounds] for bounds in (right.starts, right.ends))
+    return Tokens(left.ids + right.ids, left.starts + starts, left.ends + ends)
+
+
+def _bounds(offsets: list[Span]) -> tuple[list[int], list[int]]:
     """Lets tokens cover the text without gaps.
 
     Some tokenizers trim spaces off their offsets, down to nothing for a token of spaces:
@@ -120,218 +269,3 @@ def _token_bounds(offsets: list[Span]) -> tuple[list[int], list[int]]:
         ends.append(high)
         covered = max(covered, high)
     return starts, ends
-
-
-def _render(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, prompt: bool) -> str:
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        )
-    except TemplateError as error:
-        raise InputError(f"the target's chat template refuses the conversation: {error}") from None
-
-
-def _assistant_spans(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[Span]]:
-    """Returns the rendered text and the characters of it that each assistant turn wrote."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    template = tokenizer.get_chat_template()
-    if GENERATION_TAG.search(template):
-        text, tagged = _render_tagged(messages, tokenizer, template)
-        # Some templates tag thinking and answer apart; those are aligned like untagged ones.
-        if len(tagged) == len(turns):
-            pairs = zip(tagged, turns, strict=True)
-            return text, [
-                _fit_tagged(span, messages[: i + 1], text, tokenizer) for span, i in pairs
-            ]
-    else:
-        text = _render(messages, tokenizer, prompt=False)
-    return text, _untagged_spans(messages, turns, text, tokenizer)
-
-
-def _render_tagged(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, template: str
-) -> tuple[str, list[Span]]:
-    variables: dict[str, Any] = tokenizer.special_tokens_map
-    try:
-        rendered: Any = render_jinja_template(
-            conversations=[messages],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **variables,
-        )
-    except TemplateError as error:
-        raise InputError(f"the target's chat template refuses the conversation: {error}") from None
-    (text,), (spans,) = rendered
-    return text, [(low, high) for low, high in spans]
-
-
-def _fit_tagged(
-    span: Span, through: Messages, text: str, tokenizer: PreTrainedTokenizerBase
-) -> Span:
-    """Takes the role header out of a tagged span, and its end-of-turn token in."""
-    low, high = span
-    content = through[-1]["content"].strip()
-    if not text[low:high].lstrip().startswith(content):
-        header = _prefix(through[:-1], text, tokenizer, prompt=True)
-        low = header if header is not None and low < header < high else low
-    low += _empty_thinking(text[low:high], content)
-    high = low + len(text[low:high].rstrip())
-    if text[low:high].endswith(content):
-        high = _close(through, text, high, tokenizer)
-    return low, high
-
-
-def _untagged_spans(
-    messages: Messages, turns: list[int], text: str, tokenizer: PreTrainedTokenizerBase
-) -> list[Span]:
-    spans: list[Span] = []
-    cursor, done = 0, 0
-    for turn in turns:
-        through = messages[: turn + 1]
-        low = _prefix(messages[:turn], text, tokenizer, prompt=True)
-        high = _prefix(through, text, tokenizer, prompt=False)
-        if low is not None and high is not None and low < high:
-            low += _empty_thinking(text[low:high], through[-1]["content"])
-            high = low + len(text[low:high].rstrip())
-            high -= _appended_eos(messages[:turn], text, high, tokenizer)
-        else:
-            start = low or _skip(messages[done:turn], messages[:turn], text, cursor, tokenizer)
-            low, high = _locate(through[-1]["content"], text, start)
-            high = _close(through, text, high, tokenizer)
-        spans.append((low, high))
-        cursor, done = high, turn + 1
-    return spans
-
-
-def _prefix(
-    messages: Messages, text: str, tokenizer: PreTrainedTokenizerBase, *, prompt: bool
-) -> int | None:
-    """Returns how far the rendered `messages` reach into `text`, if they are a prefix of it."""
-    try:
-        prefix = _render(messages, tokenizer, prompt=prompt)
-    except InputError:
-        return None
-    return len(prefix) if text.startswith(prefix) else None
-
-
-def _appended_eos(
-    before: Messages, text: str, high: int, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """Returns the length of an eos token that closes the whole text, not the turn.
-
-    Phi-4-mini ends turns in `<|end|>`, and any rendered conversation in `<|endoftext|>`.
-    """
-    eos = tokenizer.eos_token
-    inner = text[:high].removesuffix(eos) if eos else text[:high]
-    if len(inner) == high or not inner.endswith(_special_tokens(tokenizer)):
-        return 0
-    opened = _render(before, tokenizer, prompt=False)
-    appended = not text.startswith(opened) and text.startswith(opened.removesuffix(eos))
-    return len(eos) if appended else 0
-
-
-def _empty_thinking(inside: str, content: str) -> int:
-    """Returns the length of an empty thinking block that the template put before the content.
-
-    The model never writes it: with thinking off it belongs to the prompt.
-    """
-    block = EMPTY_THINKING.match(inside)
-    return block.end() if block and not EMPTY_THINKING.match(content) else 0
-
-
-def _skip(
-    between: Messages,
-    before: Messages,
-    text: str,
-    cursor: int,
-    tokenizer: PreTrainedTokenizerBase,
-) -> int:
-    """Returns a place past the messages `between` two turns and past the next turn's header."""
-    for message in between:
-        content = message["content"].strip()
-        found = text.find(content, cursor)
-        cursor = found + len(content) if found >= 0 else cursor
-    closed = _render(before, tokenizer, prompt=False)
-    header = _render(before, tokenizer, prompt=True).removeprefix(closed)
-    header = header.split("<think>")[0].strip()
-    found = text.find(header, cursor)
-    return found + len(header) if found >= 0 else cursor
-
-
-def _locate(content: str, text: str, cursor: int) -> Span:
-    candidates = [content.strip(), _answer(content)]
-    found = [(text.find(candidate, cursor), candidate) for candidate in candidates if candidate]
-    # The nearest wins: a stripped turn may be repeated in full further down.
-    places = [(low, low + len(candidate)) for low, candidate in found if low >= 0]
-    if places:
-        return min(places, key=lambda place: place[0])
-    raise InputError(
-        f"the chat template does not render the assistant's text {content[:80]!r}; rendered "
-        f"text:\n{_excerpt(text)}"
-    )
-
-
-def _answer(content: str) -> str:
-    """Returns what remains of a turn when a template strips its thinking."""
-    return content.rsplit("</think>", 1)[-1].strip()
-
-
-def _close(through: Messages, text: str, high: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns where the turn whose text ends at `high` is closed."""
-    alone = _render(through, tokenizer, prompt=False)
-    closing = alone.rpartition(_answer(through[-1]["content"]) or "</think>")[2].rstrip()
-    if text.startswith(closing, high):
-        return high + len(closing)
-    return high + len(_special_token_at(text, high, tokenizer))
-
-
-def _special_token_at(text: str, position: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    for token in _special_tokens(tokenizer):
-        if text.startswith(token, position):
-            return token
-    return ""
-
-
-@lru_cache(maxsize=4)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    tokens = (token.content for token in tokenizer.added_tokens_decoder.values())
-    return tuple(sorted(tokens, key=len, reverse=True))
-
-
-def _check_turns(
-    contents: list[str],
-    learnt: list[list[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    where: str,
-    text: str,
-) -> None:
-    for content, ids in zip(contents, learnt, strict=True):
-        decoded = _decode(ids, tokenizer)
-        wanted = _answer(content) or content.strip()
-        if wanted in decoded or _squash(_round_trip(wanted, tokenizer)) in _squash(decoded):
-            continue
-        what = f"learns {decoded[:80]!r} for" if ids else "is empty for"
-        raise InputError(
-            f"{where}the loss mask {what} the assistant's text {content[:80]!r}; "
-            f"rendered text:\n{_excerpt(text)}"
-        )
-
-
-def _round_trip(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the text as the tokenizer normalises it (case, accents, unknown characters)."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return _decode(ids, tokenizer)
-
-
-def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
-def _squash(text: str) -> str:
-    return "".join(text.split())
-
-
-def _excerpt(text: str) -> str:
-    return text if len(text) <= 2000 else text[:2000] + f" ... ({len(text)} characters)"

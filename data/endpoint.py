@@ -3,6 +3,7 @@
 import asyncio
 import email.utils
 import itertools
+import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -33,9 +34,18 @@ class RowFailed(Exception):  # noqa: N818
 class Answer:
     """What the target said in one turn."""
 
-    text: str
+    message: dict
+    """`role`, `content`, and `reasoning_content` and `tool_calls` where there are any."""
     truncated: bool
     """Cut off by `max_new_tokens`, so that its end-of-turn token is missing."""
+    token_ids: list[int] | None = None
+    """As they were written, the end-of-turn token included; None if nobody told."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        said = (self.message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
+        return not any(each.strip() if isinstance(each, str) else each for each in said)
 
 
 @dataclass(frozen=True)
@@ -119,20 +129,24 @@ class Client:
             RowFailed: no answer in all attempts.
             InputError: the server refuses every request: address, key or model is wrong.
         """
-        body = {"model": self.endpoint.model, "messages": messages, "stream": False, **settings}
+        body = {
+            "model": self.endpoint.model,
+            "messages": [_sent(message) for message in messages],
+            "stream": False,
+            **settings,
+        }
         reply = await self.request("POST", "chat/completions", body)
         try:
             choice = reply["choices"][0]
-            text = choice["message"]["content"]
+            said = choice["message"]
+            message = _message(said)
         except (KeyError, IndexError, TypeError) as error:
             raise RowFailed("the reply has no choices[0].message.content") from error
-        if not isinstance(text, str):
-            raise RowFailed(f"the reply's content is {type(text).__name__}, not text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RowFailed("the reply holds half of a surrogate pair") from error
-        return Answer(text, choice.get("finish_reason") == "length")
+        return Answer(message, choice.get("finish_reason") == "length", choice.get("token_ids"))
+
+    async def tells_token_ids(self) -> bool:
+        """Whether the server gives the token ids of an answer when asked to: vLLM does."""
+        return all(model.get("owned_by") == "vllm" for model in await self.models())
 
     async def request(self, method: str, path: str, body: dict | None = None) -> dict:
         """Sends one request until it holds.
@@ -245,3 +259,41 @@ def _final_error(status: int, url: str, problem: str) -> Exception:
         404: "check endpoint (it usually ends in /v1) and model",
     }.get(status, "check endpoint and model")
     return InputError(f"{url}: {problem}: {hint}")
+
+
+def _message(said: dict) -> dict:
+    """Takes an assistant's message over: content, reasoning, calls of tools."""
+    content, calls = said["content"], said.get("tool_calls")
+    reasoning = said.get("reasoning_content") or said.get("reasoning")
+    if not isinstance(content, str) and (content is not None or not (reasoning or calls)):
+        raise RowFailed(f"the reply's content is {type(content).__name__}, not text")
+    message: dict = {"role": "assistant", "content": content or ""}
+    if reasoning:
+        message["reasoning_content"] = str(reasoning)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    try:
+        "".join((message["content"], message.get("reasoning_content", ""))).encode()
+    except UnicodeEncodeError as error:
+        raise RowFailed("the reply holds half of a surrogate pair") from error
+    return message
+
+
+def _call(call: dict) -> dict:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError as error:
+        raise RowFailed(f"a call of {function['name']} has arguments that are not JSON") from error
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _sent(message: dict) -> dict:
+    """A message as the interface takes it: arguments of calls are text there."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [f | {"arguments": json.dumps(f["arguments"])} for f in functions]
+    calls = zip(message["tool_calls"], texts, strict=True)
+    return message | {"tool_calls": [call | {"function": text} for call, text in calls]}

@@ -6,6 +6,7 @@ Letters: N samples, S packed sequences, T tokens of a sequence (`max_length`).
 import random
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -233,6 +234,12 @@ class DataReport:
     """Folders of the tokenised samples."""
     rows_per_s: float | None = None
     """At which the training data were tokenised, whenever that was."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Rows by field that has something in it and is not read."""
+    unrendered: dict[str, int] = field(default_factory=dict)
+    """How often the chat template does not render what a record says, by name."""
+    left_out: list[str] = field(default_factory=list)
+    """Files of a folder that are not read, and why."""
 
     def lines(self) -> list[str]:
         """Returns the report as lines to print."""
@@ -262,7 +269,15 @@ class DataReport:
             f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} (99%), "
             f"{longest:,} (longest)",
             f"  prepared: {', '.join(self.prepared)}{speed}",
+            *_counted("fields not read", self.unread, "rows"),
+            *_counted("not rendered by the chat template", self.unrendered, "times"),
+            *(f"  not read: {name}" for name in self.left_out),
         ]
+
+
+def _counted(what: str, counts: dict[str, int], unit: str) -> list[str]:
+    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
+    return [f"  {what}: {names}"] if names else []
 
 
 def prepare(
@@ -379,4 +394,7 @@ def _report(
         lengths=dict(zip(("p50", "p90", "p99", "longest"), map(int, quantiles), strict=True)),
         prepared=[str(store.folder) for store in stores],
         rows_per_s=stores[0].rows_per_s,
+        unread=dict(sum((Counter(store.unread) for store in stores), Counter())),
+        unrendered=dict(sum((Counter(store.unrendered) for store in stores), Counter())),
+        left_out=[name for store in stores for name in store.left_out],
     )

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,23 +28,26 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
-from data import chat, preparing, records, rows
-from data.chat import check_tokenizer
+from data import chat, files, forms, messages, preparing, sources, template, turns, values
+from data.chat import Encoder
+from data.files import read_rows
+from data.forms import NUM_LOOKED_AT, detect
 from data.heartbeat import held
 from data.preparing import BadRow, Rule, Shard, make_shards, num_cores, write
-from data.rows import detect, hub_fingerprint, read_rows
+from data.provenance import plain
 from data.samples import Piece, Samples
 from data.shard import SUFFIX
+from data.sources import Source, find_source
 
 INDEX = "index.json"
-RULE = (chat, records, rows, preparing)
+RULE = (chat, files, forms, messages, preparing, sources, template, turns, values)
 """Modules that decide what becomes of a row: whoever changes one prepares anew."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
+DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")
+"""Settings of the data that decide what becomes of a row."""
 HOW = ("num_proc", "prepared_dir")
 """Settings of the data that decide nothing of what becomes of them."""
 READ_BYTES = 1 << 24
-NUM_DETECTED = 100
-"""Rows at the beginning whose form is that of all."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class Prepared:
         record: [N] int64, the record of each sample.
         refused: [n] int64, records that cannot be rendered.
         bad: a message per malformed or refused row, in the order of the rows.
+        unread: rows by field that has something in it and is not read.
+        unrendered: how often the template does not render what a record says, by name.
+        left_out: files of a folder that are not read, and why.
         rows_per_s: at which it was prepared; None if an earlier start had done everything.
     """
 
@@ -70,6 +77,9 @@ class Prepared:
     record: np.ndarray
     refused: np.ndarray
     bad: list[str]
+    unread: dict[str, int]
+    unrendered: dict[str, int]
+    left_out: tuple[str, ...]
     rows_per_s: float | None
 
     def samples_of(self, numbers: np.ndarray) -> Samples:
@@ -101,16 +111,16 @@ def open_prepared(
     """
     root = _root(config)
     try:
-        contents = _contents(path, config, root)
-        folder = root / _key(contents, config, tokenizer)
-        found = _opened(folder, path)
+        source = find_source(path, subset=config.subset, split=config.split)
+        folder = root / _key(_contents(source, root), config, tokenizer)
+        found = _opened(folder, source)
         if found is None:
             folder.mkdir(parents=True, exist_ok=True)
             ready = (folder / INDEX).is_file
             with held(folder / "lock", ready, partial(_waiting, path, progress)) as mine:
                 if mine and not ready():
-                    _prepare(folder, path, config, tokenizer)
-            found = _opened(folder, path)
+                    _prepare(folder, source, config, tokenizer)
+            found = _opened(folder, source)
     except OSError as error:
         raise InputError(
             f"data.prepared_dir={root}: cannot hold the prepared data ({error}): free space there, "
@@ -130,47 +140,58 @@ def _root(config: DataConfig) -> Path:
     return Path(config.prepared_dir or Path(cache) / "prepared").expanduser().absolute()
 
 
-def _contents(path: str, config: DataConfig, root: Path) -> str:
-    """A checksum of what is at a path; of files that have not changed since it is remembered."""
-    local = Path(path).expanduser()
-    if not local.exists():
-        return hub_fingerprint(path, config)
-    facts = _facts(local)
-    known = root / "contents" / f"{_sha256([str(local.absolute()), facts])}.json"
+def _contents(source: Source, root: Path) -> str:
+    """A checksum of a source; of files that have not changed since it is remembered."""
+    if not source.files:
+        return _hub_fingerprint(source)
+    facts = _facts(source)
+    places = [str(file.absolute()) for file in source.files]
+    known = root / "contents" / f"{_sha256([places, facts])}.json"
     if known.is_file():
         return str(json.loads(known.read_bytes()))
     digest = hashlib.sha256()
-    for name, size, _ in facts:
+    for path, (name, size, _) in zip(source.files, facts, strict=True):
         digest.update(json.dumps([name, size]).encode())
-        with (local / name if local.is_dir() else local).open("rb") as file:
+        with path.open("rb") as file:
             for chunk in iter(partial(file.read, READ_BYTES), b""):
                 digest.update(chunk)
-    _check_unchanged(path, facts)
+    _check_unchanged(source, facts)
     known.parent.mkdir(parents=True, exist_ok=True)
     write(known, json.dumps(digest.hexdigest()).encode())
     return digest.hexdigest()
 
 
-def _facts(local: Path) -> list[tuple[str, int, int]]:
+def _hub_fingerprint(source: Source) -> str:
+    import datasets
+
+    next(read_rows(source, hashlib.sha256()), None)  # says what is missing
+    loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+    return str(loaded._fingerprint)
+
+
+def _facts(source: Source) -> list[tuple[str, int, int]]:
     """Name, size and time of every file; of a single one only how its name ends."""
-    if local.is_file():
-        return [("".join(local.suffixes[-2:]), local.stat().st_size, local.stat().st_mtime_ns)]
-    inside = {each: each.relative_to(local) for each in sorted(local.rglob("*"))}
+    local = Path(source.path).expanduser()
     return [
-        (str(name), each.stat().st_size, each.stat().st_mtime_ns)
-        for each, name in inside.items()
-        if each.is_file() and not any(part.startswith(".") for part in name.parts)
+        (
+            str(file.relative_to(local)) if file != local else "".join(file.suffixes[-2:]),
+            file.stat().st_size,
+            file.stat().st_mtime_ns,
+        )
+        for file in source.files
     ]
 
 
-def _check_unchanged(path: str, facts: list[tuple[str, int, int]]) -> None:
-    if _facts(Path(path).expanduser()) != facts:
-        raise InputError(f"{path}: changed while it was being read: start again once it is whole")
+def _check_unchanged(source: Source, facts: list[tuple[str, int, int]]) -> None:
+    if _facts(source) != facts:
+        raise InputError(
+            f"{source.path}: changed while it was being read: start again once it is whole"
+        )
 
 
 def _key(contents: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     code = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in RULE]
-    settings = [config.form.value, config.subset, config.split]
+    settings = [plain(getattr(config, name)) for name in DECIDING]
     libraries = [version(name) for name in LIBRARIES]
     return _sha256([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
 
@@ -198,35 +219,32 @@ def _waiting(path: str, progress: bool, who: str) -> None:
 
 
 def _prepare(
-    folder: Path, path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    folder: Path, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Makes what is missing of a store."""
-    local = Path(path).expanduser()
-    facts = _facts(local) if local.exists() else []
-    digest = hashlib.sha256()
-    reading = read_rows(path, config, digest)
-    first = list(islice(reading, NUM_DETECTED))
+    path, facts, digest = source.path, _facts(source), hashlib.sha256()
+    reading = read_rows(source, digest)
+    first = list(islice(reading, NUM_LOOKED_AT))
     if not first:
         raise InputError(f"{path}: holds no rows")
-    form = detect(first, path, config)
-    if form is not Form.text:
-        check_tokenizer(tokenizer)
-    rule = Rule(tokenizer, form, config, _prefix(path))
+    form = detect(first, path, config.columns) if config.form is Form.auto else config.form
+    if form not in (Form.text, Form.tokens):
+        Encoder(tokenizer).template({}, None)
+    rule = Rule(tokenizer, form, config, _prefix(source))
     shards, num_new, seconds = [], 0, -time.monotonic()
     making = make_shards(folder, chain(first, reading), rule, config.num_proc or num_cores())
-    few = len(first) < NUM_DETECTED
+    few = len(first) < NUM_LOOKED_AT
     with closing(making), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
         for shard, is_new in making:
             if shard.bad and config.on_bad_row is OnBadRow.error:
-                raise _stopped(_message(path, shard.bad[0]))
+                raise _stopped(_message(source, shard.bad[0]))
             shards.append(shard)
             num_new += shard.num_rows if is_new else 0
             bar.update(shard.num_rows)
     if not any(shard.num_records for shard in shards):
-        bad = [_message(path, bad) for shard in shards for bad in shard.bad]
+        bad = [_message(source, bad) for shard in shards for bad in shard.bad]
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
-    if facts:
-        _check_unchanged(path, facts)
+    _check_unchanged(source, facts)
     rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
     index = _Index(form.value, digest.hexdigest(), rows_per_s, shards)
     write(folder / INDEX, json.dumps(asdict(index)).encode())
@@ -234,7 +252,7 @@ def _prepare(
         leftover.unlink(missing_ok=True)
 
 
-def _opened(folder: Path, path: str) -> Prepared | None:
+def _opened(folder: Path, source: Source) -> Prepared | None:
     """A store that is whole; what is damaged is named, and the store to be prepared again."""
     try:
         stored = json.loads((folder / INDEX).read_bytes())
@@ -251,6 +269,7 @@ def _opened(folder: Path, path: str) -> Prepared | None:
         return None
     pieces, lengths, record = [], [], []
     refused: list[int] = []
+    unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for shard in index.shards:
         tensors = _mapped(folder / f"{shard.name}{SUFFIX}")
@@ -259,6 +278,8 @@ def _opened(folder: Path, path: str) -> Prepared | None:
         record.append(tensors["record"].numpy() + num_records)
         refused += [bad.record + num_records for bad in shard.bad if bad.record is not None]
         num_records += shard.num_records
+        unread.update(shard.unread)
+        unrendered.update(shard.unrendered)
     return Prepared(
         folder=folder,
         form=Form(index.form),
@@ -267,7 +288,10 @@ def _opened(folder: Path, path: str) -> Prepared | None:
         samples=Samples(pieces, np.concatenate(lengths)),
         record=np.concatenate(record),
         refused=np.array(refused, dtype=np.int64),
-        bad=[_message(path, bad) for shard in index.shards for bad in shard.bad],
+        bad=[_message(source, bad) for shard in index.shards for bad in shard.bad],
+        unread=dict(unread),
+        unrendered=dict(unrendered),
+        left_out=source.left_out,
         rows_per_s=index.rows_per_s,
     )
 
@@ -278,14 +302,13 @@ def _mapped(path: Path) -> dict[str, Any]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def _prefix(path: str) -> str:
-    """What the places of all rows of a path begin with."""
-    local = Path(path).expanduser()
-    return str(local) if local.exists() else path
+def _prefix(source: Source) -> str:
+    """What the places of all rows of a source begin with."""
+    return str(Path(source.path).expanduser()) if source.files else source.path
 
 
-def _message(path: str, bad: BadRow) -> str:
-    return f"{_prefix(path)}{bad.place}: {bad.why}"
+def _message(source: Source, bad: BadRow) -> str:
+    return f"{_prefix(source)}{bad.place}: {bad.why}"
 
 
 def _stopped(message: str) -> InputError:

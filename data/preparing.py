@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,10 +32,11 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 from conf.schema import DataConfig, Form, InputError
-from data.chat import Sample, encode
-from data.records import MalformedRowError, Record
-from data.rows import Row, to_record
+from data.chat import Encoder, Sample
+from data.files import Row
+from data.forms import to_record
 from data.shard import SUFFIX, file_checksum
+from data.values import MalformedRowError
 
 SHARD_ROWS = 2048
 SHARD_BYTES = 1 << 24
@@ -87,6 +88,8 @@ class Shard:
         num_rows: read for it.
         num_records: well-formed ones among them.
         bad: the others, and those that cannot be rendered, in their order.
+        unread: rows by field that has something in it and is not read.
+        unrendered: how often the template does not render what a record says, by name.
     """
 
     name: str
@@ -95,6 +98,8 @@ class Shard:
     num_rows: int
     num_records: int
     bad: list[BadRow]
+    unread: dict[str, int]
+    unrendered: dict[str, int]
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Shard":
@@ -117,15 +122,6 @@ class Job:
     name: str
     rows: list[Row]
     done: Shard | None
-
-
-def samples_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """All that is learnt of a record, untruncated.
-
-    Raises:
-        InputError: the template refuses it, or what is learnt cannot be found in it.
-    """
-    return [encode(record, tokenizer, sys.maxsize)]
 
 
 def make_shards(
@@ -170,28 +166,41 @@ def make_shard(job: Job, rule: Rule) -> Shard:
         InputError: a row is of another form than the others.
         OSError: nothing of the shard is left.
     """
+    encoder = Encoder(rule.tokenizer, rule.config.chat_template_kwargs)
+    detected = rule.config.form is Form.auto
     samples: list[Sample] = []
     of_record: list[int] = []
     bad: list[BadRow] = []
+    unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for row in job.rows:
         place = row.where.removeprefix(rule.root)
         try:
-            record = to_record(row, rule.form, rule.config)
+            record = to_record(row, rule.form, rule.config.columns, detected=detected)
         except MalformedRowError as error:
             bad.append(BadRow(place, str(error)))
             continue
+        unread.update(record.unread)
         try:
-            found = samples_of(record, rule.tokenizer)
+            found = encoder.encode(record)
         except InputError as error:
             bad.append(BadRow(place, str(error).removeprefix(f"{row.where}: "), num_records))
         else:
             samples += found
             of_record += [num_records] * len(found)
+            unrendered.update(name for sample in found for name in sample.left_out)
         num_records += 1
     content = save(_tensors(samples, of_record))
-    checksum = xxhash.xxh3_64_hexdigest(content)
-    shard = Shard(job.name, len(content), checksum, len(job.rows), num_records, bad)
+    shard = Shard(
+        name=job.name,
+        size=len(content),
+        checksum=xxhash.xxh3_64_hexdigest(content),
+        num_rows=len(job.rows),
+        num_records=num_records,
+        bad=bad,
+        unread=dict(unread),
+        unrendered=dict(unrendered),
+    )
     write(job.folder / f"{job.name}{SUFFIX}", content)
     write(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
     return shard
@@ -237,12 +246,17 @@ def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[Job]:
         yield Job(folder, name, batch, _made_before(folder, name, len(batch)))
 
 
+def _num_bytes(row: Row) -> int:
+    """How much of it there is to work on, about."""
+    return len(repr(row.value)) if row.raw is None else len(row.raw)
+
+
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
     batch: list[Row] = []
     num_bytes = 0
     for row in rows:
         batch.append(row)
-        num_bytes += row.num_bytes
+        num_bytes += _num_bytes(row)
         if len(batch) == SHARD_ROWS or num_bytes >= SHARD_BYTES:
             yield batch
             batch, num_bytes = [], 0

@@ -27,8 +27,9 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from conf.schema import DataConfig
+from data.chat import Encoder
 from data.pack import PackedDataset, prepare
-from data.preparing import num_cores, samples_of
+from data.preparing import num_cores
 from data.records import load_records
 from scripts.bench.footprint import add_sizes
 from scripts.bench.residence import peak_while, residence
@@ -79,11 +80,11 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
 
 def one_at_a_time(path: str, target: str, num_rows: int, tokens: int) -> Cost:
     """The baseline: a loop over the rows, which stay in memory."""
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    encoder = Encoder(AutoTokenizer.from_pretrained(target))
     before = residence().pss
     started, idle = time.perf_counter(), time.process_time()
     records = load_records(path).records[:num_rows]
-    samples = (sample for record in records for sample in samples_of(record, tokenizer))
+    samples = (sample for record in records for sample in encoder.encode(record))
     packed = PackedDataset(samples, tokens, seed=0)
     seconds, busy = time.perf_counter() - started, time.process_time() - idle
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

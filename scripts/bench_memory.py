@@ -100,7 +100,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         objective = make_objective(name, shape, 4000, torch.device("cpu"))
         generator = random.Random(0)
         texts = [[generator.randrange(shape.vocab_size) for _ in range(length)] for _ in range(8)]
-        samples = [Sample(ids, [True] * length, False) for ids in texts]
+        samples = [Sample(ids, [True] * length) for ids in texts]
         train = PackedDataset(samples, length, seed=0)
         job = Job(config, LogConfig(), 0, Path(folder) / "out", objective, train, train)
         run = loop.Run(accelerator, job)

@@ -84,7 +84,7 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         spread = generator.lognormvariate(math.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0)
         length = max(8, min(options.max_length, int(spread)))
         ids = [generator.randrange(options.vocab) for _ in range(length)]
-        yield Sample(ids, [i >= length // 3 for i in range(length)], False)
+        yield Sample(ids, [i >= length // 3 for i in range(length)])
         left -= length
 
 

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from conf.schema import InputError, Layout, PushRun
+from conf.schema import InputError
+from conf.schema_push import Layout, PushRun
 from eval.entry import run
 from heads.kind import DraftHead
 from heads.kinds import kind_of, load_head

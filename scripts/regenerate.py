@@ -11,7 +11,6 @@ a repetition penalty there would give text that the head never meets when it is 
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,93 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from tqdm import tqdm
 
-from conf.schema import Form, InputError, OnBadRow, RegenerateRun, not_negative, positive
+from conf.schema import Form, InputError, OnBadRow, RegenerateRun, below_one, not_negative, positive
+from data.chat import Encoder
 from data.embedded import ensure_embedded
-from data.endpoint import Answer, Client, Endpoint, RowFailed, RowRefused, as_completed
+from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
-from data.records import Record, Records, load_data
+from data.records import Records, load_data
 from eval.entry import run
 from heads.target.load import load_target, resolve_dtype
+from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty, is_kept, kept_row
 from scripts.answers.local import LocalAnswers
 
 NUM_LISTED = 10
-
-
-class RowEmpty(Exception):  # noqa: N818  names what happened to the row
-    """The target says nothing: no row to learn from, and no fault of anybody."""
-
-
-class Dialogue:
-    """One conversation while its answers are being replaced."""
-
-    def __init__(self, index: int, record: Record, seed: int) -> None:
-        """Starts before the first question.
-
-        Args:
-            index: the row's id.
-            record: its conversation; the assistant's turns are dropped.
-            seed: of the run.
-        """
-        self.id = index
-        self.where = record.where
-        self.category = record.category
-        self.messages: list[dict] = []
-        self.truncated: list[int] = []
-        self._num_answers = 0
-        self._seed = seed
-        self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
-        self.num_questions = sum(m["role"] == "user" for m in self._rest)
-        self.num_chars = sum(len(m["content"]) for m in self._rest)
-
-    def advance(self) -> bool:
-        """Moves on to the next question; False at the end.
-
-        Raises:
-            RowRefused: a tool's result, which only fits the answer it was called from.
-        """
-        while self._rest:
-            message = self._rest.pop(0)
-            if message["role"] == "tool":
-                raise RowRefused("a 'tool' message cannot follow a new answer")
-            self.messages.append(message)
-            if message["role"] == "user":
-                return True
-        return False
-
-    def add(self, answer: Answer) -> None:
-        """Takes the answer to the current question as context of the next.
-
-        Raises:
-            RowEmpty: there is nothing in it.
-        """
-        if not answer.text.strip():
-            raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
-        if answer.truncated:
-            self.truncated.append(self._num_answers)
-        self.messages.append({"role": "assistant", "content": answer.text})
-        self._num_answers += 1
-
-    def seed(self) -> int:
-        """A seed for the current answer that depends on the run, the row and the turn alone."""
-        key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
-        return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
-
-    def row(self) -> dict:
-        """What is written; `truncated_turns` counts answers from 0."""
-        return {
-            "id": self.id,
-            "messages": self.messages,
-            "category": self.category,
-            "truncated_turns": self.truncated,
-        }
-
-
-@dataclass(frozen=True)
-class DialogueOutcome:
-    """How a conversation ended: with a row, or with a problem."""
-
-    dialogue: Dialogue
-    problem: Exception | None = None
 
 
 @dataclass
@@ -119,6 +43,7 @@ class Tally:
     config: RegenerateRun
     problems: dict[type[Exception], list[str]] = field(default_factory=dict)
     num_failed_in_a_row: int = 0
+    num_cut: int = 0
 
     def take(self, outcomes: list[DialogueOutcome], journal: Journal) -> None:
         """Writes the rows, then counts the rest.
@@ -128,6 +53,7 @@ class Tally:
         """
         journal.append([o.dialogue.row() for o in outcomes if o.problem is None])
         for outcome in outcomes:
+            self.num_cut += outcome.problem is None and outcome.dialogue.is_cut
             self._count(outcome)
 
     def of(self, kind: type[Exception]) -> list[str]:
@@ -157,7 +83,7 @@ def main(config: RegenerateRun) -> None:
     """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
     _check(config)
     records = _load(config)
-    dialogues = _dialogues(records, config)
+    kept, dialogues = _divide(records, config)
     endpoint = _endpoint(config)
     manifest = _manifest(config, records, _source(config, endpoint))
     with Journal(Path(config.out_dir), manifest) as journal:
@@ -167,6 +93,7 @@ def main(config: RegenerateRun) -> None:
             print(f"dropped a half-written row ({journal.num_torn} bytes)")
         if num_done:
             print(f"continuing: {num_done} conversations are done")
+        journal.append([row for row in kept if row["id"] not in journal.done])
         tally = Tally(config)
         with tqdm(total=len(dialogues), initial=num_done, unit="row") as bar:
 
@@ -187,6 +114,7 @@ def main(config: RegenerateRun) -> None:
 def _check(config: RegenerateRun) -> None:
     positive("", config, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
     not_negative("", config, "temperature", "max_retries")
+    below_one("", config, "kept_share")
     if config.endpoint is None and config.model is not None:
         raise InputError(
             f"model={config.model}: names an endpoint's model, and endpoint is not set; "
@@ -206,13 +134,19 @@ def _load(config: RegenerateRun) -> Records:
         f"data: {path}, form {records.form.value}, {len(records.records)} conversations, "
         f"{len(records.bad)} malformed rows skipped"
     )
-    _list(records.bad)
+    for line in records.lines():
+        print(f"  {line}")
     return records
 
 
-def _dialogues(records: Records, config: RegenerateRun) -> list[Dialogue]:
-    chosen = records.records[: config.data.num_prompts]
-    return [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
+def _divide(records: Records, config: RegenerateRun) -> tuple[list[dict], list[Dialogue]]:
+    """Returns rows that keep their answers, and conversations whose answers are replaced."""
+    chosen = list(enumerate(records.records[: config.data.num_prompts]))
+    kept = {i for i, each in chosen if is_kept(i, each, config.kept_share, config.seed)}
+    if kept:
+        print(f"{len(kept)} of {len(chosen)} conversations keep their answers (kept_share)")
+    rows = [kept_row(i, record) for i, record in chosen if i in kept]
+    return rows, [Dialogue(i, each, config.seed) for i, each in chosen if i not in kept]
 
 
 def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]) -> dict:
@@ -224,7 +158,9 @@ def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]
         **source,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
+        "kept_share": config.kept_share,
         "seed": config.seed,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
     }
 
 
@@ -272,7 +208,8 @@ def _in_process(
 ) -> None:
     path = config.target.path or str(ensure_embedded().target_path)
     target = load_target(replace(config.target, path=path), _device())
-    local = LocalAnswers(target, config.max_new_tokens, config.temperature)
+    encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
+    local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)
     for batch in _batches(dialogues, config.batch_size):
         if any(dialogue.id not in done for dialogue in batch):
             outcomes = _answer_batch(batch, local)
@@ -299,16 +236,16 @@ def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOu
         for dialogue in active:
             try:
                 if dialogue.advance():
-                    prompts[dialogue.id] = local.prompt_ids(dialogue.messages)
+                    prompts[dialogue.id] = local.prompt_ids(dialogue)
             except RowRefused as error:
                 problems[dialogue.id] = error
         active = [dialogue for dialogue in active if dialogue.id in prompts]
         if not active:
             break
         answers = local.answer(list(prompts.values()), [dialogue.seed() for dialogue in active])
-        for dialogue, answer in zip(active, answers, strict=True):
+        for dialogue, ids in zip(active, answers, strict=True):
             try:
-                dialogue.add(answer)
+                dialogue.add(local.read(ids, dialogue))
             except RowEmpty as error:
                 problems[dialogue.id] = error
         active = [dialogue for dialogue in active if dialogue.id not in problems]
@@ -324,6 +261,8 @@ async def _from_endpoint(
         "top_p": 1.0,
     }
     async with Client(endpoint, config.concurrency) as client:
+        if await client.tells_token_ids():
+            settings["return_token_ids"] = True
 
         async def converse(dialogue: Dialogue) -> DialogueOutcome:
             try:
@@ -331,7 +270,8 @@ async def _from_endpoint(
                     asked = dict(settings)
                     if config.temperature > 0:
                         asked["seed"] = dialogue.seed()
-                    dialogue.add(await client.answer(dialogue.messages, asked))
+                    asked |= dialogue.shown(config.data.chat_template_kwargs)
+                    dialogue.add(await client.answer(dialogue.asked, asked))
             except (RowFailed, RowRefused, RowEmpty) as error:
                 return DialogueOutcome(dialogue, error)
             return DialogueOutcome(dialogue)
@@ -351,6 +291,11 @@ def _report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
         print(
             f"{len(truncated)} of them hold an answer cut off at max_new_tokens="
             f"{config.max_new_tokens}; truncated_turns names it"
+        )
+    if tally.num_cut:
+        print(
+            f"{tally.num_cut} of them end early, before the result of a tool that an answer of "
+            "the data had called"
         )
     for kind, what in (
         (RowEmpty, "left out, nothing was answered"),

@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conf.schema import ShowMaskRun, TargetConfig
-from data.chat import Sample, encode
+from data.chat import Encoder, Sample
 from data.embedded import fill_unset
 from data.records import load_data
 from eval.entry import run
@@ -23,24 +23,26 @@ def main(config: ShowMaskRun) -> None:
     """Prints `num_samples` samples with their learnt tokens coloured."""
     fill_unset(config)
     tokenizer = _tokenizer(config.target)
+    encoder = Encoder(tokenizer, config.data.chat_template_kwargs)
     data = str(config.data.path)
     rows = load_data(data, config.data)
     console = Console(highlight=False)
     console.print(f"{data}: {len(rows.records):,} records of form {rows.form.value}", markup=False)
-    for message in rows.bad:
-        console.print(f"malformed: {message}", markup=False)
+    for line in rows.lines():
+        console.print(line, markup=False)
     for record in rows.records[: config.num_samples]:
-        sample = encode(record, tokenizer, config.data.max_length)
-        console.rule(f"{record.where}: {summary(sample)}")
-        console.print(coloured(sample, tokenizer, brackets=console.color_system is None))
+        for sample in encoder.encode(record):
+            console.rule(f"{record.where}: {summary(sample, config.data.max_length)}")
+            console.print(coloured(sample, tokenizer, brackets=console.color_system is None))
     console.rule("[black on green]learnt[/] [dim]context[/]")
 
 
-def summary(sample: Sample) -> str:
-    """Returns the counts of a sample, e.g. `12 of 40 tokens learnt (30.0%)`."""
+def summary(sample: Sample, max_length: int) -> str:
+    """Returns the counts of a sample, e.g. `12 of 40 tokens learnt (30.0%)`, and what is lost."""
     learnt, total = sum(sample.loss_mask), len(sample.input_ids)
-    cut = ", truncated to data.max_length" if sample.truncated else ""
-    return f"{learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%}){cut}"
+    cut = f", cut at data.max_length={max_length}" if total > max_length else ""
+    lost = f"; not rendered: {', '.join(sample.left_out)}" if sample.left_out else ""
+    return f"{learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%}){cut}{lost}"
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bool) -> Text:

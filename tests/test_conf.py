@@ -10,7 +10,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
+from conf import (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+    schema_push,
+)
 from eval.entry import register
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +33,7 @@ ENTRIES = {
     "scripts/capture.py": schema_capture.CaptureRun,
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,
-    "scripts/push.py": schema.PushRun,
+    "scripts/push.py": schema_push.PushRun,
     "scripts/merge_adapter.py": schema_medusa2.MergeAdapterRun,
     "scripts/compare.py": schema.CompareRun,
     "scripts/serve_check.py": schema_measure.ServeCheckRun,
@@ -169,6 +177,14 @@ def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) ->
     assert (run.train.learning_rate, run.train.optimizer.value) == ("auto", "auto")
     assert run.train.adam_beta2 == 0.95
     assert (run.train.max_grad_norm, run.train.max_grad_value) == clip
+
+
+def test_columns_are_given_on_the_command_line() -> None:
+    register(schema.MedusaRun, "medusa", None)
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        composed = compose("medusa", ["data.columns={prompt: ask, response: reply}"])
+    run = OmegaConf.to_object(composed)
+    assert run.data.columns == {"prompt": "ask", "response": "reply"}
 
 
 def test_every_setting_has_a_default() -> None:

@@ -111,7 +111,7 @@ def test_documents_come_in_order_however_their_requests_end(tmp_path: Path) -> N
 
 
 def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> None:
-    samples = [Sample([5, 6, 7], [True] * 3, False), Sample([8, 9], [False, True], False)]
+    samples = [Sample([5, 6, 7], [True] * 3), Sample([8, 9], [False, True])]
     row = PackedDataset(samples, max_length=6, seed=0, pad_id=3)[0]
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
@@ -123,7 +123,7 @@ def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> Non
 
 
 def test_documents_of_later_rows_are_in_flight_too(tmp_path: Path) -> None:
-    samples = [Sample([token] * 4, [True] * 4, False) for token in range(1, 9)]
+    samples = [Sample([token] * 4, [True] * 4) for token in range(1, 9)]
     rows = PackedDataset(samples, max_length=4, seed=0)
     with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, engine(server) as states:
         found = list(states.read_rows(rows[i] for i in range(8)))

@@ -26,7 +26,7 @@ CHATML = (
 
 def sample(*ids: int, learnt: bool = True) -> Sample:
     """Token ids; the first is never learnt."""
-    return Sample(list(ids), [False] + [learnt] * (len(ids) - 1), False)
+    return Sample(list(ids), [False] + [learnt] * (len(ids) - 1))
 
 
 def prepare(
@@ -86,7 +86,7 @@ def test_documents_lie_side_by_side_with_their_own_positions():
 
 
 def test_long_samples_are_cut_and_empty_ones_dropped_and_counted():
-    late = Sample([1, 2, 3, 4, 5], [False] * 4 + [True], False)
+    late = Sample([1, 2, 3, 4, 5], [False] * 4 + [True])
     packed = PackedDataset([sample(1, 2, 3, 4, 5), late, sample(1, 2, learnt=False)], 4, seed=0)
     assert len(packed) == 1
     assert packed[0]["input_ids"].tolist() == [1, 2, 3, 4]

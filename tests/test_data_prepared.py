@@ -14,13 +14,14 @@ from test_data_pack import CHATML, exchange, make_tokenizer
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data import prepared, preparing
-from data.chat import encode
+from data.chat import Encoder, Sample
 from data.pack import PackedDataset, prepare
 from data.prepared import Prepared, open_prepared
 from data.records import Record, load_records
 
 ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(20)]
 TOKENIZER = make_tokenizer()
+ENCODE = Encoder(TOKENIZER).encode
 REFUSED = "the target's chat template refuses the conversation: refused"
 
 
@@ -41,13 +42,13 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The places of the records that are tokenised."""
     places: list[str] = []
-    real = preparing.samples_of
+    real = Encoder.encode
 
-    def watched(record: Record, tokenizer: Any) -> Any:
+    def watched(self: Encoder, record: Record) -> list[Sample]:
         places.append(Path(record.where).name)
-        return real(record, tokenizer)
+        return real(self, record)
 
-    monkeypatch.setattr(preparing, "samples_of", watched)
+    monkeypatch.setattr(Encoder, "encode", watched)
     return places
 
 
@@ -70,7 +71,7 @@ def contents(found: Prepared) -> list[tuple[int, list[int], list[bool]]]:
 def encoded(path: str) -> list[tuple[int, list[int], list[bool]]]:
     """One at a time, in memory."""
     records = load_records(path).records
-    samples = [encode(record, TOKENIZER, 10_000) for record in records]
+    samples = [sample for record in records for sample in ENCODE(record)]
     return [(n, sample.input_ids, sample.loss_mask) for n, sample in enumerate(samples)]
 
 
@@ -85,7 +86,7 @@ def test_a_store_holds_what_the_rows_give_one_at_a_time(config: DataConfig) -> N
 
 def test_its_sequences_are_those_of_samples_in_memory(config: DataConfig) -> None:
     config = replace(config, max_length=32, eval_path=config.path)
-    samples = [encode(r, TOKENIZER, 32) for r in load_records(str(config.path)).records]
+    samples = [sample for r in load_records(str(config.path)).records for sample in ENCODE(r)]
     there = prepare(config, TOKENIZER, seed=7)[0]
     here = PackedDataset(samples, 32, seed=7, pad_id=there.pad_id)
     assert len(there) == len(here) > 5
@@ -123,7 +124,11 @@ def test_a_second_start_does_not_read_the_data(config: DataConfig) -> None:
 
 def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:
     before = {opened(config).folder}
-    for other in (replace(config, form=Form.prompt), replace(config, split="test")):
+    others: list[dict[str, Any]] = [
+        {"form": Form.prompt}, {"split": "test"}, {"columns": {"prompt": "prompt"}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ]  # fmt: skip
+    for other in (replace(config, **each) for each in others):
         before.add(opened(other).folder)
     larger = make_tokenizer()
     larger.add_tokens(["word word"])
@@ -131,7 +136,7 @@ def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:
         before.add(opened(config, tokenizer).folder)
     write(Path(str(config.path)), [*ROWS[:-1], exchange("ask 91", ROWS[-1]["response"])])
     before.add(opened(config).folder)
-    assert len(before) == 6
+    assert len(before) == 8
 
 
 def test_other_code_makes_another_store(config: DataConfig, monkeypatch, tmp_path: Path) -> None:
@@ -177,15 +182,15 @@ def test_files_of_a_folder(config: DataConfig, tmp_path: Path) -> None:
 def test_a_killed_start_is_continued(
     config: DataConfig, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = preparing.samples_of
+    watched = Encoder.encode
 
-    def stop_at(record: Record, tokenizer: Any) -> Any:
+    def stop_at(self: Encoder, record: Record) -> list[Sample]:
         if record.where.endswith(":11"):
             raise KeyboardInterrupt
-        return watched(record, tokenizer)
+        return watched(self, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparing, "samples_of", stop_at)
+        patch.setattr(Encoder, "encode", stop_at)
         with pytest.raises(KeyboardInterrupt):
             opened(config)
     assert tokenised == [f"rows.jsonl:{n}" for n in range(1, 11)]
@@ -267,6 +272,31 @@ def test_the_first_bad_row_stops(config: DataConfig, tokenised: list[str]) -> No
         opened(config)
 
 
+def test_what_is_left_out_is_counted(config: DataConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    think = [{"role": "user", "content": "ask"},
+             {"role": "assistant", "content": "answer", "reasoning_content": "why"}]  # fmt: skip
+    write(folder / "train.jsonl", [{"messages": think, "id": n} for n in range(9)])
+    write(folder / "test.jsonl", ROWS)
+    config = replace(config, path=str(folder), max_length=64)
+    found, report = opened(config), prepare(config, TOKENIZER, seed=0)[2]
+    assert found.num_records == 9
+    assert (found.unread, report.unread) == ({"id": 9}, {"id": 9})
+    assert list(found.unrendered.values()) == list(report.unrendered.values()) == [9]
+    assert report.left_out == ["test.jsonl (data.split=train)"]
+    assert "  fields not read: id (9 rows)" in report.lines()
+    assert "  not read: test.jsonl (data.split=train)" in report.lines()
+
+
+def test_ids_need_no_template(config: DataConfig) -> None:
+    path = Path(str(config.path))
+    ids = [{"input_ids": [n, n + 1], "loss_mask": [0, 1]} for n in range(5)]
+    write(path, ids)
+    found = opened(config, make_tokenizer(None))
+    assert contents(found) == [(n, [n, n + 1], [False, True]) for n in range(5)]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -287,13 +317,13 @@ def test_data_that_cannot_be_prepared(config: DataConfig, rows: list[Any], messa
 def test_a_file_that_grows_while_it_is_read(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = Path(str(config.path)), preparing.samples_of
+    path, real = Path(str(config.path)), Encoder.encode
 
-    def grow(record: Record, tokenizer: Any) -> Any:
+    def grow(self: Encoder, record: Record) -> list[Sample]:
         write(path, [*ROWS, *ROWS])
-        return real(record, tokenizer)
+        return real(self, record)
 
-    monkeypatch.setattr(preparing, "samples_of", grow)
+    monkeypatch.setattr(Encoder, "encode", grow)
     with pytest.raises(InputError, match=r"rows.jsonl: changed while it was being read"):
         opened(config)
 

@@ -18,8 +18,9 @@ from test_data_pack import exchange, make_tokenizer
 
 from conf.schema import DataConfig, InputError, OnBadRow
 from data import prepared, preparing
+from data.files import Row
 from data.prepared import open_prepared
-from data.rows import Row
+from data.sources import find_source
 
 TOKENIZER = make_tokenizer()
 ROWS: list[Any] = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(24)]
@@ -30,15 +31,16 @@ from pathlib import Path
 sys.path[:0] = [{root!r}, {tests!r}]
 from conf.schema import DataConfig
 from data import prepared, preparing
+from data.chat import Encoder
 from test_data_pack import make_tokenizer
-real, count = preparing.samples_of, 0
-def watched(record, tokenizer):
+real, count = Encoder.encode, 0
+def watched(self, record):
     global count
     count += 1
     {act}
-    return real(record, tokenizer)
+    return real(self, record)
 {before}
-preparing.samples_of, preparing.SHARD_ROWS = watched, 4
+Encoder.encode, preparing.SHARD_ROWS = watched, 4
 config = DataConfig({path!r}, num_proc={num_proc}, prepared_dir={folder!r})
 found = prepared.open_prepared({path!r}, config, make_tokenizer())
 print("made", count, "of", found.num_records)
@@ -65,7 +67,7 @@ def rows(*arguments):
     yield from real_rows(*arguments)
     Path('hanging').touch()
     time.sleep(1000)
-prepared.read_rows, prepared.NUM_DETECTED = rows, 1
+prepared.read_rows, prepared.NUM_LOOKED_AT = rows, 1
 """
 
 
@@ -109,14 +111,12 @@ def test_what_stops_a_worker_stops_the_start(config: DataConfig) -> None:
     path.write_text(path.read_text() + json.dumps({"text": "other"}))
     with pytest.raises(InputError, match=r"rows.jsonl:25: a row of form text") as caught:
         open_prepared(str(path), config, TOKENIZER)
-    assert str(caught.value).endswith(
-        "messages, conversations, turns, alpaca, prompt, text, question"
-    )
+    assert str(caught.value).endswith(", text, question")
 
 
 def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(*_: Any) -> Iterator[Row]:
-        yield from list(real(str(config.path), config, digest))
+        yield from list(real(find_source(str(config.path)), digest))
         for worker in multiprocessing.active_children():
             os.kill(worker.pid, signal.SIGKILL)
         yield from [Row("more.jsonl:1", b"{}")] * 40
@@ -124,7 +124,7 @@ def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyP
     real, digest = prepared.read_rows, hashlib.sha256()
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "read_rows", rows)
-        patch.setattr(prepared, "NUM_DETECTED", 1)
+        patch.setattr(prepared, "NUM_LOOKED_AT", 1)
         with pytest.raises(
             InputError, match=r"data.num_proc=2: a process that prepared data was k"
         ):

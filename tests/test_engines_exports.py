@@ -11,6 +11,7 @@ from environments import VLLM, counts_of_vllm, needs, opened
 
 from conf.schema import HeadRef, TargetConfig
 from conf.schema_export import ExportFormat, ExportRun
+from data.chat import Encoder
 from data.embedded import ensure_embedded
 from data.records import load_records
 from eval.measure.counts import drafted
@@ -78,7 +79,7 @@ def prompts() -> list[list[int]]:
     embedded = ensure_embedded()
     _, tokenizer = load_tokenizer(TargetConfig(path=embedded.target_path))
     records = load_records(embedded.prompts_path).records[:8]
-    return [prompt.token_ids for prompt in first_turns(records, tokenizer)]
+    return [prompt.token_ids for prompt in first_turns(records, Encoder(tokenizer))]
 
 
 @needs(VLLM)

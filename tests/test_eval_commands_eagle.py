@@ -13,6 +13,7 @@ from conf.schema import HeadRef, InputError
 from conf.schema import TargetConfig as Target
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, Mode, SpeedupRun
+from data.chat import Encoder
 from data.records import load_records
 from eval import acceptance, speedup
 from eval.decode.engine import decode
@@ -63,7 +64,7 @@ def test_sampled_acceptance_says_how_it_was_sampled(setting, tmp_path) -> None:
     target = load_target(Target(path=setting["target"]), torch.device("cpu"))
     head = load_head(str(setting["folder"] / "eagle3")).attach(target).eval()
     steps = []
-    for prompt in first_turns(load_records(setting["data"]).records, target.tokenizer):
+    for prompt in first_turns(load_records(setting["data"]).records, Encoder(target.tokenizer)):
         seed, warm = seed_of(prompt, 0), Sampling(0.8, 0.9, 20)
         drafter = EagleChain(head, 3, warm, drafter_seeds([seed]))
         found = decode(target, drafter, prompt.token_ids, 24, warm, seed)

@@ -2,6 +2,7 @@ import pytest
 from toys import CHATML, tokenizer
 
 from conf.schema import InputError
+from data.chat import Encoder
 from data.records import Record
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 
@@ -43,7 +44,7 @@ def test_first_turns_end_where_the_answer_begins():
         TWO_TURNS,
         record(SYSTEM, user("Who?"), assistant("Me"), user("Why?"), category="qa", line=2),
     ]
-    prompts = first_turns(records, tokenizer())
+    prompts = first_turns(records, Encoder(tokenizer()))
     assert rendered(prompts) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
@@ -55,8 +56,10 @@ def test_first_turns_end_where_the_answer_begins():
 
 
 def test_the_second_turn_follows_the_targets_answer():
-    prompts = first_turns([TWO_TURNS], tokenizer())
-    following = next_turns([TWO_TURNS], prompts, [[*ids("fine, thanks."), END]], tokenizer())
+    prompts = first_turns([TWO_TURNS], Encoder(tokenizer()))
+    following = next_turns(
+        [TWO_TURNS], prompts, [[*ids("fine, thanks."), END]], Encoder(tokenizer())
+    )
     assert rendered(following) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine, thanks.<|im_end|>\n"
         "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
@@ -71,9 +74,9 @@ def test_answers_of_the_data_set_are_not_used():
         SYSTEM, user("Who?"), assistant("ignored"), {"role": "tool", "content": "ignored"},
         assistant("ignored"), user("Why?"), assistant("ignored"), user("When?"),
     )  # fmt: skip
-    prompts = first_turns([own], tokenizer())
+    prompts = first_turns([own], Encoder(tokenizer()))
     for answer in ("me", "so"):
-        prompts = next_turns([own], prompts, [ids(answer)], tokenizer())
+        prompts = next_turns([own], prompts, [ids(answer)], Encoder(tokenizer()))
     assert rendered(prompts) == [
         "<|im_start|>system\nBe kind<|im_end|>\n"
         "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nme<|im_end|>\n"
@@ -81,30 +84,30 @@ def test_answers_of_the_data_set_are_not_used():
         "<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n"
     ]
     assert prompts[0].turn == 3
-    assert next_turns([own], prompts, [ids("now")], tokenizer()) == []
+    assert next_turns([own], prompts, [ids("now")], Encoder(tokenizer())) == []
 
 
 def test_dialogues_without_a_further_question_drop_out():
     records = [record(user("a")), TWO_TURNS, record(user("b"), assistant("c"))]
-    prompts = first_turns(records, tokenizer())
-    following = next_turns(records, prompts, [ids("x"), ids("y"), ids("z")], tokenizer())
+    prompts = first_turns(records, Encoder(tokenizer()))
+    following = next_turns(records, prompts, [ids("x"), ids("y"), ids("z")], Encoder(tokenizer()))
     assert [(p.dialogue, p.turn) for p in following] == [(1, 2)]
     assert "assistant\ny<|im_end|>" in rendered(following)[0]
-    assert next_turns(records, following, [ids("w")], tokenizer()) == []
+    assert next_turns(records, following, [ids("w")], Encoder(tokenizer())) == []
 
 
 def test_an_empty_answer_stays_as_an_empty_turn():
-    prompts = first_turns([TWO_TURNS], tokenizer())
-    assert rendered(next_turns([TWO_TURNS], prompts, [[END]], tokenizer())) == [
+    prompts = first_turns([TWO_TURNS], Encoder(tokenizer()))
+    assert rendered(next_turns([TWO_TURNS], prompts, [[END]], Encoder(tokenizer()))) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     ]
 
 
 def test_the_template_may_rewrite_earlier_turns():
-    prompts = first_turns([TWO_TURNS], tokenizer(THINKING))
+    prompts = first_turns([TWO_TURNS], Encoder(tokenizer(THINKING)))
     answer = ids("<think>\nhello?\n</think>\n\nfine")
-    assert rendered(next_turns([TWO_TURNS], prompts, [answer], tokenizer(THINKING))) == [
+    assert rendered(next_turns([TWO_TURNS], prompts, [answer], Encoder(tokenizer(THINKING)))) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
         "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     ]
@@ -116,11 +119,11 @@ def test_the_template_may_rewrite_earlier_turns():
 def test_a_record_without_a_question_is_refused(nothing):
     message = r"chats.jsonl:7: no user message to answer; measuring needs prompts"
     with pytest.raises(InputError, match=message):
-        first_turns([TWO_TURNS, nothing], tokenizer())
+        first_turns([TWO_TURNS, nothing], Encoder(tokenizer()))
 
 
 def test_what_the_template_refuses_is_named():
-    strict = tokenizer(NO_EMPTY_TURN)
+    strict = Encoder(tokenizer(NO_EMPTY_TURN))
     prompts = first_turns([TWO_TURNS], strict)
     with pytest.raises(InputError, match=r"chats.jsonl:1, turn 2: .*refuses .*: empty turn"):
         next_turns([TWO_TURNS], prompts, [[END]], strict)

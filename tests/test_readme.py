@@ -9,8 +9,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from conf import schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2
+from conf import (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+    schema_push,
+)
 from data.engine_states import EngineTaps
+from data.forms import SHAPES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
+from data.messages import LEARNT, REASONING, ROLES
 from eval.compare.methods import known_methods
 from eval.entry import register
 
@@ -18,7 +28,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}}
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
-MODULES = (schema, schema_capture, schema_eagle, schema_export, schema_measure, schema_medusa2)
+MODULES = (
+    schema,
+    schema_capture,
+    schema_eagle,
+    schema_export,
+    schema_measure,
+    schema_medusa2,
+    schema_push,
+)
 SCHEMAS = {
     "medusa": schema.MedusaRun,
     "eagle": schema_eagle.EagleRun,
@@ -28,7 +46,7 @@ SCHEMAS = {
     "capture": schema_capture.CaptureRun,
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
-    "push": schema.PushRun,
+    "push": schema_push.PushRun,
     "compare": schema.CompareRun,
     "serve_check": schema_measure.ServeCheckRun,
     "export": schema_export.ExportRun,
@@ -50,8 +68,8 @@ FOREIGN = {"eagle_export_rope_scaling"}
 # write, fields of rows, tensors and keys of published heads.
 NAMES = """
     tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
-    top1 draft_seconds parity category from value role content instruction input output response
-    answer null d2t lm_head token_map output_hidden_states
+    top1 draft_seconds parity category from value role content tool_calls save_to_disk null
+    d2t lm_head token_map output_hidden_states
 """
 
 
@@ -194,6 +212,8 @@ def test_values_named_in_code_are_allowed(word: str) -> None:
 def test_words_in_code_are_known() -> None:
     words = in_code(r"[a-z][a-z0-9_]*")
     known = VALUES | RECIPES | {*known_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
+    known |= {name for shape in SHAPES for name in (*shape.keys, *shape.beside)}
+    known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"
     assert {word for _, word in words}.issuperset(NAMES.split())

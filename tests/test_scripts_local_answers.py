@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from conf.schema import DataConfig, Dtype, InputError, OnBadRow, RegenerateRun, TargetConfig
+from data.chat import Encoder
+from data.records import Record
 from scripts import regenerate
+from scripts.answers.dialogue import Dialogue
 from scripts.answers.local import GumbelNoise, LocalAnswers
 from tests.chats import chats, rows_in, write_rows
 from tests.toys import random_model, tokenizer
@@ -29,7 +32,7 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
         target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
         data=DataConfig(path=str(data), on_bad_row=on_bad_row),
         out_dir=str(out_dir),
-        **{"max_new_tokens": 12, **changes},
+        **{"max_new_tokens": 12, "kept_share": 0.0, **changes},
     )
     regenerate.main(config)
     return rows_in(out_dir)
@@ -44,14 +47,16 @@ def test_batched_answers_equal_plain_greedy_decoding(target_path: Path, tmp_path
     assert len(answers) > 3, "the toy target says the same to everybody"
     target = regenerate.load_target(TargetConfig(path=str(target_path)), torch.device("cpu"))
     (question, answer) = batched[1]["messages"]
-    ids = LocalAnswers(target, 12, 0.0).prompt_ids([question])
+    asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
+    assert asked.advance()
+    ids = LocalAnswers(target, Encoder(target.tokenizer), 12, 0.0).prompt_ids(asked)
     prompt_length = len(ids)
     with torch.no_grad():
         while len(ids) < prompt_length + 12 and ids[-1] not in target.stop_ids:
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert answer["content"] == target.tokenizer.decode(
-        ids[prompt_length:], skip_special_tokens=True
-    )
+    assert answer["token_ids"] == ids[prompt_length:]
+    said = target.tokenizer.decode(ids[prompt_length:], skip_special_tokens=True)
+    assert answer["content"] == said.strip()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -10,7 +10,8 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from conf.schema import HeadRef, InputError, PushRun
+from conf.schema import HeadRef, InputError
+from conf.schema_push import PushRun
 from heads.medusa.head import MedusaHead, MedusaHeadConfig
 from scripts import push
 from scripts.publish.staging import scrubbed

@@ -7,8 +7,9 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
-from conf.schema import HeadRef, InputError, PushRun
+from conf.schema import HeadRef, InputError
 from conf.schema_eagle import EagleForm
+from conf.schema_push import PushRun
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head

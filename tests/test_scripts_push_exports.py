@@ -9,9 +9,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from conf.schema import HeadRef, InputError, Layout, PushRun
+from conf.schema import HeadRef, InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from conf.schema_export import ExportFormat
+from conf.schema_push import Layout, PushRun
 from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden

@@ -63,7 +63,8 @@ class ToyObjective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         error = (self.head(batch["x"]).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
-        terms = [error.sum(), batch["loss_mask"].sum(), torch.zeros(()), torch.zeros(())]
+        positive = ((batch["x"][..., 0] > 0) & batch["loss_mask"]).sum()
+        terms = [error.sum(), batch["loss_mask"].sum(), positive, torch.zeros(())]
         return Sums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
 
 
@@ -74,6 +75,7 @@ def rows(number: int) -> list[dict[str, Tensor]]:
             "x": torch.randn(T, D, generator=generator),
             "loss_mask": torch.rand(T, generator=generator) < 0.7,
             "document_ids": torch.zeros(T, dtype=torch.int64),
+            "position_ids": torch.arange(T),
         }
         for _ in range(number)
     ]

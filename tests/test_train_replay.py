@@ -11,8 +11,8 @@ from train.loop.replay import MAX_NEW_TOKENS, HeldoutReplay, heldout_prompts
 
 
 def test_prompts_end_where_the_first_learnt_token_is() -> None:
-    chat = Sample([5, 6, 7, 8, 9], [False, False, True, True, False], False)
-    text = Sample(list(range(10, 50)), [True] * 40, False)
+    chat = Sample([5, 6, 7, 8, 9], [False, False, True, True, False])
+    text = Sample(list(range(10, 50)), [True] * 40)
     heldout = PackedDataset([chat, text], 64, seed=0)
     assert sorted(heldout_prompts(heldout, 8)) == [[5, 6], list(range(10, 42))]
     assert len(heldout_prompts(heldout, 1)) == 1

@@ -53,7 +53,7 @@ def documents() -> PackedDataset:
     samples = []
     for length in torch.randint(5, 60, (24,), generator=generator).tolist():
         ids = torch.randint(3, 90, (length,), generator=generator).tolist()
-        samples.append(Sample(ids, [place >= length // 3 for place in range(length)], False))
+        samples.append(Sample(ids, [place >= length // 3 for place in range(length)]))
     return PackedDataset(samples, 96, seed=0)
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
+from data.chat import Encoder
 from data.embedded import fill_unset
 from data.journal import write_whole
 from data.provenance import provenance
@@ -82,7 +83,8 @@ def open_bench(
             reduce_rank(head.head, target, run.output_rank)
     chosen = records.records[: run.data.num_prompts]
     depth = max((head.depth for head in heads), default=0)
-    prompts = first_turns(chosen, target.tokenizer)
+    encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
+    prompts = first_turns(chosen, encoder)
     check_window(run.max_new_tokens, prompts, target, depth)
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
@@ -90,7 +92,7 @@ def open_bench(
             f"data.num_prompts={len(chosen)}: fewer dialogues than the {state.num_processes} "
             "processes of this launch"
         )
-    prompts = _later_turns(run, chosen, mine, target, depth)
+    prompts = _later_turns(run, chosen, mine, target, encoder, depth)
     data = {
         "path": run.data.path,
         "form": records.form.value,
@@ -115,13 +117,18 @@ def check_out_dir(run: MeasureRun, result_name: str) -> None:
 def _records(run: MeasureRun) -> Records:
     assert run.data.path is not None
     records = load_data(run.data.path, run.data)
-    for message in records.bad:
-        Console(stderr=True).print(f"skipped: {message}", highlight=False)
+    for line in records.lines():
+        Console(stderr=True).print(line, highlight=False, markup=False)
     return records
 
 
 def _later_turns(
-    run: MeasureRun, records: Sequence[Record], prompts: list[Prompt], target: Target, depth: int
+    run: MeasureRun,
+    records: Sequence[Record],
+    prompts: list[Prompt],
+    target: Target,
+    encoder: Encoder,
+    depth: int,
 ) -> list[Prompt]:
     """The prompts of all turns; every method later gets the same answers in them."""
     found, latest = list(prompts), prompts
@@ -133,7 +140,7 @@ def _later_turns(
         if not latest:
             break
         answers = greedy_responses(target, latest, run.max_new_tokens)
-        latest = next_turns(records, latest, answers, target.tokenizer)
+        latest = next_turns(records, latest, answers, encoder)
         check_window(run.max_new_tokens, latest, target, depth)
         found += latest
     return found

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
-
 from conf.schema import InputError
-from data.chat import encode_prompt
+from data.chat import Encoder
 from data.records import Messages, Record
+from data.replies import read_reply
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Prompt:
         return self.messages[-1]["content"] if self.messages else ""
 
 
-def first_turns(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def first_turns(records: Sequence[Record], encoder: Encoder) -> list[Prompt]:
     """Renders every dialogue up to its first question.
 
     Raises:
@@ -41,7 +40,7 @@ def first_turns(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -
         if not users:
             raise InputError(f"{record.where}: no user message to answer; measuring needs prompts")
         start = messages[: messages.index(users[0]) + 1]
-        prompts.append(_prompt(record, index, 1, start, tokenizer))
+        prompts.append(_prompt(record, index, 1, start, encoder))
     return prompts
 
 
@@ -49,12 +48,12 @@ def next_turns(
     records: Sequence[Record],
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
 ) -> list[Prompt]:
     """Renders the question after each prompt, for those dialogues that have one.
 
-    The dialogue goes on from what the target answered: its text without special tokens, as the
-    template renders an earlier turn. Answers and tool messages of the data set are left out, a
+    The dialogue goes on from what the target answered, thinking and text apart, as the template
+    renders an earlier turn. Answers and tool messages of the data set are left out, a
     system message stays in front, and an answer without any text stays as an empty turn, so
     that the dialogues asked never depend on what was answered. Whoever compares methods gives
     them all the same answers.
@@ -63,7 +62,7 @@ def next_turns(
         records: those given to `first_turns`.
         prompts: all of one turn, in any order.
         answers: the target's tokens after each of them.
-        tokenizer: the target's.
+        encoder: of the target's chat template.
 
     Raises:
         InputError: the template refuses the dialogue.
@@ -73,9 +72,12 @@ def next_turns(
         index, turn = prompt.dialogue, prompt.turn
         users = _users(records[index])
         if turn < len(users):
-            reply = {"role": "assistant", "content": _text(answer, tokenizer)}
+            tools = records[index].tools
+            written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
+            template = encoder.template(records[index].template_kwargs, tools)
+            reply = read_reply(str(written), prompt.messages, template, tools)
             messages = [*prompt.messages, reply, users[turn]]
-            following.append(_prompt(records[index], index, turn + 1, messages, tokenizer))
+            following.append(_prompt(records[index], index, turn + 1, messages, encoder))
     return following
 
 
@@ -83,16 +85,11 @@ def _users(record: Record) -> Messages:
     return [message for message in record.messages or [] if message["role"] == "user"]
 
 
-def _text(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    text = tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return str(text)
-
-
 def _prompt(
-    record: Record, dialogue: int, turn: int, messages: Messages, tokenizer: PreTrainedTokenizerBase
+    record: Record, dialogue: int, turn: int, messages: Messages, encoder: Encoder
 ) -> Prompt:
     try:
-        token_ids = encode_prompt(messages, tokenizer)
+        token_ids = encoder.prompt(messages, record.tools, record.template_kwargs)
     except InputError as error:
         raise InputError(f"{record.where}, turn {turn}: {error}") from None
     return Prompt(record.category, token_ids, dialogue, turn, messages)

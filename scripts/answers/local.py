@@ -8,9 +8,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from conf.schema import InputError
-from data.chat import check_tokenizer, encode_prompt
+from data.chat import Encoder
 from data.endpoint import Answer, RowRefused
+from data.replies import read_reply
 from heads.target.model import Target
+from scripts.answers.dialogue import Dialogue
 
 
 class GumbelNoise(LogitsProcessor):
@@ -45,9 +47,12 @@ class LocalAnswers:
         models ship would make text that plain decoding, which heads are measured on, never says.
     """
 
-    def __init__(self, target: Target, max_new_tokens: int, temperature: float) -> None:
-        check_tokenizer(target.tokenizer)
+    def __init__(
+        self, target: Target, encoder: Encoder, max_new_tokens: int, temperature: float
+    ) -> None:
+        encoder.template({}, None)  # refuses a tokenizer that cannot render, before any work
         self.target = target
+        self.encoder = encoder
         self.temperature = temperature
         self.stop_ids = target.stop_ids
         pad = target.tokenizer.pad_token_id
@@ -66,14 +71,14 @@ class LocalAnswers:
                 f"{target.name}, {window} tokens"
             )
 
-    def prompt_ids(self, messages: list[dict]) -> list[int]:
+    def prompt_ids(self, dialogue: Dialogue) -> list[int]:
         """Renders a conversation up to the target's turn.
 
         Raises:
             RowRefused: the template refuses it, or it leaves no room for the answer.
         """
         try:
-            ids = encode_prompt(messages, self.target.tokenizer)
+            ids = self.encoder.prompt(dialogue.asked, dialogue.tools, dialogue.template_kwargs)
         except InputError as error:
             raise RowRefused(str(error)) from error
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
@@ -83,12 +88,15 @@ class LocalAnswers:
             )
         return ids
 
-    def answer(self, prompts: list[list[int]], seeds: list[int]) -> list[Answer]:
+    def answer(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """Generates one answer per prompt.
 
         Args:
             prompts: token ids, B lists.
             seeds: one per prompt; not used at temperature 0.
+
+        Returns:
+            Token ids of each, up to and with the one that ends the turn.
 
         Raises:
             InputError: the batch does not fit in memory.
@@ -111,10 +119,20 @@ class LocalAnswers:
                 f"batch_size={len(prompts)}: out of device memory; lower it and start again "
                 "(finished rows are kept)"
             ) from error
-        return [self._answer(row) for row in output[:, length:].tolist()]
+        return [self._up_to_stop(row) for row in output[:, length:].tolist()]
 
-    def _answer(self, ids: list[int]) -> Answer:
+    def read(self, ids: list[int], dialogue: Dialogue) -> Answer:
+        """Takes an answer apart: thinking, text and calls of tools.
+
+        Args:
+            ids: of one of `answer`.
+            dialogue: the conversation that it answers.
+        """
+        written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        template = self.encoder.template(dialogue.template_kwargs, dialogue.tools)
+        message = read_reply(written, dialogue.asked, template, dialogue.tools)
+        return Answer(message, truncated=ids[-1] not in self.stop_ids, token_ids=ids)
+
+    def _up_to_stop(self, ids: list[int]) -> list[int]:
         stops = [index for index, token in enumerate(ids) if token in self.stop_ids]
-        spoken = ids[: stops[0]] if stops else ids
-        text = self.target.tokenizer.decode(spoken, skip_special_tokens=True)
-        return Answer(text, truncated=not stops)
+        return ids[: stops[0] + 1] if stops else ids

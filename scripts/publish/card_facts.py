@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.sources import SUFFIXES
 from heads.kind import DraftHead, HeadFacts
 from heads.kinds import kind_of
-
-DATA_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def is_hub_id(name: str) -> bool:
     return (
         name.count("/") == 1
         and not name.startswith((".", "/", "~"))
-        and not name.endswith(("/", *DATA_SUFFIXES))
+        and not name.endswith(("/", *SUFFIXES))
         and not Path(name).exists()
     )
 

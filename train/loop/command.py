@@ -16,6 +16,7 @@ from data.embedded import fill_unset
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, prepare
 from data.provenance import provenance
+from data.sources import SUFFIXES
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
 from heads.target.model import Reads
@@ -190,7 +191,7 @@ def check_data(config: DataRun) -> None:
         if path is None or Path(path).expanduser().exists():
             continue
         local = path.startswith((".", "/", "~")) or path.count("/") != 1
-        if local or Path(path).suffix in (".jsonl", ".json", ".parquet"):
+        if local or path.endswith(SUFFIXES):
             raise InputError(f"data.{key}={path}: no such file or folder")
 
 

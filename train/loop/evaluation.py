@@ -13,6 +13,7 @@ from train.dist import processes
 from train.dist.placement import Placement
 from train.loop.job import Job
 from train.loop.tracking import figures
+from train.objective import Objective
 
 ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
@@ -20,6 +21,11 @@ ERRORS = (
 )  # fmt: skip
 """What code that only measures may raise, an exhausted device and wrong input included; a wish
 to end the program is not among them."""
+
+
+EDGES = torch.tensor([1 << 10, 1 << 12, 1 << 14, 1 << 16])
+RANGES = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
+"""Positions in a document, by which accuracies are told apart."""
 
 
 @torch.no_grad()
@@ -55,8 +61,20 @@ def evaluate(
     packed = accelerator.reduce(packed, reduction="sum")
     if packed[0] > 0:
         return {}
-    found = figures("eval", packed[1:].view_as(sums), objective.weights, objective)
+    sums = packed[1:].view_as(sums)
+    found = figures("eval", sums.sum(0), objective.weights, objective)
+    found |= _by_position(sums, objective)
     return found | {f"eval/{name}": value for name, value in more.items()}
+
+
+def _by_position(sums: Tensor, objective: Objective) -> dict[str, float]:
+    """Accuracies by range of positions, where there is more than one."""
+    found: dict[str, float] = {}
+    ranges = [(name, each) for name, each in zip(RANGES, sums, strict=True) if each[1].any()]
+    for name, each in ranges if len(ranges) > 1 else ():
+        means = figures(f"eval/{name}", each, objective.weights, objective)
+        found |= {key: value for key, value in means.items() if "loss" not in key}
+    return found
 
 
 def _report(error: Exception, rank: int, step: int) -> None:
@@ -69,13 +87,13 @@ def _report(error: Exception, rank: int, step: int) -> None:
 
 
 def _no_sums(job: Job, device: torch.device) -> Tensor:
-    """[2 + L, K] zeros."""
-    shape = (2 + len(job.objective.measures), len(job.objective.weights))
+    """[R, 2 + L, K] zeros; R ranges of positions."""
+    shape = (len(RANGES), 2 + len(job.objective.measures), len(job.objective.weights))
     return torch.zeros(shape, device=device)
 
 
 def _heldout_sums(accelerator: Accelerator, job: Job) -> Tensor:
-    """[2 + L, K] over this process's share of the held-out sequences."""
+    """[R, 2 + L, K] over this process's share of the held-out sequences."""
     objective, size, device = job.objective, job.config.micro_batch_size, accelerator.device
     weights = objective.weights.to(device)
     sums = _no_sums(job, device)
@@ -83,7 +101,10 @@ def _heldout_sums(accelerator: Accelerator, job: Job) -> Tensor:
     mine = mine[accelerator.process_index :: accelerator.num_processes]
     for begin in range(0, len(mine), size):
         rows = stacked(job.heldout, mine[begin : begin + size])
-        batch = on_device(objective.indexed(rows), device)
-        # Not a call: the hooks of a strategy would wait for processes that have no batch left.
-        sums += objective.forward(objective.prepare(batch), weights).terms
+        learnt, ranges = rows["loss_mask"], torch.bucketize(rows["position_ids"], EDGES, right=True)
+        for number in ranges[learnt].unique().tolist():
+            some = {**rows, "loss_mask": learnt & (ranges == number)}
+            batch = on_device(objective.indexed(some), device)
+            # Not a call: the hooks of a strategy would wait for processes that have no batch left.
+            sums[number] += objective.forward(objective.prepare(batch), weights).terms
     return sums

@@ -39,8 +39,11 @@ def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) ->
 
 
 def as_line(figures: dict[str, float]) -> str:
-    """Figures for a terminal."""
-    return ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items())
+    """Figures for a terminal; those by position are in the file."""
+    names = {name: name.removeprefix("eval/") for name in figures}
+    return ", ".join(
+        f"{names[key]} {value:.3f}" for key, value in figures.items() if "/" not in names[key]
+    )
 
 
 class _Sink(Protocol):

@@ -1,0 +1,134 @@
+"""A conversation while its answers are being replaced."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from data.endpoint import Answer
+from data.records import Messages, Record
+
+
+class RowEmpty(Exception):  # noqa: N818  names what happened to the row
+    """The target says nothing: no row to learn from, and no fault of anybody."""
+
+
+class Dialogue:
+    """One conversation while its answers are being replaced."""
+
+    def __init__(self, index: int, record: Record, seed: int) -> None:
+        """Starts before the first question.
+
+        Args:
+            index: the row's id.
+            record: its conversation; the assistant's turns are dropped.
+            seed: of the run.
+        """
+        self.id = index
+        self.where = record.where
+        self._record = record
+        self.tools = record.tools
+        self.template_kwargs = record.template_kwargs
+        self.messages: list[dict] = []
+        self.truncated: list[int] = []
+        self.is_cut = False
+        """Whether it ends early, at the result of a call that an earlier answer made."""
+        self._num_answers = 0
+        self._seed = seed
+        self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
+        self.num_questions = sum(m["role"] == "user" for m in self._rest)
+        self.num_chars = sum(len(m["content"]) for m in self._rest)
+
+    def advance(self) -> bool:
+        """Moves on to the next question; False at the end."""
+        while self._rest and not self.is_cut:
+            message = self._rest.pop(0)
+            if message["role"] == "tool":
+                self.is_cut = True
+                return False
+            self.messages.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+    def add(self, answer: Answer) -> None:
+        """Takes the answer to the current question as context of the next.
+
+        Raises:
+            RowEmpty: there is nothing in it.
+        """
+        if answer.is_empty:
+            raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
+        if answer.truncated:
+            self.truncated.append(self._num_answers)
+        ids = {} if answer.token_ids is None else {"token_ids": answer.token_ids}
+        self.messages.append(answer.message | ids)
+        self._num_answers += 1
+
+    @property
+    def asked(self) -> list[dict]:
+        """The conversation so far, as a template takes it."""
+        return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
+
+    def shown(self, template_kwargs: Mapping[str, Any]) -> dict:
+        """What a server is told besides messages: tools, and arguments of the chat template."""
+        told = {
+            "tools": self.tools,
+            "chat_template_kwargs": {**template_kwargs, **self.template_kwargs},
+        }
+        return {key: value for key, value in told.items() if value}
+
+    def seed(self) -> int:
+        """A seed for the current answer that depends on the run, the row and the turn alone."""
+        return _number(self._seed, self.id, self._num_answers)
+
+    def row(self) -> dict:
+        """What is written; `truncated_turns` counts answers from 0."""
+        return _row(self.id, self._record, self.messages) | {"truncated_turns": self.truncated}
+
+
+def is_kept(index: int, record: Record, share: float, seed: int) -> bool:
+    """Whether a conversation keeps the answers that it was given.
+
+    Args:
+        index: the row's id.
+        record: its conversation; one that ends in a question keeps nothing.
+        share: of conversations to keep.
+        seed: of the run.
+    """
+    messages = record.messages or []
+    answered = bool(messages) and messages[-1]["role"] == "assistant"
+    return answered and _number(seed, index, "kept") < share * 2**31
+
+
+def kept_row(index: int, record: Record) -> dict:
+    """What is written of a conversation that keeps its answers."""
+    messages: Messages = [
+        message | ({"weight": 0} if i in record.unlearnt else {})
+        for i, message in enumerate(record.messages or [])
+    ]
+    return _row(index, record, messages) | {"truncated_turns": [], "kept": True}
+
+
+def _row(index: int, record: Record, messages: Messages) -> dict:
+    own = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+    return {
+        "id": index,
+        "messages": messages,
+        **{key: value for key, value in own.items() if value},
+        "category": record.category,
+    }
+
+
+def _number(*of: object) -> int:
+    """31 bits that are always the same."""
+    digest = hashlib.sha256(":".join(map(str, of)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+@dataclass(frozen=True)
+class DialogueOutcome:
+    """How a conversation ended: with a row, or with a problem."""
+
+    dialogue: Dialogue
+    problem: Exception | None = None
