@@ -179,12 +179,17 @@ class DataConfig:
     `{enable_thinking: false}`; a row's own come before."""
     num_prompts: int | None = None
     """Use only the first so many prompts (measuring) or conversations (training)."""
+    num_proc: int | None = None
+    """Processes that tokenise data at their first use; unset means the cores of this one."""
+    prepared_dir: str | None = None
+    """Where tokenised data are kept for every later start and read by all processes; unset means
+    `prepared` in `~/.cache/headsmith`. On several nodes name a folder that all of them see."""
     features: str | None = None
     """Train from this folder of `scripts/capture.py`, without the target; it settles `path` and
     every other setting here."""
 
     def __post_init__(self) -> None:
-        positive("data", self, "max_length", "num_prompts")
+        positive("data", self, "max_length", "num_prompts", "num_proc")
         if not 0 < self.eval_fraction < 1:
             raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
         _check_columns(self.columns)

@@ -6,19 +6,23 @@ Letters: N samples, S packed sequences, T tokens of a sequence (`max_length`).
 import random
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from conf.schema import DataConfig, Form, InputError, OnBadRow
-from data.chat import Encoder, Sample
-from data.records import Record, Records, load_data
+from conf.schema import DataConfig, Form, InputError
+from data.chat import Sample
+from data.prepared import Prepared, open_prepared
+from data.samples import Samples
 
 # Samples sorted and packed together: enough to fill sequences well, few enough that
 # sequences of different windows stay alike.
@@ -37,60 +41,50 @@ class PackedDataset(Dataset):
         document_ids int64  0 0 0 1 1 -1
     """
 
-    def __init__(self, samples: Iterable[Sample], max_length: int, *, seed: int, pad_id: int = 0):
-        """Stores the samples and decides their places.
+    def __init__(
+        self, samples: Iterable[Sample] | Samples, max_length: int, *, seed: int, pad_id: int = 0
+    ):
+        """Decides the places of the samples.
 
         Args:
-            samples: read once; longer ones are cut to `max_length`.
+            samples: where they lie, or the samples themselves, which are read once; longer ones
+                are cut to `max_length`.
             max_length: tokens of a sequence.
             seed: decides which documents meet and the order of the sequences.
             pad_id: token id of the padding.
         """
         self.max_length = max_length
         self.pad_id = pad_id
-        self.num_truncated = 0
-        self.num_dropped = 0
+        found = samples if isinstance(samples, Samples) else Samples.of(samples)
+        num_learnt = found.num_learnt(max_length)
+        self.num_truncated = int((found.lengths > max_length).sum())
+        self.num_dropped = int((num_learnt == 0).sum())
         """Samples without a learnt token, after truncation."""
-        ids, mask = array("i"), bytearray()
-        lengths = []
-        for sample in samples:
-            self.num_truncated += len(sample.input_ids) > max_length
-            learnt = sample.loss_mask[:max_length]
-            if not any(learnt):
-                self.num_dropped += 1
-                continue
-            ids.extend(sample.input_ids[:max_length])
-            mask.extend(learnt)
-            lengths.append(len(learnt))
-        self._ids = torch.frombuffer(ids or array("i", [0]), dtype=torch.int32)
-        self._mask = torch.frombuffer(mask or bytearray(1), dtype=torch.bool)
-        self._lengths = lengths
-        self._starts = [0]
-        for length in lengths:
-            self._starts.append(self._starts[-1] + length)
-        self.sequences = pack(lengths, max_length, seed)
-        """Sample numbers of each sequence, `[S]` lists."""
+        self.num_supervised_tokens = int(num_learnt.sum())
+        """Tokens that are learnt."""
+        self._samples = found.take(np.flatnonzero(num_learnt))
+        self._lengths = np.minimum(self._samples.lengths, max_length)
+        self.sequences = pack(self._lengths, max_length, seed)
+        """Sample numbers of each sequence."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
-        return self._starts[-1]
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        """Tokens that are learnt."""
-        return int(self._mask.sum())
+        return int(self._lengths.sum())
 
     @property
     def lengths(self) -> list[int]:
         """[S] tokens of each sequence, without padding."""
-        return [sum(self._lengths[sample] for sample in each) for each in self.sequences]
+        return [int(self._lengths[samples].sum()) for samples in self.sequences]
 
     @property
     def checksum(self) -> str:
         """xxh3_64 of the ids and masks of all samples, in the order they were read."""
-        digest = xxhash.xxh3_64(self._ids.numpy().tobytes())
-        digest.update(self._mask.numpy().tobytes())
+        digest = xxhash.xxh3_64()
+        for piece in self._samples.cut(self.max_length):
+            digest.update(piece.input_ids.numpy().tobytes())
+        for piece in self._samples.cut(self.max_length):
+            digest.update(piece.loss_mask.numpy().tobytes())
         return digest.hexdigest()
 
     def token_counts(self, vocab_size: int) -> Tensor:
@@ -102,13 +96,16 @@ class PackedDataset(Dataset):
         Raises:
             InputError: a learnt token has an id beyond it.
         """
-        counts = torch.bincount(self._ids[self._mask], minlength=vocab_size)
-        if len(counts) > vocab_size:
-            raise InputError(
-                f"the data has token id {len(counts) - 1}, but the target's output head has "
-                f"vocab_size={vocab_size}: the tokenizer is larger than the head; give "
-                "target.path the tokenizer it was trained with"
-            )
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for piece in self._samples.cut(self.max_length):
+            found = torch.bincount(piece.input_ids[piece.loss_mask], minlength=vocab_size)
+            if len(found) > vocab_size:
+                raise InputError(
+                    f"the data has token id {len(found) - 1}, but the target's output head has "
+                    f"vocab_size={vocab_size}: the tokenizer is larger than the head; give "
+                    "target.path the tokenizer it was trained with"
+                )
+            counts += found
         return counts
 
     def __len__(self) -> int:
@@ -120,12 +117,13 @@ class PackedDataset(Dataset):
         position_ids = torch.zeros(self.max_length, dtype=torch.int64)
         document_ids = torch.full((self.max_length,), -1)
         at = 0
-        for document, sample in enumerate(self.sequences[index]):
-            start, length = self._starts[sample], self._lengths[sample]
-            input_ids[at : at + length] = self._ids[start : start + length]
-            loss_mask[at : at + length] = self._mask[start : start + length]
-            position_ids[at : at + length] = torch.arange(length)
-            document_ids[at : at + length] = document
+        for document, sample in enumerate(self.sequences[index].tolist()):
+            length = int(self._lengths[sample])
+            here = slice(at, at + length)
+            found = self._samples.read(sample, length)
+            input_ids[here], loss_mask[here] = found.input_ids, found.loss_mask
+            position_ids[here] = torch.arange(length)
+            document_ids[here] = document
             at += length
         return {
             "input_ids": input_ids,
@@ -135,7 +133,28 @@ class PackedDataset(Dataset):
         }
 
 
-def pack(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
+class Packing(Sequence[np.ndarray]):
+    """Sample numbers of each sequence, `[S]` arrays that lie in one."""
+
+    def __init__(self, members: np.ndarray, bounds: np.ndarray, order: np.ndarray) -> None:
+        """Of sequences in another order.
+
+        Args:
+            members: [N] samples, sequence behind sequence.
+            bounds: [S + 1] members before each sequence.
+            order: [S] sequences in their final order.
+        """
+        self._members, self._bounds, self._order = members, bounds, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        sequence = self._order[index]
+        return self._members[self._bounds[sequence] : self._bounds[sequence + 1]]
+
+
+def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
     """Groups samples into sequences: best fit, longest first, in windows of shuffled samples.
 
     Args:
@@ -147,23 +166,44 @@ def pack(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
         Sample numbers of each sequence.
     """
     generator = random.Random(seed)
-    order = list(range(len(lengths)))
-    generator.shuffle(order)
-    sequences: list[list[int]] = []
+    order = _shuffled(len(lengths), generator)
+    shuffled = np.asarray(lengths, dtype=np.int64)[order]
+    num_sequences = 0
+    windows, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for begin in range(0, len(order), WINDOW):
-        window = sorted(order[begin : begin + WINDOW], key=lambda sample: -lengths[sample])
-        room: list[tuple[int, int]] = []  # (tokens left, sequence), sorted
-        for sample in window:
-            fit = bisect_left(room, (lengths[sample], -1))
-            if fit == len(room):
-                sequences.append([])
-                left, sequence = max_length, len(sequences) - 1
-            else:
-                left, sequence = room.pop(fit)
-            sequences[sequence].append(sample)
-            insort(room, (left - lengths[sample], sequence))
-    generator.shuffle(sequences)
-    return sequences
+        longest_first = begin + np.argsort(-shuffled[begin : begin + WINDOW], kind="stable")
+        fitted = _best_fit(shuffled[longest_first].tolist(), max_length)
+        windows.append(longest_first)
+        places.append(fitted + num_sequences)
+        num_sequences += int(fitted.max()) + 1
+    place = np.concatenate(places)
+    members = order[np.concatenate(windows)][np.argsort(place, kind="stable")]
+    bounds = np.cumsum([0, *np.bincount(place, minlength=num_sequences)])
+    return Packing(members, bounds, _shuffled(num_sequences, generator))
+
+
+def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
+    """The sequence of each sample: of those with room the fullest, of such the oldest, or a new."""
+    room: list[int] = []  # tokens left, and the sequence in the lowest bits; sorted
+    bits = len(lengths).bit_length()
+    found, num_sequences = [], 0
+    for length in lengths:
+        fit = bisect_left(room, length << bits)
+        if fit == len(room):
+            free = (max_length << bits) + num_sequences
+            num_sequences += 1
+        else:
+            free = room.pop(fit)
+        found.append(free & ((1 << bits) - 1))
+        insort(room, free - (length << bits))
+    return np.array(found, dtype=np.int64)
+
+
+def _shuffled(count: int, generator: random.Random) -> np.ndarray:
+    """[count] whole numbers as `random.Random.shuffle` leaves a list of them."""
+    numbers = array("q", range(count))
+    generator.shuffle(numbers)
+    return np.array(numbers, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -188,6 +228,18 @@ class DataReport:
     num_eval_sequences: int
     bad: list[str] = field(default_factory=list)
     """A message per malformed row."""
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Tokens of samples before truncation: `p50`, `p90`, `p99` and `longest`."""
+    prepared: list[str] = field(default_factory=list)
+    """Folders of the tokenised samples."""
+    rows_per_s: float | None = None
+    """At which the training data were tokenised, whenever that was."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Rows by field that has something in it and is not read."""
+    unrendered: dict[str, int] = field(default_factory=dict)
+    """How often the chat template does not render what a record says, by name."""
+    left_out: list[str] = field(default_factory=list)
+    """Files of a folder that are not read, and why."""
 
     def lines(self) -> list[str]:
         """Returns the report as lines to print."""
@@ -202,21 +254,44 @@ class DataReport:
             f"  tokens: {self.num_tokens:,}, of which {share:.1%} are learnt",
             f"  sequences: {self.num_train_sequences:,} to train on, "
             f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding",
+            *self._lines_of_store(),
             *(f"  malformed: {message}" for message in self.bad[:NUM_BAD_SHOWN]),
             *([f"  malformed: {more:,} more"] if more > 0 else []),
         ]
+
+    def _lines_of_store(self) -> list[str]:
+        """None for the reports of older stores of features."""
+        if not self.lengths:
+            return []
+        half, most, nearly_all, longest = self.lengths.values()
+        speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
+        return [
+            f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} (99%), "
+            f"{longest:,} (longest)",
+            f"  prepared: {', '.join(self.prepared)}{speed}",
+            *_counted("fields not read", self.unread, "rows"),
+            *_counted("not rendered by the chat template", self.unrendered, "times"),
+            *(f"  not read: {name}" for name in self.left_out),
+        ]
+
+
+def _counted(what: str, counts: dict[str, int], unit: str) -> list[str]:
+    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
+    return [f"  {what}: {names}"] if names else []
 
 
 def prepare(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    """Loads, tokenises and packs the training and the held-out data.
+    """Opens the prepared data, making them if need be, and packs training and held-out sequences.
+
+    All processes of a launch may call it at once: one of them prepares, and the others wait.
 
     Args:
         config: of the data; its `path` is set.
         tokenizer: the target's.
         seed: decides which records are held out, and the packing.
-        progress: whether to show a bar.
+        progress: whether to say that another process is waited for.
 
     Returns:
         The training set, the held-out set and what became of the data.
@@ -225,104 +300,101 @@ def prepare(
         InputError: bad data, or nothing to learn in either set.
     """
     path, eval_path = str(config.path), config.eval_path
-    loaded = _load(path, config, tokenizer)
+    stores = [open_prepared(path, config, tokenizer, progress)]
     if eval_path is None:
-        train, held_out = split(loaded.records, config.eval_fraction, seed, path)
-        eval_bad: list[str] = []
+        train, heldout = split(stores[0].num_records, config.eval_fraction, seed, path)
     else:
-        evaluation = _load(eval_path, config, tokenizer)
-        train, held_out, eval_bad = loaded.records, evaluation.records, evaluation.bad
-    train = train[: config.num_prompts]
-    bad = [*loaded.bad, *eval_bad]
-    sets = []
-    for records, source in ((train, path), (held_out, eval_path or f"{path} (held-out share)")):
-        samples = _samples(records, tokenizer, config, bad, progress)
-        packed = PackedDataset(samples, config.max_length, seed=seed, pad_id=_pad_id(tokenizer))
-        if not packed.num_supervised_tokens:
-            raise InputError(_nothing(source, records, packed, loaded.form, bad))
-        sets.append(packed)
-    num_refused = len(bad) - len(loaded.bad) - len(eval_bad)
-    num_records = len(train) + len(held_out) - num_refused
-    report = _report(sets, loaded, config, num_records, bad)
-    return sets[0], sets[1], report
+        stores.append(open_prepared(eval_path, config, tokenizer, progress))
+        train, heldout = (np.arange(store.num_records) for store in stores)
+    parts = [
+        Part(path, stores[0], train[: config.num_prompts]),
+        Part(eval_path or f"{path} (held-out share)", stores[-1], heldout),
+    ]
+    sets = [part.packed(config.max_length, seed, _pad_id(tokenizer)) for part in parts]
+    return sets[0], sets[1], _report(config, stores, parts, sets)
 
 
-def split(
-    records: list[Record], fraction: float, seed: int, path: str
-) -> tuple[list[Record], list[Record]]:
-    """Holds out a share of the records, at least one, keeping the order of both parts."""
-    if len(records) < 2:
+def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the records to train on, and of a share held out, at least one, both rising."""
+    if num_records < 2:
         raise InputError(f"{path}: one record cannot be split; add records or set data.eval_path")
-    count = min(max(1, round(fraction * len(records))), len(records) - 1)
-    chosen = set(random.Random(seed).sample(range(len(records)), count))
-    train = [record for i, record in enumerate(records) if i not in chosen]
-    return train, [records[i] for i in sorted(chosen)]
+    count = min(max(1, round(fraction * num_records)), num_records - 1)
+    chosen = np.zeros(num_records, dtype=np.bool_)
+    chosen[random.Random(seed).sample(range(num_records), count)] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
-def _load(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Records:
-    loaded = load_data(path, config)
-    if loaded.form is not Form.text:
-        Encoder(tokenizer).template({}, None)
-    return loaded
+@dataclass(frozen=True)
+class Part:
+    """Records of a store that make one set.
 
+    Attributes:
+        name: of the set, in messages.
+        store: that holds them.
+        records: their numbers, rising.
+    """
 
-def _samples(
-    records: list[Record],
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    bad: list[str],
-    progress: bool,
-) -> Iterator[Sample]:
-    """Tokenises; under `data.on_bad_row=skip` appends what the template refuses to `bad`."""
-    encoder = Encoder(tokenizer, config.chat_template_kwargs)
-    quiet = not progress or len(records) <= 1000
-    for record in tqdm(records, desc="tokenising", unit=" records", disable=quiet):
-        try:
-            yield from encoder.encode(record)
-        except InputError as error:
-            if config.on_bad_row is OnBadRow.error:
-                raise
-            bad.append(str(error))
+    name: str
+    store: Prepared
+    records: np.ndarray
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Of these records."""
+        return self.store.samples_of(self.records)
+
+    def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
+        """Its sequences.
+
+        Raises:
+            InputError: nothing is learnt.
+        """
+        packed = PackedDataset(self.samples, max_length, seed=seed, pad_id=pad_id)
+        if packed.num_supervised_tokens:
+            return packed
+        bad = self.store.bad
+        why = f"; the first malformed row: {bad[0]}" if bad else ""
+        if not self.samples.num_learnt(int(self.samples.lengths.max())).any():
+            form = self.store.form.value
+            why = f"; no record of form {form} has an assistant's text" + why
+        raise InputError(
+            f"{self.name}: nothing to learn: of {len(self.records)} records {packed.num_dropped} "
+            f"have no learnt token within data.max_length={max_length}{why}"
+        )
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _nothing(
-    source: str, records: list[Record], packed: PackedDataset, form: Form, bad: list[str]
-) -> str:
-    why = f"; the first malformed row: {bad[0]}" if bad else ""
-    if not any(_has_answer(record) for record in records):
-        why = f"; no record of form {form.value} has an assistant's text" + why
-    return (
-        f"{source}: nothing to learn: of {len(records)} records {packed.num_dropped} have no "
-        f"learnt token within data.max_length={packed.max_length}{why}"
-    )
-
-
-def _has_answer(record: Record) -> bool:
-    return record.messages is None or any(m["role"] == "assistant" for m in record.messages)
-
-
 def _report(
-    sets: list[PackedDataset], loaded: Records, config: DataConfig, num_records: int, bad: list[str]
+    config: DataConfig, stores: list[Prepared], parts: list[Part], sets: list[PackedDataset]
 ) -> DataReport:
     num_tokens = sum(packed.num_tokens for packed in sets)
     slots = sum(len(packed) * packed.max_length for packed in sets)
+    refused = sum(int(np.isin(part.store.refused, part.records).sum()) for part in parts)
+    bad = [message for store in stores for message in store.bad]
+    lengths = np.concatenate([part.samples.lengths for part in parts])
+    quantiles = np.quantile(lengths, [0.5, 0.9, 0.99, 1], method="higher").tolist()
     return DataReport(
         path=str(config.path),
         eval_path=config.eval_path,
-        form=loaded.form,
-        num_records=num_records,
+        form=stores[0].form,
+        num_records=sum(len(part.records) for part in parts) - refused,
         num_bad=len(bad),
         num_truncated=sum(packed.num_truncated for packed in sets),
         num_dropped=sum(packed.num_dropped for packed in sets),
         num_tokens=num_tokens,
         num_supervised_tokens=sum(packed.num_supervised_tokens for packed in sets),
         padding=1 - num_tokens / slots,
-        sha256=loaded.sha256,
+        sha256=stores[0].sha256,
         num_train_sequences=len(sets[0]),
         num_eval_sequences=len(sets[1]),
         bad=bad,
+        lengths=dict(zip(("p50", "p90", "p99", "longest"), map(int, quantiles), strict=True)),
+        prepared=[str(store.folder) for store in stores],
+        rows_per_s=stores[0].rows_per_s,
+        unread=dict(sum((Counter(store.unread) for store in stores), Counter())),
+        unrendered=dict(sum((Counter(store.unrendered) for store in stores), Counter())),
+        left_out=[name for store in stores for name in store.left_out],
     )

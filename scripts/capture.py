@@ -64,7 +64,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     state = start()
     with state.main_process_first():
         fill_unset(config, progress=state.is_main_process)
-        work = prepared(config, state, shard_bytes)
+    work = prepared(config, state, shard_bytes)
     check_plan(work.folder, work.plan)
     check_disk(work, say=state.is_main_process)
     state.wait_for_everyone()  # all have looked at what is there

@@ -29,6 +29,7 @@ TESTS = {
     "train/medusa.py": "train_medusa train_memory train_medusa2 heads_medusa",
     "train/eagle.py": "train_eagle_losses train_eagle_head train_memory heads_eagle",
     "data/pack.py": "data_pack",
+    "data/samples.py": "data_pack data_prepared",
     "data/chat.py": "data_chat data_chat_edges",
     "train/dist/checkpoint.py": "train_checkpoint",
     "train/dist/muon.py": "train_optimizers",

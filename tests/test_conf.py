@@ -46,7 +46,7 @@ ENTRIES = {
 QUICKLY_SHOWN = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = (
-    "capture", "documents", "engine", "gpu", "losses", "memory", "peers", "rates", "train",
+    "capture", "data", "documents", "engine", "gpu", "losses", "memory", "peers", "rates", "train",
     "unroll",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
@@ -115,6 +115,7 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: schema.DataConfig(max_length=0), r"data\.max_length=0: must be above 0"),
+        (lambda: schema.DataConfig(num_proc=0), r"data\.num_proc=0: must be above 0"),
         (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
         (lambda: schema.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
         (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),

@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,6 @@ from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data import pack as packing
 from data.chat import Sample
 from data.pack import NUM_BAD_SHOWN, DataReport, PackedDataset, pack, split
-from data.records import Record
 
 CHATML = (
     "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
@@ -122,10 +122,40 @@ def test_every_sample_lies_in_exactly_one_sequence():
     assert sum(lengths) / (64 * len(sequences)) > 0.99
 
 
+def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
+    """What heads have been trained on since the first version."""
+    generator = random.Random(seed)
+    order = list(range(len(lengths)))
+    generator.shuffle(order)
+    sequences: list[list[int]] = []
+    for begin in range(0, len(order), 16384):
+        room: list[tuple[int, int]] = []  # (tokens left, sequence)
+        for sample in sorted(order[begin : begin + 16384], key=lambda sample: -lengths[sample]):
+            fits = [each for each in room if each[0] >= lengths[sample]]
+            left, sequence = min(fits, default=(max_length, len(sequences)))
+            if fits:
+                room.remove((left, sequence))
+            else:
+                sequences.append([])
+            sequences[sequence].append(sample)
+            if left > lengths[sample]:
+                room.append((left - lengths[sample], sequence))
+    generator.shuffle(sequences)
+    return sequences
+
+
+@pytest.mark.parametrize(("num_samples", "max_length"), [(0, 8), (1, 8), (300, 50), (20_000, 9)])
+def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, max_length + 1, (num_samples,), generator=generator).tolist()
+    found = [each.tolist() for each in pack(lengths, max_length, seed=5)]
+    assert found == plainly_packed(lengths, max_length, seed=5)
+
+
 def test_packing_depends_on_the_seed_alone():
     lengths = [(7 * i) % 13 + 1 for i in range(500)]
-    assert pack(lengths, 20, seed=1) == pack(lengths, 20, seed=1)
-    assert pack(lengths, 20, seed=1) != pack(lengths, 20, seed=2)
+    found = [[list(each) for each in pack(lengths, 20, seed)] for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
 
 
 def token_rows(path: str) -> list[list[list[int]]]:
@@ -191,10 +221,9 @@ def test_eval_path_is_used_when_given(write):
 
 
 def test_both_parts_of_a_split_keep_a_record():
-    records = [Record(None, text, text, "all") for text in "abc"]
-    train, held_out = split(records, 0.9, 0, "rows.jsonl")
+    train, held_out = split(3, 0.9, 0, "rows.jsonl")
     assert (len(train), len(held_out)) == (1, 2)
-    train, held_out = split(records, 0.01, 0, "rows.jsonl")
+    train, held_out = split(3, 0.01, 0, "rows.jsonl")
     assert (len(train), len(held_out)) == (2, 1)
 
 
@@ -202,7 +231,8 @@ REPORT = DataReport(
     path="rows.jsonl", eval_path=None, form=Form.prompt, num_records=1200, num_bad=3,
     num_truncated=1000, num_dropped=7, num_tokens=4000, num_supervised_tokens=1000,
     padding=0.125, sha256="0123456789abcdef", num_train_sequences=50, num_eval_sequences=5,
-    bad=["row 1", "row 2"],
+    bad=["row 1", "row 2"], lengths={"p50": 90, "p90": 400, "p99": 1000, "longest": 70000},
+    prepared=["cache/1", "cache/2"], rows_per_s=3000.4,
 )  # fmt: skip
 
 
@@ -212,13 +242,16 @@ def test_the_lines_of_a_report():
         "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
         "  tokens: 4,000, of which 25.0% are learnt",
         "  sequences: 50 to train on, 5 held out, 12.5% padding",
+        "  tokens of a sample: 90 (half of all), 400 (90%), 1,000 (99%), 70,000 (longest)",
+        "  prepared: cache/1, cache/2, 3,000 rows/s",
         "  malformed: row 1",
         "  malformed: row 2",
     ]
-    other = replace(REPORT, eval_path="other.jsonl", bad=["row"] * NUM_BAD_SHOWN)
+    before = replace(REPORT, eval_path="other.jsonl", lengths={}, prepared=[], rows_per_s=None)
+    other = replace(before, bad=["row"] * NUM_BAD_SHOWN)
     assert other.lines()[0].endswith("; held out: other.jsonl")
     assert other.lines()[4:] == ["  malformed: row"] * NUM_BAD_SHOWN
-    many = replace(REPORT, bad=["row"] * (NUM_BAD_SHOWN + 1)).lines()
+    many = replace(before, bad=["row"] * (NUM_BAD_SHOWN + 1)).lines()
     assert many[4:] == ["  malformed: row"] * NUM_BAD_SHOWN + ["  malformed: 1 more"]
 
 

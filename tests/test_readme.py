@@ -144,7 +144,7 @@ def test_every_script_is_named() -> None:
     named |= {f"{name}.py" for _, name, _ in COMMANDS} | {"quickstart.py"}  # make quickstart
     for folder in FOLDERS:
         for file in (ROOT / folder).glob("*.py"):
-            if "__main__" in file.read_text():
+            if '__name__ == "__main__"' in file.read_text():
                 assert file.name in named, f"{file} is on no page"
 
 

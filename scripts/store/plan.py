@@ -15,6 +15,7 @@ from data.features import SPLITS
 from data.layout import Contents
 from data.manifest import Plan, Split
 from data.pack import DataReport, PackedDataset, prepare
+from data.prepared import HOW
 from data.provenance import plain
 from heads.kinds import KINDS
 from heads.target.identity import identify
@@ -72,10 +73,11 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         for name, packed in sets.items()
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
+    data = {name: value for name, value in plain(config.data).items() if name not in HOW}
     plan = Plan(
         target=target_json(config, tokenizer, state.device, loaded=False),
         contents=contents,
-        data=plain(config.data),
+        data=data,
         sha256=report.sha256,
         max_length=config.data.max_length,
         pad_id=train.pad_id,

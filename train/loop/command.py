@@ -149,10 +149,10 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     with processes.main_first():
         fill_unset(config, progress=accelerator.is_main_process)
     target = load_target(config.target, accelerator.device)
-    with processes.main_first():
-        train_data, heldout, report = prepare(
-            config.data, target.tokenizer, config.seed, accelerator.is_main_process
-        )
+    train_data, heldout, report = prepare(
+        config.data, target.tokenizer, config.seed, accelerator.is_main_process
+    )
+    processes.wait()  # on a disk of its own another node may take longer
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
     lines = [*report.lines(), f"attention of the target: {target.attention}"]

@@ -6,6 +6,7 @@ forward pass of the head per depth over those answers. n: response tokens.
 
 from abc import ABC, abstractmethod
 from functools import cached_property
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -135,12 +136,13 @@ def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]
     prompts: list[list[int]] = []
     for index in range(len(heldout)):
         row = heldout[index]
-        documents = row["document_ids"]
-        for document in range(int(documents.max()) + 1):
+        num_tokens = row["document_ids"].add(1).bincount()[1:].tolist()  # -1 is padding
+        begin = 0
+        for end in accumulate(num_tokens):
             if len(prompts) == num_prompts:
                 return prompts
-            here = documents == document
-            ids, learnt = row["input_ids"][here], row["loss_mask"][here]
+            ids, learnt = row["input_ids"][begin:end], row["loss_mask"][begin:end]
+            begin = end
             length = int(learnt.int().argmax()) or min(TEXT_PROMPT_TOKENS, len(ids))
             if length <= MAX_PROMPT_TOKENS:
                 prompts.append(ids[:length].tolist())

@@ -11,6 +11,7 @@ from conf.schema import DataConfig, Dtype, InputError, TargetConfig
 from conf.schema_capture import TeacherKind
 from data.features import FeatureStore
 from data.manifest import ENDS, Plan
+from data.prepared import HOW
 from data.provenance import plain
 from heads.target.ends import TargetEnds
 from heads.target.identity import Identity, identify
@@ -67,7 +68,7 @@ def check_reads(store: FeatureStore, reads: Reads) -> None:
 
 
 def _check_data(data: DataConfig, plan: Plan) -> None:
-    names = [field.name for field in fields(DataConfig) if field.name != "features"]
+    names = [field.name for field in fields(DataConfig) if field.name not in ("features", *HOW)]
     _check_unset("data", data, plan.data, names, data.features)
 
 

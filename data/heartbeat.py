@@ -1,0 +1,107 @@
+"""A lock that works between machines: a file whose time stamp its holder keeps moving.
+
+Locks of the system are not kept by every network file system. This one may, after a holder was
+cut off for a minute, be held twice: use it to save work, not to keep data whole.
+"""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+BEAT_S = 5.0
+STALE_S = 60.0
+"""A holder that has not been seen for so long is taken for dead."""
+POLL_S = 0.2
+
+
+@contextmanager
+def held(path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]) -> Iterator[bool]:
+    """Holds a lock, or waits until what its holder makes is ready, however long that takes.
+
+    Args:
+        path: of the lock.
+        ready: whether it is.
+        waiting: told once who is waited for.
+
+    Yields:
+        Whether the lock is held by this process.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+    if not _taken(path, mine, ready, waiting):
+        yield False
+        return
+    done = threading.Event()
+    beating = threading.Thread(target=_beat, args=(path, done), daemon=True)
+    beating.start()
+    try:
+        yield True
+    finally:
+        done.set()
+        beating.join()
+        if _holder(path)[0] == mine:
+            path.unlink(missing_ok=True)
+
+
+def _taken(
+    path: Path, mine: str, ready: Callable[[], bool], waiting: Callable[[str], None]
+) -> bool:
+    seen, since, told = ("", 0), time.monotonic(), False
+    while not _created(path, mine):
+        if ready():
+            return False
+        found, now = _holder(path), time.monotonic()
+        if found != seen:
+            # Clocks of machines differ: what counts is that the stamp moves, as seen from here.
+            seen, since = found, now
+        host, pid, _ = f"{found[0]}  ".split(" ", 2)
+        if now - since > STALE_S or _is_dead(host, pid):
+            path.unlink(missing_ok=True)
+            continue
+        if pid and not told:
+            told = True
+            waiting(f"process {pid} on {host}")
+        time.sleep(POLL_S)
+    return True
+
+
+def _created(path: Path, mine: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(mine)
+    return True
+
+
+def _holder(path: Path) -> tuple[str, int]:
+    """Who holds it and its last beat; nobody where the file has just gone."""
+    with suppress(FileNotFoundError):
+        return path.read_text(), path.stat().st_mtime_ns
+    return "", 0
+
+
+def _is_dead(host: str, pid: str) -> bool:
+    if host != socket.gethostname() or not pid:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _beat(path: Path, done: threading.Event) -> None:
+    while not done.wait(BEAT_S):
+        with suppress(OSError):
+            os.utime(path)
