@@ -16,7 +16,6 @@ from data.template import ANSWER, ChatTemplate, Ending, Messages, Tools, common_
 
 THINKING_TAGS = {
     "<think>": "</think>",
-    "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought": "<channel|>",
 }
