@@ -107,19 +107,19 @@ class ChatTemplate:
     ) -> str:
         shape = self._shape if shape is None else shape
         try:
-            (text,), _ = render_jinja_template(
+            texts = render_jinja_template(
                 conversations=[[self._shown(message, **shape) for message in messages]],
-                tools=tools,
+                tools=None if tools is None else [*tools],
                 chat_template=self.source,
                 add_generation_prompt=prompt,
                 **self.variables,
-            )
+            )[0]
         # A template is somebody's program, and fails as programs do: Hermes' with a TypeError.
         except Exception as error:  # noqa: BLE001
             raise InputError(
                 f"the target's chat template refuses the conversation: {error}"
             ) from None
-        return str(text)
+        return str(texts[0])
 
     def _shown(
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
