@@ -17,7 +17,6 @@ from data.template import ANSWER, ChatTemplate, Ending, Tools, shared_start
 
 THINKING_TAGS = {
     "<think>": "</think>",
-    "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought": "<channel|>",
 }

@@ -13,8 +13,9 @@ from test_data_chat import (
     learnt,
     make_tokenizer,
     marked,
+    shown,
 )
-from tokenizers import normalizers, processors
+from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from conf.schema import InputError
@@ -66,11 +67,11 @@ def test_words_of_a_missing_template() -> None:
         "model, put a chat_template.jinja into its folder, or give plain text (rows with a "
         "'text' field)"
     )
-    for name, shown in (("", "(unnamed)"), ("org/base", "org/base")):
+    for name, named in (("", "(unnamed)"), ("org/base", "org/base")):
         tokenizer.name_or_path = name
         with pytest.raises(InputError) as caught:
             Encoder(tokenizer).prompt([{"role": "user", "content": "Hi"}])
-        assert str(caught.value) == f"target {shown} {rest}"
+        assert str(caught.value) == f"target {named} {rest}"
 
 
 def test_words_of_a_tokenizer_without_offsets() -> None:
@@ -235,6 +236,24 @@ def test_a_tokenizer_without_an_end_of_text() -> None:
     tokenizer.eos_token = None
     (sample,) = Encoder(tokenizer).encode(chat("Hi", "Yes"))
     assert tokenizer.decode(learnt(sample)) == "Yes"
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_spaces_before_and_behind_an_answer_that_no_token_ends(trim_offsets: bool) -> None:
+    """The prompt's own last space is the first word's, as the tokenizer has it."""
+    tokenizer = make_tokenizer(NO_SPECIAL, trim_offsets=trim_offsets)
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "no "))
+    assert shown(sample, tokenizer) == "### user: Hi\n### assistant:[[ no ]]\n"
+    assert tokenizer.convert_ids_to_tokens(learnt(sample)) == ["Ġno", "Ġ"]
+
+
+def test_texts_are_not_taken_apart_where_the_tokenizer_would_add_to_the_parts() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("<|im_start|>", "# "))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "\n\n\nYes"))
+    assert shown(sample, tokenizer) == (
+        " # user\nHi<|im_end|> \n# assistant[[\n\n\n\nYes<|im_end|>]] \n"
+    )
 
 
 def test_a_template_of_texts_alone() -> None:

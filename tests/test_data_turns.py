@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from templates import OSLO
+from templates import OSLO, POP_SYSTEM
 from test_data_chat import CHATML, HI, chat, learnt, make_tokenizer, marked, shown
 from test_data_templates import CALLS, FAMILIES, LOOK, Says, encoder, record, turns_of, written
 
@@ -55,7 +55,7 @@ HEADER = "<|im_start|>assistant\n"
 )
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_long_conversation_that_quotes_its_own_header(quoted: str, asked: bool) -> None:
-    contents = [text for i in range(10) for text in (f"{i}?", f"Yes {i}")]
+    contents = long_contents()
     contents[8 if asked else 9] = f"See {quoted}!"
     tokenizer = make_tokenizer(CHATML)
     (sample,) = Encoder(tokenizer).encode(chat(*contents))
@@ -64,8 +64,38 @@ def test_a_long_conversation_that_quotes_its_own_header(quoted: str, asked: bool
     )
 
 
+def long_contents() -> list[str]:
+    return [text for i in range(10) for text in (f"{i}?", f"Yes {i}")]
+
+
+def test_a_long_conversation_whose_template_shortens_an_answer() -> None:
+    contents = long_contents()
+    contents[5] = "a" + "\n" * 40 + "b"
+    (text,) = marked(chat(*contents), CHATML.replace("m.content", "m.content.replace('\n', '')"))
+    contents[5] = "ab"
+    assert [part.split("]]")[0] for part in text.split("[[")[1:]] == [
+        f"{answer}<|im_end|>" for answer in contents[1::2]
+    ]
+
+
+def test_a_long_conversation_whose_template_shows_the_system_message_once() -> None:
+    """Before the last question, as Mistral's: every turn was written behind it."""
+    last = "{% if m.role == 'user' and messages[loop.index0 + 2:] == [] %}{{ system }}{% endif %}"
+    template = POP_SYSTEM + CHATML.replace("{{ m.content }}", last + "{{ m.content }}")
+    texts = marked(chat(*long_contents(), system="Be kind. "), template)
+    assert [text.partition("[[")[0].count("Be kind. ") for text in texts] == [1] * 10
+    assert texts[3].endswith(f"Be kind. 3?<|im_end|>\n{HEADER}[[Yes 3<|im_end|>]]")
+
+
+def test_a_long_conversation_with_thinking_that_is_hidden() -> None:
+    said = chat(*long_contents())
+    said.messages[7]["reasoning_content"] = "Hm."
+    (sample,) = Encoder(make_tokenizer(CHATML)).encode(said)
+    assert sample.left_out == ("thinking",)
+
+
 def test_an_answer_that_quotes_what_the_template_forbids_is_refused() -> None:
-    contents = [text for i in range(10) for text in (f"{i}?", "Yes")]
+    contents = long_contents()
     contents[5] = "<|start|>assistant<|channel|>final<|message|>No"
     with pytest.raises(InputError, match=r"^chats.jsonl:7: .* Pass thinking apart!$"):
         encoder("gpt-oss").encode(chat(*contents))
@@ -214,6 +244,27 @@ def test_each_thinking_that_is_hidden_is_named_once() -> None:
     said.messages[1]["reasoning_content"] = said.messages[5]["reasoning_content"] = "Hm."
     (sample,) = Encoder(make_tokenizer(CHATML)).encode(said)
     assert sample.left_out == ("thinking", "thinking")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_templates_find_thinking_under_the_name_they_read(name: str) -> None:
+    template = CHATML.replace("{{ m.content", "{{ '(' + m.NAME + ')' if m.NAME }}{{ m.content")
+    said = chat("Hi", "Yes")
+    said.messages[1]["reasoning_content"] = "Hm."
+    (text,) = marked(said, template.replace("NAME", name))
+    assert text == f"{HI}[[(Hm.)Yes<|im_end|>]]\n"
+
+
+@pytest.mark.parametrize("thinking", ["<think>Hm.</think>", ""])
+def test_words_of_thinking_that_the_settings_turn_off(thinking: str) -> None:
+    said = chat("Hi", thinking + "Yes")
+    if not thinking:
+        said.messages[1]["reasoning_content"] = "Hm."
+    with pytest.raises(InputError) as caught:
+        encoder("qwen3-off").encode(said)
+    assert str(caught.value).endswith(
+        "data.chat_template_kwargs={enable_thinking: true} may be missing"
+    )
 
 
 def test_a_greeting_is_read_and_named() -> None:
