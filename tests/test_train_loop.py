@@ -63,7 +63,7 @@ class ToyObjective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         error = (self.head(batch["x"]).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
-        positive = ((batch["x"][..., 0] > 0) & batch["loss_mask"]).sum()
+        positive = ((batch["x"][..., 0] > 0) & (batch["loss_mask"] > 0)).sum()
         terms = [error.sum(), batch["loss_mask"].sum(), positive, torch.zeros(())]
         return Sums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
 
