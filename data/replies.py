@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from conf.schema import InputError
 from data.messages import Messages
 from data.template import ANSWER, PROBE_TOOLS, THOUGHT, ChatTemplate, Tools, probe
-from data.turns import Turn, find_turn, squash
+from data.turns import THINKING_TAGS, Turn, find_turn, squash
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _shapes(template: ChatTemplate, *, with_tools: bool) -> Shapes:
     thought_called = _probed([question, _thinks(called_answer)], template, tools)
     lead, _, closing = text.written.partition(ANSWER) if text else ("", "", "")
     call = _call_shape(called.written, closing, template) if called else None
-    thinking = [("<think>", "</think>")]
+    thinking = list(THINKING_TAGS.items())
     for turn, ends in ((thought_called, call[0] if call else ""), (thought, ANSWER)):
         before, found, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
         if found and ends and ends in rest:
