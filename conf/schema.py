@@ -164,6 +164,8 @@ class DataConfig:
     means its default, in a clone all."""
     split: str = "train"
     """Split of a Hub dataset, or of a folder with files that are named for splits."""
+    streaming: bool = False
+    """Read the rows of a Hub dataset as they arrive, and keep only what is tokenised of them."""
     form: Form = Form.auto
     columns: Any = None
     """Fields of other names, e.g. `{messages: my_chat}` or `{prompt: ask, response: reply}`."""

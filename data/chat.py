@@ -166,8 +166,9 @@ class Encoder:
         if not is_shown(message["content"].rpartition("</think>")[2], said):
             raise InputError(
                 f"messages[{index}].token_ids say {said[:80]!r} in this target's tokenizer, and "
-                f"'content' {message['content'][:80]!r}: they are of another tokenizer; remove "
-                "them, or regenerate the data with this target"
+                f"'content' {message['content'][:80]!r}: they are of another tokenizer, or the "
+                "server that gave them hides special tokens; remove them, or regenerate the data "
+                "with this target"
             )
 
     def _is_added(self, token_id: int) -> bool:

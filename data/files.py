@@ -220,7 +220,7 @@ def _hub(source: Source, digest: Digest) -> Iterator[Row]:
 
     path, subset, split = source.path, source.subset, source.split
     try:
-        dataset = datasets.load_dataset(path, name=subset, split=split)
+        dataset = datasets.load_dataset(path, name=subset, split=split, streaming=source.streaming)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise InputError(
             f"data.path={path}: no such file or folder, and as a Hub dataset "

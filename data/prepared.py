@@ -111,7 +111,9 @@ def open_prepared(
     """
     root = _root(config)
     try:
-        source = find_source(path, subset=config.subset, split=config.split)
+        source = find_source(
+            path, subset=config.subset, split=config.split, streaming=config.streaming
+        )
         folder = root / _key(_contents(source, root), config, tokenizer)
         found = _opened(folder, source)
         if found is None:
@@ -163,8 +165,11 @@ def _contents(source: Source, root: Path) -> str:
 
 def _hub_fingerprint(source: Source) -> str:
     import datasets
+    from huggingface_hub import HfApi
 
     next(read_rows(source, hashlib.sha256()), None)  # says what is missing
+    if source.streaming:
+        return str(HfApi().dataset_info(source.path).sha)
     loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
     return str(loaded._fingerprint)
 

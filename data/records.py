@@ -10,7 +10,7 @@ from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data.files import read_rows
 from data.forms import NUM_LOOKED_AT, Record, detect, to_record
 from data.messages import Messages
-from data.sources import find_source
+from data.sources import Source, find_source
 from data.values import MalformedRowError
 
 __all__ = ["MalformedRowError", "Messages", "Record", "Records", "load_data", "load_records"]
@@ -67,7 +67,23 @@ def load_records(
     Raises:
         InputError: nothing at `path`, no rows, mixed forms, or a malformed row.
     """
-    source, digest = find_source(path, subset=subset, split=split), hashlib.sha256()
+    return _load(find_source(path, subset=subset, split=split), form, columns, on_bad_row)
+
+
+def load_data(path: str, config: DataConfig) -> Records:
+    """`load_records`, as settings of the data say; their own `path` is not read.
+
+    Raises:
+        InputError: as `load_records` does.
+    """
+    source = find_source(path, subset=config.subset, split=config.split, streaming=config.streaming)
+    return _load(source, config.form, config.columns, config.on_bad_row)
+
+
+def _load(
+    source: Source, form: Form, columns: Mapping[str, str] | None, on_bad_row: OnBadRow
+) -> Records:
+    path, digest = source.path, hashlib.sha256()
     rows = read_rows(source, digest)
     first = list(islice(rows, NUM_LOOKED_AT))
     if not first:
@@ -89,15 +105,3 @@ def load_records(
     if not records:
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
     return Records(records, form, bad, digest.hexdigest(), dict(unread), source.left_out)
-
-
-def load_data(path: str, config: DataConfig) -> Records:
-    """`load_records`, as settings of the data say; their own `path` is not read.
-
-    Raises:
-        InputError: as `load_records` does.
-    """
-    return load_records(
-        path, subset=config.subset, split=config.split, form=config.form,
-        columns=config.columns, on_bad_row=config.on_bad_row,
-    )  # fmt: skip

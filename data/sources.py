@@ -36,6 +36,7 @@ class Source:
         left_out: what else lies in a folder and is not read, and why.
         subset: configuration of a Hub dataset; None is its default.
         split: of a Hub dataset.
+        streaming: rows of a Hub dataset are read as they arrive, and it is not kept.
     """
 
     path: str
@@ -43,9 +44,12 @@ class Source:
     left_out: tuple[str, ...] = ()
     subset: str | None = None
     split: str = "train"
+    streaming: bool = False
 
 
-def find_source(path: str, *, subset: str | None = None, split: str = "train") -> Source:
+def find_source(
+    path: str, *, subset: str | None = None, split: str = "train", streaming: bool = False
+) -> Source:
     """Finds out what a path means, reading no rows.
 
     Args:
@@ -53,6 +57,7 @@ def find_source(path: str, *, subset: str | None = None, split: str = "train") -
         subset: configuration of a Hub dataset, or the folder of one in a clone of it.
         split: of a Hub dataset, and of a folder with files that are named for splits; a file
             that is named for none belongs to `train` then.
+        streaming: of a Hub dataset.
 
     Raises:
         InputError: nothing is there, or no file of the split.
@@ -65,7 +70,7 @@ def find_source(path: str, *, subset: str | None = None, split: str = "train") -
         return Source(path, (local,))
     if path.endswith(SUFFIXES) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise InputError(f"data.path={path}: no such file or folder")
-    return Source(path, (), subset=subset, split=split)
+    return Source(path, (), subset=subset, split=split, streaming=streaming)
 
 
 def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:

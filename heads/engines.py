@@ -6,6 +6,7 @@ and FasterDecoding/Medusa.
 """
 
 import json
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +35,23 @@ def vllm_command(method: str, num_tokens: int, target: str, folder: str) -> str:
     """What starts vLLM's server with a head in a folder."""
     speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
+
+
+def template_note(provenance: dict[str, Any]) -> str:
+    """How to serve with the template settings that a head was trained under; empty if none.
+
+    Args:
+        provenance: contents of `headsmith.json`.
+    """
+    data = (provenance.get("config") or {}).get("data") or {}
+    kwargs = data.get("chat_template_kwargs")
+    if not kwargs:
+        return ""
+    written = json.dumps(kwargs)
+    return (
+        f"It learnt from chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
+        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
+    )
 
 
 def dtype_of(head: nn.Module) -> str:

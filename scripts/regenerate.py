@@ -6,7 +6,8 @@ A draft head learns to predict its target, so it learns most from text that the 
     python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
 
 Serve with the model's shipped sampling defaults off (`vllm serve ... --generation-config vllm`):
-a repetition penalty there would give text that the head never meets when it is measured.
+a repetition penalty there would give text that the head never meets when it is measured; and with
+its parsers of reasoning and tool calls. vLLM tells the token ids of an answer, which are kept.
 """
 
 import asyncio
@@ -262,7 +263,8 @@ async def _from_endpoint(
     }
     async with Client(endpoint, config.concurrency) as client:
         if await client.tells_token_ids():
-            settings["return_token_ids"] = True
+            # Text that the server's parsers leave as it is must say all that the ids do.
+            settings |= {"return_token_ids": True, "skip_special_tokens": False}
 
         async def converse(dialogue: Dialogue) -> DialogueOutcome:
             try:

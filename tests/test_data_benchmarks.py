@@ -164,7 +164,7 @@ def hub(monkeypatch):
     """The Hub's openai/gsm8k, which has no default configuration."""
     import datasets
 
-    def load(path, name, split):
+    def load(path, name, split, streaming=False):
         assert (path, split) == ("openai/gsm8k", "test")
         if name != "main":
             raise ValueError("Config name is missing.\nPlease pick one among ['main', 'socratic']")

@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from huggingface_hub import HfApi
 from test_data_pack import CHATML, exchange, make_tokenizer
 
 from conf.schema import DataConfig, Form, InputError, OnBadRow
@@ -353,3 +356,24 @@ def test_the_report_has_lengths_and_the_place(config: DataConfig) -> None:
     assert report.prepared == [str(opened(config).folder)]
     assert report.rows_per_s is not None
     assert prepare(config, TOKENIZER, seed=0)[2] == report
+
+
+def test_a_streamed_hub_dataset_is_known_by_its_revision(
+    config: DataConfig, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(config.path)
+    config.streaming = True
+    asked = []
+
+    def load(path: str, name: str | None, split: str, streaming: bool) -> Any:
+        asked.append((path, name, split, streaming))
+        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+    revisions = iter(["a1", "a1", "b2"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_: SimpleNamespace(sha=next(revisions)))
+    hub = [open_prepared("me/chats", config, TOKENIZER) for _ in range(3)]
+    assert set(asked) == {("me/chats", None, "train", True)}
+    assert len(tokenised) == 2 * len(ROWS)
+    assert hub[0].folder == hub[1].folder != hub[2].folder
+    assert contents(hub[0]) == encoded(path)

@@ -107,8 +107,8 @@ def test_sha256_is_of_the_file(write):
 def test_hub_dataset(monkeypatch):
     import datasets
 
-    def load(path, name, split):
-        assert (path, name, split) == ("me/chats", None, "test")
+    def load(path, name, split, streaming):
+        assert (path, name, split, streaming) == ("me/chats", None, "test", False)
         return datasets.Dataset.from_list([GOOD, GOOD])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -120,7 +120,7 @@ def test_hub_dataset(monkeypatch):
 def test_hub_dataset_that_cannot_be_loaded(monkeypatch):
     import datasets
 
-    def load(path, name, split):
+    def load(path, name, split, streaming=False):
         raise datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)

@@ -11,7 +11,10 @@ import yaml
 from huggingface_hub import constants
 
 from conf.schema import HeadRef, InputError
+from conf.schema_export import ExportFormat
 from conf.schema_push import PushRun
+from heads.export.serve import readme
+from heads.kinds import load_head
 from heads.medusa.head import MedusaHead, MedusaHeadConfig
 from scripts import push
 from scripts.publish.staging import scrubbed
@@ -241,6 +244,18 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         '{"method": "medusa", "model": "me/qwen-medusa", "num_speculative_tokens": 2}\'',
     ):
         assert text in body
+
+
+def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Path) -> None:
+    data = {"chat_template_kwargs": {"enable_thinking": False}}
+    config = {**PROVENANCE["config"], "data": data}
+    (run_dir / "head/headsmith.json").write_text(json.dumps(PROVENANCE | {"config": config}))
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    said = "vLLM with `--default-chat-template-kwargs '{\"enable_thinking\": false}'`."
+    assert said in card
+    head = load_head(str(run_dir / "head"))
+    assert said in readme(head, ExportFormat.vllm, [], PROVENANCE | {"config": config})
+    assert "chat_template_kwargs" not in readme(head, ExportFormat.vllm, [], PROVENANCE)
 
 
 def test_card_of_a_head_that_belongs_to_an_adapter(run_dir: Path, tmp_path: Path) -> None:

@@ -1,18 +1,21 @@
 """How an export is served: the README that carries the command."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from conf.schema_export import ExportFormat
-from heads.engines import ENGINES, LOADERS, dtype_of
+from heads.engines import ENGINES, LOADERS, dtype_of, template_note
 from heads.kind import DraftHead
 from heads.kinds import kind_of
 
 
-def readme(head: DraftHead, engine: ExportFormat, layers: Sequence[int]) -> str:
+def readme(
+    head: DraftHead, engine: ExportFormat, layers: Sequence[int], provenance: dict[str, Any]
+) -> str:
     """The README of an export; `DIR` stands for its folder."""
     kind = kind_of(head)
-    hint = kind.hint(head, engine)
-    further = f"{hint}\n\n" if hint else ""
+    notes = (kind.hint(head, engine), template_note(provenance))
+    further = "".join(f"{note}\n\n" for note in notes if note)
     reads = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
         f"# {kind.forms[kind.form(head)]} for {head.target_name}\n\n"

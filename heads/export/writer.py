@@ -86,7 +86,7 @@ def export_head(
     def fill(staging: Path) -> None:
         for name, content in documents.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
-        (staging / "README.md").write_text(readme(head, engine, files.layers))
+        (staging / "README.md").write_text(readme(head, engine, files.layers, provenance))
         save_file(tensors, staging / files.weights, metadata={"format": "pt"})
         (staging / PARITY).parent.mkdir()
         save_file(golden[0], staging / PARITY, metadata=golden[1])

@@ -5,7 +5,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from heads.engines import vllm_command
+from heads.engines import template_note, vllm_command
 from heads.kind import trained_with
 from scripts.publish.card_facts import CardFacts, is_hub_id
 
@@ -247,6 +247,7 @@ def _training(facts: CardFacts) -> str:
     ]
     rows += [["seed", config["seed"]]] if "seed" in config else []
     parts.append(_table(["setting", "value"], rows) if rows else "")
+    parts.append(template_note(provenance))
     about = provenance.get("about_head")
     parts.append(
         "What training said of the head:\n\n```\n" + "\n".join(about) + "\n```" if about else ""
