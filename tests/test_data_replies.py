@@ -70,6 +70,12 @@ def test_what_has_no_known_form_stays_text(family: str) -> None:
     assert read(family, odd + close)["content"] == odd.strip()
 
 
+def test_a_call_with_words_behind_it_stays_text() -> None:
+    notes = FAMILIES["ministral"]
+    reply = notes.call + " and more" + notes.close
+    assert read("ministral", reply, [LOOK]) == said(notes.call + " and more")
+
+
 def tiny_target(folder: Path, family: str) -> TargetConfig:
     notes: Family = FAMILIES[family]
     tokenizer = encoder(family).tokenizer
