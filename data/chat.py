@@ -243,7 +243,8 @@ def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> 
         if not within or tokens.ids[at] in tokenizer.added_tokens_decoder:
             continue
         # A space before a word is the word's: what ends in one is read as if it did not.
-        if text[tokens.starts[at] : cut].strip(" "):
+        before, after = text[tokens.starts[at] : cut], text[cut : tokens.ends[at]]
+        if before.strip(" ") or not after.strip():
             apart = _apart(text, cut, cuts, tokenizer)
             same = tokenizer.decode(apart.ids) == tokenizer.decode(tokens.ids)
             return apart if same else tokens

@@ -1,7 +1,8 @@
 """Long conversations, calls, ids as the model wrote them, and what a record says besides."""
 
+import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from templates import OSLO, POP_SYSTEM
@@ -9,7 +10,7 @@ from test_data_chat import CHATML, HI, chat, learnt, make_tokenizer, marked, sho
 from test_data_templates import CALLS, FAMILIES, LOOK, Says, encoder, record, turns_of, written
 
 from conf.schema import InputError
-from data.chat import Encoder, Sample
+from data.chat import Encoder, Sample, tokenise
 from data.records import Record
 from data.turns import find_turn, find_turns
 
@@ -162,6 +163,29 @@ def test_a_line_break_of_the_answer_never_joins_what_follows() -> None:
     assert marked(chat("Hi", "Yes\n", "So?", "No"), template) == [
         "# user\nHi\n\n# assistant\n[[Yes\n]]\n\n# user\nSo?\n\n# assistant\n[[No]]\n\n"
     ]
+
+
+class Spaces:
+    """Tokens are words with the space before them, and spaces."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+        found = list(re.finditer(r" ?\S+| +", text))
+        return {
+            "input_ids": [m.group() for m in found],
+            "offset_mapping": [m.span() for m in found],
+        }
+
+    def decode(self, ids: list[str]) -> str:
+        return "".join(ids)
+
+
+def test_spaces_of_an_answer_never_join_those_that_follow() -> None:
+    text, written = "x: yes   ", (3, 8)
+    tokens = tokenise(text, list(written), Spaces())  # type: ignore[arg-type]
+    assert tokens.ids == ["x:", " yes", "  ", " "]
+    assert (tokens.starts, tokens.ends) == ([0, 2, 6, 8], [2, 6, 8, 9])
 
 
 def given(written_ids: dict[int, list[str]], *contents: str) -> tuple[list[str], list[Sample]]:
