@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from train.batch.prefetch import on_device, stacked
+from train.batch.rows import Batch
 from train.dist import processes
 from train.dist.placement import Placement
 from train.loop.job import Job
@@ -102,9 +103,14 @@ def _heldout_sums(accelerator: Accelerator, job: Job) -> Tensor:
     for begin in range(0, len(mine), size):
         rows = stacked(job.heldout, mine[begin : begin + size])
         learnt, ranges = rows["loss_mask"], torch.bucketize(rows["position_ids"], EDGES, right=True)
+        seen: Batch = {}
         for number in ranges[learnt].unique().tolist():
-            some = {**rows, "loss_mask": learnt & (ranges == number)}
-            batch = on_device(objective.indexed(some), device)
+            indexed = objective.indexed({**rows, "loss_mask": learnt & (ranges == number)})
+            if seen:  # the target need not read it again
+                new = {k: v for k, v in indexed.items() if k not in rows or k == "loss_mask"}
+                seen = {**seen, **on_device(new, device)}
+            else:
+                seen = objective.prepare(on_device(indexed, device))
             # Not a call: the hooks of a strategy would wait for processes that have no batch left.
-            sums[number] += objective.forward(objective.prepare(batch), weights).terms
+            sums[number] += objective.forward(seen, weights).terms
     return sums
