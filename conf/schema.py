@@ -374,9 +374,6 @@ class RegenerateRun(DataRun):
     """Conversations generated together in process."""
     max_new_tokens: int = 512
     temperature: float = 0.0
-    kept_share: float = 0.5
-    """Of conversations that keep the answers they were given: a head learns more from both kinds
-    than from either (data/README.md). One that ends in a question keeps none."""
     out_dir: str = "outputs/regenerated"
     """Holds `conversations.jsonl`; a second start continues it."""
     seed: int = 0

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from tqdm import tqdm
 
-from conf.schema import Form, InputError, OnBadRow, RegenerateRun, below_one, not_negative, positive
+from conf.schema import Form, InputError, OnBadRow, RegenerateRun, not_negative, positive
 from data.chat import Encoder
 from data.embedded import ensure_embedded
 from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
@@ -31,7 +31,7 @@ from data.journal import ROWS_NAME, Journal
 from data.records import Records, load_data
 from eval.entry import run
 from heads.target.load import load_target, resolve_dtype
-from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty, is_kept, kept_row
+from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
 
 NUM_LISTED = 10
@@ -84,7 +84,7 @@ def main(config: RegenerateRun) -> None:
     """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
     _check(config)
     records = _load(config)
-    kept, dialogues = _divide(records, config)
+    dialogues = _dialogues(records, config)
     endpoint = _endpoint(config)
     manifest = _manifest(config, records, _source(config, endpoint))
     with Journal(Path(config.out_dir), manifest) as journal:
@@ -94,7 +94,6 @@ def main(config: RegenerateRun) -> None:
             print(f"dropped a half-written row ({journal.num_torn} bytes)")
         if num_done:
             print(f"continuing: {num_done} conversations are done")
-        journal.append([row for row in kept if row["id"] not in journal.done])
         tally = Tally(config)
         with tqdm(total=len(dialogues), initial=num_done, unit="row") as bar:
 
@@ -115,7 +114,6 @@ def main(config: RegenerateRun) -> None:
 def _check(config: RegenerateRun) -> None:
     positive("", config, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
     not_negative("", config, "temperature", "max_retries")
-    below_one("", config, "kept_share")
     if config.endpoint is None and config.model is not None:
         raise InputError(
             f"model={config.model}: names an endpoint's model, and endpoint is not set; "
@@ -140,14 +138,9 @@ def _load(config: RegenerateRun) -> Records:
     return records
 
 
-def _divide(records: Records, config: RegenerateRun) -> tuple[list[dict], list[Dialogue]]:
-    """Returns rows that keep their answers, and conversations whose answers are replaced."""
-    chosen = list(enumerate(records.records[: config.data.num_prompts]))
-    kept = {i for i, each in chosen if is_kept(i, each, config.kept_share, config.seed)}
-    if kept:
-        print(f"{len(kept)} of {len(chosen)} conversations keep their answers (kept_share)")
-    rows = [kept_row(i, record) for i, record in chosen if i in kept]
-    return rows, [Dialogue(i, each, config.seed) for i, each in chosen if i not in kept]
+def _dialogues(records: Records, config: RegenerateRun) -> list[Dialogue]:
+    chosen = records.records[: config.data.num_prompts]
+    return [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
 
 
 def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]) -> dict:
@@ -159,7 +152,6 @@ def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]
         **source,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "kept_share": config.kept_share,
         "seed": config.seed,
         "chat_template_kwargs": config.data.chat_template_kwargs,
     }

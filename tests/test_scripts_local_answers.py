@@ -32,7 +32,7 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
         target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
         data=DataConfig(path=str(data), on_bad_row=on_bad_row),
         out_dir=str(out_dir),
-        **{"max_new_tokens": 12, "kept_share": 0.0, **changes},
+        **{"max_new_tokens": 12, **changes},
     )
     regenerate.main(config)
     return rows_in(out_dir)

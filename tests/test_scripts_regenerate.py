@@ -31,8 +31,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_with(server: ChatServer, data: Path, out_dir: Path, **changes: Any) -> list[dict]:
     on_bad_row = changes.pop("on_bad_row", OnBadRow.error)
-    settings = {"endpoint": server.url, "concurrency": 4, "max_retries": 3, "kept_share": 0.0}
-    settings |= changes
+    settings = {"endpoint": server.url, "concurrency": 4, "max_retries": 3, **changes}
     data_config = DataConfig(path=str(data), on_bad_row=on_bad_row)
     regenerate.main(RegenerateRun(data=data_config, out_dir=str(out_dir), **settings))
     return rows_in(out_dir)
@@ -191,7 +190,6 @@ def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
     with ChatServer(delay_s=0.05) as server:
         command = [
             sys.executable, str(ROOT / "scripts/regenerate.py"), f"data.path={data}",
-            "kept_share=0",
             f"endpoint={server.url}", f"out_dir={out_dir}", "concurrency=4", "temperature=0.5",
         ]  # fmt: skip
         process = commands.Command(command, tmp_path, dict(os.environ))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.endpoint import Answer
-from data.records import Messages, Record
+from data.records import Record
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row
@@ -26,7 +26,7 @@ class Dialogue:
         """
         self.id = index
         self.where = record.where
-        self._record = record
+        self.category = record.category
         self.tools = record.tools
         self.template_kwargs = record.template_kwargs
         self.messages: list[dict] = []
@@ -80,50 +80,19 @@ class Dialogue:
 
     def seed(self) -> int:
         """A seed for the current answer that depends on the run, the row and the turn alone."""
-        return _number(self._seed, self.id, self._num_answers)
+        key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
     def row(self) -> dict:
         """What is written; `truncated_turns` counts answers from 0."""
-        return _row(self.id, self._record, self.messages) | {"truncated_turns": self.truncated}
-
-
-def is_kept(index: int, record: Record, share: float, seed: int) -> bool:
-    """Whether a conversation keeps the answers that it was given.
-
-    Args:
-        index: the row's id.
-        record: its conversation; one that ends in a question keeps nothing.
-        share: of conversations to keep.
-        seed: of the run.
-    """
-    messages = record.messages or []
-    answered = bool(messages) and messages[-1]["role"] == "assistant"
-    return answered and _number(seed, index, "kept") < share * 2**31
-
-
-def kept_row(index: int, record: Record) -> dict:
-    """What is written of a conversation that keeps its answers."""
-    messages: Messages = [
-        message | ({"weight": 0} if i in record.unlearnt else {})
-        for i, message in enumerate(record.messages or [])
-    ]
-    return _row(index, record, messages) | {"truncated_turns": [], "kept": True}
-
-
-def _row(index: int, record: Record, messages: Messages) -> dict:
-    own = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
-    return {
-        "id": index,
-        "messages": messages,
-        **{key: value for key, value in own.items() if value},
-        "category": record.category,
-    }
-
-
-def _number(*of: object) -> int:
-    """31 bits that are always the same."""
-    digest = hashlib.sha256(":".join(map(str, of)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+        own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
+        return {
+            "id": self.id,
+            "messages": self.messages,
+            **{key: value for key, value in own.items() if value},
+            "category": self.category,
+            "truncated_turns": self.truncated,
+        }
 
 
 @dataclass(frozen=True)
