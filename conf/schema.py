@@ -176,7 +176,7 @@ class DataConfig:
     max_length: int = 1024
     """Tokens of a packed sequence; longer conversations are truncated and counted."""
     on_bad_row: OnBadRow = OnBadRow.error
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Any = None
     """What the target's chat template is told besides messages, as at serving, e.g.
     `{enable_thinking: false}`; a row's own come before."""
     num_prompts: int | None = None
@@ -195,10 +195,15 @@ class DataConfig:
         if not 0 < self.eval_fraction < 1:
             raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
         _check_columns(self.columns)
+        # Hydra adds nothing to a typed dict, so types of both are looked at here.
+        if not isinstance(self.chat_template_kwargs, dict | None):
+            raise InputError(
+                f"data.chat_template_kwargs={self.chat_template_kwargs}: must be like "
+                "{enable_thinking: false}"
+            )
 
 
 def _check_columns(columns: object) -> None:
-    """Hydra adds nothing to a typed dict, so its types are looked at here."""
     if columns is None:
         return
     if not isinstance(columns, dict) or not all(isinstance(v, str) for v in columns.values()):

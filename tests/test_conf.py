@@ -179,12 +179,22 @@ def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) ->
     assert (run.train.max_grad_norm, run.train.max_grad_value) == clip
 
 
-def test_columns_are_given_on_the_command_line() -> None:
+def test_objects_are_given_on_the_command_line() -> None:
     register(schema.MedusaRun, "medusa", None)
+    given = [
+        "data.columns={prompt: ask, response: reply}",
+        "data.chat_template_kwargs={enable_thinking: false, style: dry}",
+    ]
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        composed = compose("medusa", ["data.columns={prompt: ask, response: reply}"])
+        composed = compose("medusa", given)
     run = OmegaConf.to_object(composed)
     assert run.data.columns == {"prompt": "ask", "response": "reply"}
+    assert run.data.chat_template_kwargs == {"enable_thinking": False, "style": "dry"}
+
+
+def test_arguments_of_a_chat_template_are_an_object() -> None:
+    with pytest.raises(schema.InputError, match=r"data.chat_template_kwargs=off: must be like \{enable"):
+        schema.DataConfig(chat_template_kwargs="off")
 
 
 def test_every_setting_has_a_default() -> None:

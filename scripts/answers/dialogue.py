@@ -70,11 +70,11 @@ class Dialogue:
         """The conversation so far, as a template takes it."""
         return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
 
-    def shown(self, template_kwargs: Mapping[str, Any]) -> dict:
+    def shown(self, template_kwargs: Mapping[str, Any] | None) -> dict:
         """What a server is told besides messages: tools, and arguments of the chat template."""
         told = {
             "tools": self.tools,
-            "chat_template_kwargs": {**template_kwargs, **self.template_kwargs},
+            "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
         }
         return {key: value for key, value in told.items() if value}
 
