@@ -193,7 +193,9 @@ def test_objects_are_given_on_the_command_line() -> None:
 
 
 def test_arguments_of_a_chat_template_are_an_object() -> None:
-    with pytest.raises(schema.InputError, match=r"data.chat_template_kwargs=off: must be like \{enable"):
+    with pytest.raises(
+        schema.InputError, match=r"data.chat_template_kwargs=off: must be like \{enable"
+    ):
         schema.DataConfig(chat_template_kwargs="off")
 
 
