@@ -78,12 +78,12 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def one_at_a_time(path: str, target: str, num_rows: int, tokens: int) -> Cost:
+def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
     """The baseline: a loop over the rows, which stay in memory."""
     encoder = Encoder(AutoTokenizer.from_pretrained(target))
     before = residence().pss
     started, idle = time.perf_counter(), time.process_time()
-    records = load_records(path).records[:num_rows]
+    records = load_records(path).records
     samples = (sample for record in records for sample in encoder.encode(record))
     packed = PackedDataset(samples, tokens, seed=0)
     seconds, busy = time.perf_counter() - started, time.process_time() - idle
@@ -141,6 +141,8 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
     """
     path = folder / "rows.jsonl"
     write_rows(options.data, path, options.rows)
+    few = folder / "few.jsonl"
+    write_rows(options.data, few, min(options.rows, options.baseline_rows))
     config = DataConfig(
         str(path), max_length=options.tokens, num_proc=options.num_proc,
         prepared_dir=str(folder / "prepared"),
@@ -150,8 +152,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
         multiprocessing.Manager() as manager,
         ProcessPoolExecutor(NUM_READERS, context, max_tasks_per_child=1) as pool,
     ):
-        few = min(options.rows, options.baseline_rows)
-        baseline = pool.submit(one_at_a_time, str(path), options.target, few, options.tokens)
+        baseline = pool.submit(one_at_a_time, str(few), options.target, options.tokens)
         found = {"one at a time, in memory": baseline.result()}
         first = pool.submit(prepared, config, options.target).result()
         found[f"first start, {options.num_proc} workers"] = first
