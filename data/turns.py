@@ -186,14 +186,15 @@ def _aligned(
     """Finds the turns of a long conversation in one rendering, if they can be told apart there.
 
     They can where every assistant turn stands behind the same header and nothing else does,
-    and the first and the last are what renderings of their own say.
+    and the first and the last to find are what renderings of their own say.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if any(_is_more_than_text(messages[i]) for i in answers):
         return None
-    first, last = (find_turn(messages[: i + 1], template, tools) for i in (answers[0], answers[-1]))
+    ends = indices[0], indices[-1]
+    own = [find_turn(messages[: i + 1], template, tools) for i in ends]
     whole = template.through(messages, tools)
-    header = first.read.removeprefix(template.through(messages[: answers[0]], tools))
+    header = own[0].read.removeprefix(template.through(messages[: ends[0]], tools))
     starts = [found.end() for found in re.finditer(re.escape(header), whole)] if header else []
     if len(starts) != len(answers):
         return None
@@ -205,7 +206,7 @@ def _aligned(
         turns[i] = Turn(whole[:start], whole[start:end], whole)
         if squash(turns[i].written) != squash(said + closing):
             return None
-    if any(turns[i].text != own.text for i, own in ((answers[0], first), (answers[-1], last))):
+    if [turns[i].text for i in ends] != [turn.text for turn in own]:
         return None
     return [turns[i] for i in indices]
 

@@ -291,6 +291,15 @@ def test_words_of_thinking_that_the_settings_turn_off(thinking: str) -> None:
     )
 
 
+def test_a_long_conversation_that_begins_with_a_greeting() -> None:
+    """Its template cannot render a conversation of nothing, as many cannot."""
+    tokenizer = make_tokenizer("{% if messages[0].role == 'system' %}{% endif %}" + CHATML)
+    said = record([Says("Welcome"), *LONG[:40]])
+    (sample,) = Encoder(tokenizer).encode(said)
+    assert sample.left_out == ("a greeting",)
+    assert shown(sample, tokenizer).count("[[") == 20
+
+
 def test_a_greeting_is_read_and_named() -> None:
     said = chat("Hi", "Yes")
     said.messages.insert(0, {"role": "assistant", "content": "Hello there"})
