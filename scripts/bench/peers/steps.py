@@ -171,6 +171,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
     config = EagleConfig(
         layers=[*range(1, NUM_LAYERS + 1)], num_steps=job.depth, step_decay=1.0,
         token_normalizer=TokenNormalizer.supervised, output_head=OutputHead.frozen,
+        teacher_temperature=1.0, learn_prompts=False,
     )  # fmt: skip
     target = _target(job, inputs)
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
