@@ -10,7 +10,15 @@ from safetensors.torch import load_file
 from test_train_launch import TWO, arguments, inputs, trained
 from torch import Tensor
 
-from conf.schema import DataConfig, HeadRef, InputError, MedusaConfig, TargetConfig, TrainConfig
+from conf.schema import (
+    DataConfig,
+    HeadRef,
+    InputError,
+    Labels,
+    MedusaConfig,
+    TargetConfig,
+    TrainConfig,
+)
 from conf.schema_measure import AcceptanceRun
 from conf.schema_medusa2 import AdapterConfig, Medusa2Run, MergeAdapterRun
 from data.pack import prepare
@@ -35,7 +43,7 @@ def settings(inputs: Path, out_dir: Path, **train: Any) -> Medusa2Run:
     return Medusa2Run(
         target=TargetConfig(path=str(inputs / "target")),
         data=DataConfig(path=str(inputs / "chat.jsonl"), max_length=32, eval_fraction=0.1),
-        head=MedusaConfig(num_heads=2),
+        head=MedusaConfig(num_heads=2, labels=Labels.hard),  # as the command has it
         adapter=AdapterConfig(rank=4, alpha=8),
         train=TrainConfig(**{**steps, **train}),
         out_dir=str(out_dir),
