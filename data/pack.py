@@ -22,12 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from conf.schema import DataConfig, Form, InputError
 from data.chat import Sample
 from data.prepared import Prepared, open_prepared
+from data.records import counted, malformed
 from data.samples import Samples
 
 # Samples sorted and packed together: enough to fill sequences well, few enough that
 # sequences of different windows stay alike.
 WINDOW = 16384
-NUM_BAD_SHOWN = 10
 
 
 class PackedDataset(Dataset):
@@ -245,7 +245,6 @@ class DataReport:
         """Returns the report as lines to print."""
         share = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
-        more = len(self.bad) - NUM_BAD_SHOWN
         return [
             f"data: {self.path} (form {self.form.value}, sha256 {self.sha256[:12]}); "
             f"held out: {held_out}",
@@ -255,8 +254,7 @@ class DataReport:
             f"  sequences: {self.num_train_sequences:,} to train on, "
             f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding",
             *self._lines_of_store(),
-            *(f"  malformed: {message}" for message in self.bad[:NUM_BAD_SHOWN]),
-            *([f"  malformed: {more:,} more"] if more > 0 else []),
+            *(f"  {line}" for line in malformed(self.bad)),
         ]
 
     def _lines_of_store(self) -> list[str]:
@@ -265,19 +263,17 @@ class DataReport:
             return []
         half, most, nearly_all, longest = self.lengths.values()
         speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
+        left_out = [
+            *counted("fields not read", self.unread, "rows"),
+            *counted("not rendered by the chat template", self.unrendered, "times"),
+            *(f"not read: {name}" for name in self.left_out),
+        ]
         return [
             f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} (99%), "
             f"{longest:,} (longest)",
             f"  prepared: {', '.join(self.prepared)}{speed}",
-            *_counted("fields not read", self.unread, "rows"),
-            *_counted("not rendered by the chat template", self.unrendered, "times"),
-            *(f"  not read: {name}" for name in self.left_out),
+            *(f"  {line}" for line in left_out),
         ]
-
-
-def _counted(what: str, counts: dict[str, int], unit: str) -> list[str]:
-    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
-    return [f"  {what}: {names}"] if names else []
 
 
 def prepare(

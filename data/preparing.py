@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
+import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
@@ -207,17 +207,20 @@ def make_shard(job: Job, rule: Rule) -> Shard:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, whoever else writes it at the same time."""
-    descriptor, partial = tempfile.mkstemp(suffix=".tmp", prefix=path.name, dir=path.parent)
+    """Writes a file whole or not at all, whoever else writes it at the same time.
+
+    Raises:
+        OSError: nothing of it is left.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(partial).chmod(0o644)  # other users of a shared folder read it
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
         raise
 
 

@@ -35,14 +35,24 @@ class Records:
 
     def lines(self) -> list[str]:
         """Returns what was left out, as lines to print."""
-        more = len(self.bad) - NUM_BAD_SHOWN
-        fields = ", ".join(f"{name} ({count:,} rows)" for name, count in self.unread.items())
         return [
-            *(f"malformed: {message}" for message in self.bad[:NUM_BAD_SHOWN]),
-            *([f"malformed: {more:,} more"] if more > 0 else []),
-            *([f"fields not read: {fields}"] if fields else []),
+            *malformed(self.bad),
+            *counted("fields not read", self.unread, "rows"),
             *(f"not read: {name}" for name in self.left_out),
         ]
+
+
+def malformed(bad: list[str]) -> list[str]:
+    """Returns the first messages of malformed rows, and how many more there are, as lines."""
+    more = len(bad) - NUM_BAD_SHOWN
+    shown = [f"malformed: {message}" for message in bad[:NUM_BAD_SHOWN]]
+    return [*shown, *([f"malformed: {more:,} more"] if more > 0 else [])]
+
+
+def counted(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
+    """Returns names with their counts as one line, or none."""
+    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
+    return [f"{what}: {names}"] if names else []
 
 
 def load_records(

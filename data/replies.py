@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from conf.schema import InputError
 from data.messages import Messages
@@ -129,6 +130,7 @@ def _gives(
     return squash(body).endswith(rendered) if turn.left_out else squash(body) == rendered
 
 
+@lru_cache(maxsize=8)
 def _shapes(template: ChatTemplate, *, with_tools: bool) -> Shapes:
     tools = PROBE_TOOLS if with_tools else None
     question, answer, _ = probe(calls=False)

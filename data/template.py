@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.schema import InputError
-from data.messages import Messages
+from data.messages import REASONING, Messages
 
 Tools = list[dict] | None
 
@@ -41,7 +41,6 @@ TEMPLATE_FAULTS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class ChatTemplate:
         shown = dict(message)
         reasoning = message.get("reasoning_content")
         if reasoning:
-            shown |= dict.fromkeys(REASONING_NAMES, reasoning)
+            shown |= dict.fromkeys(REASONING, reasoning)
         if message["role"] == "developer" and "developer" not in self.source:
             shown["role"] = "system"
         thinks = bool(reasoning) and thinking_parts

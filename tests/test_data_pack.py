@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data import pack as packing
 from data.chat import Sample
-from data.pack import NUM_BAD_SHOWN, DataReport, PackedDataset, pack, split
+from data.pack import DataReport, PackedDataset, pack, split
+from data.records import NUM_BAD_SHOWN
 
 CHATML = (
     "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
