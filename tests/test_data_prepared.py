@@ -1,5 +1,6 @@
 """Data prepared once: what is stored, when it is found again, and when it is made anew."""
 
+import errno
 import json
 import os
 import shutil
@@ -336,6 +337,16 @@ def test_a_folder_that_cannot_be_written(config: DataConfig, tmp_path: Path) -> 
     config = replace(config, prepared_dir=str(tmp_path / "taken"))
     with pytest.raises(InputError, match=r"data.prepared_dir=.*/taken: cannot hold the prepared"):
         opened(config)
+
+
+def test_a_disk_that_fills_leaves_nothing_half_written(config: DataConfig, monkeypatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(preparing.os, "fsync", full)
+    with pytest.raises(InputError, match=r"cannot hold the prepared data \(.*No space left"):
+        opened(config)
+    assert list(Path(str(config.prepared_dir)).rglob("*.tmp")) == []
 
 
 def test_it_lies_in_the_cache_unless_told(config: DataConfig, monkeypatch, tmp_path: Path) -> None:
