@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from heads.states import States
+
 ROUND_TO = 64  # slots; a buffer that is too small doubles
 
 
@@ -200,25 +202,27 @@ class TreeCache(Cache):
         device: where positions and masks are made; keys stay where their layer is.
         num_layers: of the model.
         capacity: see `SlotBuffer`.
+        states: of the model's recurrent layers, if it has any.
 
     Attributes:
         slots: what is committed.
     """
 
     def __init__(
-        self, num_texts: int, device: torch.device, num_layers: int, capacity: int | None = None
+        self,
+        num_texts: int,
+        device: torch.device,
+        num_layers: int,
+        capacity: int | None = None,
+        states: States | None = None,
     ) -> None:
         self.capacity = capacity
         self.slots = Slots(num_texts, device)
+        self.states = states
         self.to = torch.empty(0)
         self.width = 0
         self._own = [_Layer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._own))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every layer keeps its state here."""
-        return len(self._buffers()) == len(self._own)
 
     def begin(self, num_new: int, num_pending: int) -> None:
         """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
@@ -228,10 +232,14 @@ class TreeCache(Cache):
     def commit(self, kept: list[list[int]]) -> None:
         """See `Slots.commit`."""
         self.slots.commit(kept, *self._buffers())
+        if self.states is not None:
+            self.states.commit(kept)
 
     def keep(self, rows: list[int]) -> None:
         """See `Slots.keep`."""
         self.slots.keep(rows, *self._buffers())
+        if self.states is not None:
+            self.states.keep(rows)
 
     def _buffers(self) -> list[SlotBuffer]:
         return [layer.buffer for layer in self._own if layer.buffer.keys is not None]

@@ -56,6 +56,12 @@ class Documents:
         """The same with `bounds` on a device; a copy from pinned memory is not waited for."""
         return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
 
+    def cut(self, size: int) -> "Documents":
+        """Each in pieces of `size` tokens, the last of what is left."""
+        pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]
+        bounds = torch.tensor([0, *pieces]).cumsum(0).int()
+        return Documents(tuple(pieces), upload(bounds, self.bounds.device))
+
     @property
     def longest(self) -> int:
         """Tokens of the longest."""

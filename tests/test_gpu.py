@@ -12,7 +12,7 @@ from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import Sampling
-from heads.target.load import check_served
+from heads.target.check import check_served
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab

@@ -1,6 +1,7 @@
 """Documents are attended to as documents: what the target reads, and what that allocates."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from toys import FAMILIES, random_target
 from conf.schema_medusa2 import AdapterConfig
 from heads.documents import Documents
 from heads.target.adapter import Adapter
-from heads.target.attention import CAPPED, FLASH, FUSED, Scores, by_document
-from heads.target.load import check_served
+from heads.target.attention import PLAIN, FLASH, FUSED, Scores, by_document
+from heads.target.check import check_served
 from heads.target.model import Reads, Target
 from scripts.bench.footprint import peak_bytes
 
@@ -64,7 +65,7 @@ def test_a_document_is_read_as_if_it_were_alone(family: str) -> None:
     target = target_of(family)
     assert_read_alone(target)
     kernels = {kernel for _, kernel in target.attended}
-    assert kernels == {CAPPED if family == "gemma2" else FUSED}
+    assert kernels == {PLAIN if family == "gemma2" else FUSED}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -72,7 +73,7 @@ def test_every_family_is_read_without_masks(family: str) -> None:
     target = target_of(family)
     check_served(target)
     assert target.needs_masks == ""
-    assert [window for window, _ in target.attended] == target.windows
+    assert [window for window, _ in target.attended] == target.sights.windows
 
 
 def test_layers_are_tapped_in_a_read() -> None:
@@ -138,14 +139,14 @@ def use_flash(monkeypatch) -> None:
 def test_the_kernel_for_documents_is_told_bounds_windows_and_scale(family: str) -> None:
     target = target_of(family)
     assert_read_alone(target)
-    assert target.attended == [(window, FLASH) for window in target.windows]
+    assert target.attended == [(window, FLASH) for window in target.sights.windows]
 
 
 @pytest.mark.usefixtures("flash_kernel")
 def test_soft_caps_do_not_go_to_the_kernel() -> None:
     target = target_of("gemma2")
     assert_read_alone(target)
-    assert {kernel for _, kernel in target.attended} == {CAPPED}
+    assert {kernel for _, kernel in target.attended} == {PLAIN}
 
 
 def gradients(kernel: str) -> list[Tensor]:
@@ -184,18 +185,18 @@ def test_a_feature_that_nobody_knows_is_given_masks() -> None:
     target = random_target()
 
     def add(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "s_aux": torch.zeros(2)}
+        return args, {**kwargs, "more": torch.zeros(2)}
 
     for layer in target.decoder.layers:
         layer.self_attn.register_forward_pre_hook(add, with_kwargs=True)
     check_served(target)
-    assert "LlamaAttention attends with ['s_aux']" in target.needs_masks
+    assert "LlamaAttention attends with ['more']" in target.needs_masks
     assert_read_alone(target)
 
 
 def test_a_layer_that_asks_for_another_window_is_given_masks() -> None:
     target = random_target("mistral")
-    target.windows = [12, None]
+    target.sights = replace(target.sights, kinds=("sliding_attention", "full_attention"))
     check_served(target)
     assert "attends in a way of its own" in target.needs_masks
 

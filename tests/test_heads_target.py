@@ -7,7 +7,8 @@ from conf.schema import InputError, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
 from heads.documents import Documents
 from heads.target.ends import beside
-from heads.target.load import check_served, load_model, load_target, load_tokenizer
+from heads.target.check import check_served
+from heads.target.load import load_model, load_target, load_tokenizer
 from heads.target.model import Reads, Target
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
-from eval.decode.prefill import prefill
+from heads.target.prefill import prefill
 from eval.decode.texts import truncated
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.accept import verify
-from eval.decode.prefill import prefill
+from heads.target.prefill import prefill
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
 from heads.drafting import Draft, Drafter, Seen

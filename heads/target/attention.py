@@ -8,7 +8,7 @@ Letters: B sequences, T tokens of one, S = B * T tokens, n queries, m keys, Q he
 heads, d head size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from heads.documents import Documents, fits_flash, flash
 NAME = "documents"
 FLASH = "PyTorch's flash kernel for documents"
 FUSED = "scaled_dot_product_attention, document by document"
-CAPPED = "plain torch in chunks of documents, for its soft caps"
+PLAIN = "plain torch in chunks of documents, for its soft caps or sinks"
 
 CHUNK_BYTES = 64 << 20  # of float32 scores
 LONGEST_CHUNK = 256
@@ -36,21 +36,30 @@ WITHOUT_EFFECT = {"position_ids", "cache_position", "dropout"}
 class Reading:
     """A pass over documents.
 
+    Args:
+        config: of a model whose attention layers are to attend by documents; None leaves it to
+            masks who sees whom, and recurrent layers alone go by documents.
+        chunks: tokens of a chunk, by the number of a layer that sees no further.
+
     Attributes:
         documents: of its tokens.
         calls: window and kernel of each attention layer, in their order.
     """
 
-    def __init__(self, documents: Documents) -> None:
-        self.documents = documents
+    def __init__(
+        self, documents: Documents, config: Any = None, chunks: Mapping[int, int] | None = None
+    ) -> None:
+        self.documents, self.config, self.chunks = documents, config, chunks or {}
         self.calls: list[tuple[int | None, str]] = []
-        self._placed: dict[torch.device, Documents] = {}
+        self._placed: dict[tuple[torch.device, int | None], Documents] = {}
 
-    def on(self, device: torch.device) -> Documents:
-        """The documents for a layer on a device."""
-        if device not in self._placed:
-            self._placed[device] = self.documents.on(device)
-        return self._placed[device]
+    def on(self, device: torch.device, layer: int | None = None) -> Documents:
+        """The documents for a layer on a device; a chunk is a document of its own."""
+        chunk = None if layer is None else self.chunks.get(layer)
+        if (device, chunk) not in self._placed:
+            found = self.documents if chunk is None else self.documents.cut(chunk)
+            self._placed[device, chunk] = found.on(device)
+        return self._placed[device, chunk]
 
 
 _READING: ContextVar[Reading | None] = ContextVar("reading", default=None)
@@ -62,21 +71,18 @@ def current() -> Reading | None:
 
 
 @contextmanager
-def reading(config: Any, documents: Documents) -> Iterator[Reading]:
-    """Inside, layers with this config attend by documents, and no model builds them a mask.
-
-    Args:
-        config: which the model's attention layers hold; what it names comes back at the end.
-        documents: of the tokens that are read.
-    """
-    usual, found = config._attn_implementation, Reading(documents)
+def reading(found: Reading) -> Iterator[Reading]:
+    """Inside, layers go by documents, and where attention does, no model builds a mask."""
+    usual = getattr(found.config, "_attn_implementation", None)
     token = _READING.set(found)
-    # A name for which transformers knows no mask makes it build none.
-    config._attn_implementation = NAME
+    if found.config is not None:
+        # A name for which transformers knows no mask makes it build none.
+        found.config._attn_implementation = NAME
     try:
         yield found
     finally:
-        config._attn_implementation = usual
+        if found.config is not None:
+            found.config._attn_implementation = usual
         _READING.reset(token)
 
 
@@ -87,11 +93,18 @@ class Scores(NamedTuple):
         window: tokens that a query sees, its own included; None for all before it.
         scale: of the scores; None for 1 / sqrt(d).
         cap: scores become cap * tanh(score / cap); None leaves them.
+        sinks: [Q], the score per head of a key that has no value; None for no such key.
     """
 
     window: int | None = None
     scale: float | None = None
     cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether softmax over them is all there is."""
+        return self.cap is None and self.sinks is None
 
 
 def attend(
@@ -106,7 +119,7 @@ def attend(
         key: [B, K, T, d].
         value: [B, K, T, d].
         attention_mask: None.
-        features: `scaling`, `sliding_window` and `softcap`, and what has no effect.
+        features: `scaling`, `sliding_window`, `softcap` and `s_aux`, and what has no effect.
 
     Returns:
         [B, T, Q, d], and no weights.
@@ -114,16 +127,21 @@ def attend(
     Raises:
         NotImplementedError: a layer that wants more than this.
     """
-    names = ("sliding_window", "scaling", "softcap")
+    names = ("sliding_window", "scaling", "softcap", "s_aux")
     scores = Scores(*(features.pop(name, None) for name in names))
     _check_known(module, features | {"attention_mask": attention_mask})
     found = _READING.get()
     assert found is not None
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    kernel, documents = _kernel(q, v, scores), found.on(query.device)
+    kernel = _kernel(q, v, scores)
+    documents = found.on(query.device, getattr(module, "layer_idx", None))
     found.calls.append((scores.window, kernel))
     if kernel is FLASH:
-        output, _ = flash(q, k, v, documents, scores.window, scores.scale)
+        output, log_norm = flash(q, k, v, documents, scores.window, scores.scale)
+        if scores.sinks is not None:
+            # A key more in the sum under every softmax.
+            share = torch.sigmoid(log_norm.t() - scores.sinks)
+            output = output * share.unsqueeze(-1).to(output.dtype)
     else:
         output = by_document(q, k, v, documents, scores)
     return output.unflatten(0, (len(query), -1)), None
@@ -148,10 +166,10 @@ def _check_known(module: Any, features: dict[str, Any]) -> None:
 
 
 def _kernel(query: Tensor, values: Tensor, scores: Scores) -> str:
-    if scores.cap is not None:
-        return CAPPED
     same = query.shape[-1] == values.shape[-1]
-    return FLASH if same and fits_flash(query) else FUSED
+    if scores.cap is None and same and fits_flash(query):
+        return FLASH
+    return FUSED if scores.plain else PLAIN
 
 
 def dense(documents: Documents, num_sequences: int) -> Tensor:
@@ -187,7 +205,7 @@ def by_document(
 def _document(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
     length, num_heads = query.shape[:2]
     window = min(scores.window or length, length)
-    plain = window == length and scores.cap is None
+    plain = window == length and scores.plain
     if plain and query.shape[-1] == values.shape[-1]:
         return _fused(query, keys, values, None, scores)
     rows = max(1, min(LONGEST_CHUNK, CHUNK_BYTES // (4 * num_heads * window)))
@@ -208,13 +226,13 @@ def _mask(queries: range, keys: range, window: int, device: torch.device) -> Ten
 
 
 def _chunk(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    if scores.cap is None:
+    if scores.plain:
         return _fused(query, keys, values, mask, scores)
     if not torch.is_grad_enabled():
-        return _capped(query, keys, values, mask, scores)
+        return _scored(query, keys, values, mask, scores)
     # Kept for a gradient, the scores of all chunks together would be tokens by tokens.
     found: Any = checkpoint(
-        _capped, query, keys, values, mask, scores, use_reentrant=False, preserve_rng_state=False
+        _scored, query, keys, values, mask, scores, use_reentrant=False, preserve_rng_state=False
     )
     return found
 
@@ -241,15 +259,18 @@ def _fused(
     return output.squeeze(0).transpose(0, 1)
 
 
-def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """The same with soft caps, as transformers' own attention computes them."""
-    assert scores.cap is not None
+def _scored(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """The same with soft caps and sinks, as transformers' own attention computes them."""
     groups, num_queries = query.shape[1] // keys.shape[1], len(query)
     grouped = query.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)
     found = grouped @ keys.permute(1, 2, 0)
     found = found * (query.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-    found = torch.tanh(found / scores.cap) * scores.cap
+    if scores.cap is not None:
+        found = torch.tanh(found / scores.cap) * scores.cap
     found = found.unflatten(1, (groups, num_queries)).masked_fill(~mask, -torch.inf)
-    weights = found.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(found.dtype).view(-1, groups, 1, 1)
+        found = torch.cat([found, sinks.expand(-1, -1, num_queries, 1)], dim=-1)
+    weights = found.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : len(keys)]
     output = weights.flatten(1, 2) @ values.transpose(0, 1)
     return output.unflatten(1, (groups, num_queries)).permute(2, 0, 1, 3).flatten(1, 2)

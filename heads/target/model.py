@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from conf.schema import InputError
 from heads.cache import TreeCache
 from heads.documents import Documents
-from heads.target.attention import current, dense, reading
+from heads.states import States
+from heads.target.attention import Reading, current, dense, reading
+from heads.target.decoder import EVERY_WAY, call_decoder
 from heads.target.ends import TargetEnds, beside
-
-SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+from heads.target.recurrent import wrap_mixers
+from heads.target.sights import Sights
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Target(TargetEnds):
     Attributes:
         model: the transformers model, in eval mode, its own parameters without gradients.
         decoder: the model without its output head.
-        windows: tokens that a query sees in each decoder layer; None for all before it.
+        sights: what each of its layers sees of a text.
+        is_recurrent: whether layers carry states along the text.
         attended: window and kernel of each attention layer, as the last `read` met them.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
@@ -90,11 +93,21 @@ class Target(TargetEnds):
         self._tapped: dict[int, Tensor] = {}
         self._taps: set[int] = set()
         self._skipping: set[int] = set()
-        self._windows = _windows(self.config, name)
-        kinds = getattr(self.config, "layer_types", None) or [*self._windows] * self.num_layers
-        self.windows = [self._windows[kind] for kind in kinds]
+        self.sights = Sights.of(self.config, name)
+        self.is_recurrent = self.sights.recurrent
+        if self.is_recurrent:
+            self._wrap_mixers()
         self.attended: list[tuple[int | None, str]] = []
         self.needs_masks = ""
+
+    def _wrap_mixers(self) -> None:
+        try:
+            wrap_mixers(self.decoder)
+        except EVERY_WAY as error:
+            raise InputError(
+                f"target.path={self.name}: {self.config.model_type} cannot be served: one token "
+                f"with a cache of transformers' own: {type(error).__name__}: {error}"
+            ) from error
 
     def compile(self, capacity: int) -> None:
         """From now on caches have `capacity` slots and passes behind a text run compiled.
@@ -124,13 +137,14 @@ class Target(TargetEnds):
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if now is None:
                 return nullcontext(), nullcontext()
-            return nullcontext(), reading(self.decoder.config, now.documents)
+            return nullcontext(), reading(now)
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def new_cache(self, num_texts: int) -> TreeCache:
         """An empty cache, growing unless `compile` fixed its size."""
-        return TreeCache(num_texts, self.device, self.num_layers, self.capacity)
+        states = States(self.decoder.config, num_texts) if self.is_recurrent else None
+        return TreeCache(num_texts, self.device, self.num_layers, self.capacity, states)
 
     @torch.no_grad()
     def extend(
@@ -141,6 +155,7 @@ class Target(TargetEnds):
         depths: Tensor,
         reads: Reads | None = None,
         skip: Sequence[int] = (),
+        sure: list[int] | None = None,
     ) -> TargetOutput:
         """Runs new tokens behind the committed ones; they are pending until `cache.commit`.
 
@@ -152,9 +167,13 @@ class Target(TargetEnds):
             depths: [B or 1, P] int64, positions behind the last committed token, from 0.
             reads: the layers to tap.
             skip: decoder layers, from 0, that are left out.
+            sure: how many of the new tokens belong to each text whatever comes, one after
+                another; unset for a draft. Recurrent layers need to know.
         """
         num_new, num_pending = mask.shape[1:]
         cache.begin(num_new, num_pending)
+        if cache.states is not None:
+            cache.states.begin(mask, depths, sure)
         pending, keys = cache.slots.positions(depths, cache.width)
         allowed = cache.slots.attention_mask(mask, cache.width)
         with ExitStack() as undo:
@@ -199,7 +218,7 @@ class Target(TargetEnds):
             cache: told by `begin` where the new tokens go.
             reads: the layers to tap; the last hidden states are always there.
         """
-        masks = self._masks(allowed, position_ids, key_positions)
+        masks = self.sights.masks(allowed, position_ids, key_positions, self.dtype)
         return self._run(input_ids, position_ids, masks, cache, reads)
 
     def _run(
@@ -213,13 +232,7 @@ class Target(TargetEnds):
         indices = (reads or Reads()).layers
         for index in indices:
             self._tap(index)
-        output = self._decoder_for(cache)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=masks,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        output = call_decoder(self._decoder_for(cache), input_ids, position_ids, masks, cache)
         layers = {index: self._tapped[index] for index in indices}
         self._tapped.clear()
         return TargetOutput(output.last_hidden_state, layers).to(self.device)
@@ -249,8 +262,9 @@ class Target(TargetEnds):
         assert sum(documents.lengths) == input_ids.numel()
         if self.needs_masks:
             allowed = dense(documents, len(input_ids))
-            return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
-        with reading(self.decoder.config, documents) as found:
+            with reading(Reading(documents)):
+                return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
+        with reading(Reading(documents, self.decoder.config, self.sights.chunks)) as found:
             output = self._run(input_ids, position_ids, None, None, reads)
         self.attended = found.calls
         return output
@@ -268,24 +282,6 @@ class Target(TargetEnds):
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
         return self.read(ids, positions, Documents.single(ids.shape[1], self.device), reads)
 
-    def _masks(
-        self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> Tensor | dict[str, Tensor]:
-        def within(window: int | None) -> Tensor:
-            if window is None:
-                return allowed
-            distance = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
-            return allowed & (distance < window)
-
-        masks = {kind: self._additive(within(each)) for kind, each in self._windows.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _additive(self, allowed: Tensor) -> Tensor:
-        # Boolean masks are silently wrong in eager attention; additive ones are right everywhere.
-        floor = torch.finfo(self.dtype).min
-        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, floor).unsqueeze(1)
-
     def _tap(self, index: int) -> None:
         """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
         if not 0 <= index <= self.num_layers:
@@ -299,18 +295,3 @@ class Target(TargetEnds):
         module = self.embedding if index == 0 else self.decoder.layers[index - 1]
         module.register_forward_hook(keep)
         self._taps.add(index)
-
-
-def _windows(config: Any, name: str) -> dict[str, int | None]:
-    """Attention window in tokens per layer type; None looks at everything."""
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if kinds - SERVED_LAYER_TYPES:
-        raise InputError(
-            f"target.path={name}: {config.model_type} has {sorted(kinds - SERVED_LAYER_TYPES)} "
-            "layers, whose state cannot be rolled back to an accepted token; "
-            f"allowed: {sorted(SERVED_LAYER_TYPES)}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if not kinds:
-        return {"full_attention": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.decode.prefill import prefill
+from heads.target.prefill import prefill
 from heads.cache import TreeCache, upload
 from heads.drafting import PAD, Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling

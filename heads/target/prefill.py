@@ -25,6 +25,7 @@ def prefill(
     ids = upload([row + [0] * (longest - len(row)) for row in rows], target.device)
     causal = torch.ones(1, longest, longest, dtype=torch.bool, device=target.device).tril()
     depths = torch.arange(longest, device=target.device).unsqueeze(0)
-    output = target.extend(cache, ids, causal, depths, reads or Reads())
+    lengths = [len(row) for row in rows]
+    output = target.extend(cache, ids, causal, depths, reads or Reads(), sure=lengths)
     cache.commit([list(range(len(row))) for row in rows])
     return output

@@ -1,0 +1,143 @@
+"""What recurrent layers have left behind, after every token that a text may go on from.
+
+Letters: B texts, P pending tokens, n new tokens, w nodes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+CONV, RECURRENT = "conv_states", "recurrent_states"  # transformers' names
+State = dict[tuple[str, int], Tensor]  # what one mixer keeps, [b, ...] by kind and number
+
+
+@dataclass(frozen=True)
+class Level:
+    """New tokens of one depth; a text that has fewer repeats one, which changes nothing.
+
+    Attributes:
+        nodes: [B or 1, w] int64, of the n new tokens.
+        parents: [B or 1, w] int64, what each goes on from: 0 is the committed text, 1 + j
+            pending token j.
+    """
+
+    nodes: Tensor
+    parents: Tensor
+
+
+def levels(mask: Tensor, depths: Tensor) -> list[Level]:
+    """The order in which draft tokens are run; waits for the device once.
+
+    Args:
+        mask: [B or 1, n, P] bool, the pending tokens that each of the last n sees, itself
+            included.
+        depths: [B or 1, P] int64; of each depth a token sees at most one.
+    """
+    num_new, num_pending = mask.shape[1:]
+    own = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
+    deepest, parents = ((mask & ~own) * (1 + depths).unsqueeze(1)).max(-1)
+    num_texts = max(len(mask), len(depths))
+    above = torch.where(deepest > 0, 1 + parents, 0).expand(num_texts, -1).tolist()
+    below = depths[:, -num_new:].expand(num_texts, -1).tolist()
+    found = []
+    for depth in sorted({each for row in below for each in row}):
+        # The first of all tokens is run before the others, so it may be repeated at any depth.
+        rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
+        width = max(map(len, rows))
+        nodes = [row + row[:1] * (width - len(row)) for row in rows]
+        parents = [[each[node] for node in row] for row, each in zip(nodes, above, strict=True)]
+        found.append(Level(*(torch.tensor(e, device=mask.device) for e in (nodes, parents))))
+    return found
+
+
+class States:
+    """The states of a model's recurrent layers, for a batch of texts.
+
+    Args:
+        config: of the model, from which transformers knows what its layers keep.
+        num_texts: B.
+
+    Attributes:
+        levels: how the new tokens of a pass hang together.
+        sure: instead, how many of them belong to each text whatever comes; empty for a draft.
+        num_earlier: pending tokens before the new ones.
+    """
+
+    def __init__(self, config: Any, num_texts: int) -> None:
+        self.levels: list[Level] = []
+        self.sure: list[int] = []
+        self.num_earlier = 0
+        self._num_texts, self._num_pending = num_texts, 0
+        self._cache: Any = DynamicCache(config=config)
+        self._num_states = [getattr(each, "number_of_states", 0) for each in self._cache.layers]
+        self._tables: dict[int, State] = {}  # [B, 1 + P, ...]
+
+    def begin(self, mask: Tensor, depths: Tensor, sure: list[int] | None) -> None:
+        """Says what the next pass runs; arguments as of `levels` and the attribute."""
+        self.sure = sure or []
+        self.levels = [] if sure else levels(mask, depths)
+        num_new, self._num_pending = mask.shape[1:]
+        self.num_earlier = self._num_pending - num_new
+
+    def after(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
+        """The states [m, ...] that a mixer has left behind; nothing before it has run.
+
+        Args:
+            mixer: its number.
+            texts: [m] int64.
+            tokens: [m] int64; 0 is the committed text, 1 + j pending token j.
+        """
+        table = self._tables.get(mixer, {})
+        return {name: states[texts, tokens] for name, states in table.items()}
+
+    def put(self, mixer: int, texts: Tensor, tokens: Tensor, state: State) -> None:
+        """Keeps what a mixer leaves behind, [m, ...]; arguments as of `after`."""
+        table = self._tables.setdefault(mixer, {})
+        for name, states in state.items():
+            held = table.get(name, states.new_zeros(self._num_texts, 1, *states.shape[1:]))
+            missing = 1 + self._num_pending - held.shape[1]
+            if missing > 0 and not self.sure:
+                more = held.new_zeros(self._num_texts, missing, *states.shape[1:])
+                held = torch.cat([held, more], dim=1)
+            held[texts, tokens] = states
+            table[name] = held
+
+    def commit(self, kept: list[list[int]]) -> None:
+        """Goes on from the last token that each text keeps."""
+        last = torch.tensor([1 + nodes[-1] if nodes else 0 for nodes in kept])
+        if self.sure:
+            last.zero_()
+        for table in self._tables.values():
+            for name, states in table.items():
+                texts = torch.arange(len(kept), device=states.device)
+                table[name] = states[texts, last.to(states.device)].unsqueeze(1)
+        self.sure = []
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        self._num_texts = len(rows)
+        for table in self._tables.values():
+            for name, states in table.items():
+                table[name] = states[torch.tensor(rows, device=states.device)]
+
+    def cache_with(self, layer: int, state: State) -> Cache:
+        """A cache of transformers' own whose layer holds a state, or nothing yet."""
+        held: Any = LinearAttentionLayer(self._num_states[layer])
+        for (kind, number), states in state.items():
+            getattr(held, kind)[number] = states
+            getattr(held, f"is_{kind}_initialized")[number] = True
+            held.has_previous_state[number] = True
+            held.device, held.dtype = states.device, states.dtype
+            if kind == CONV:
+                held.conv_kernel_size[number] = states.shape[-1]
+        self._cache.layers[layer] = held
+        return self._cache
+
+    def in_cache(self, layer: int) -> State:
+        """What the module that was given `cache_with` has left there."""
+        held = self._cache.layers[layer]
+        found = ((k, n, each) for k in (CONV, RECURRENT) for n, each in getattr(held, k).items())
+        return {(kind, number): states for kind, number, states in found if states is not None}

@@ -1,0 +1,195 @@
+"""The check that a target can be served, before anything is trained or measured with it.
+
+What will be asked of it is run: two texts of unlike length in one batch, past every window and
+chunk; behind them trees and chains, of which each text keeps another part; and packed documents.
+All must agree with what the model gives for each text alone. This catches architectures that
+ignore explicit masks or positions, that keep a state elsewhere, or scale their logits in a way that
+is not known here.
+
+Letters: n tokens, V vocabulary.
+"""
+
+from inspect import signature
+
+import torch
+from torch import Tensor
+
+from conf.schema import InputError
+from heads.cache import TreeCache
+from heads.documents import Documents
+from heads.target.decoder import EVERY_WAY
+from heads.target.model import Target, TargetOutput
+from heads.target.prefill import prefill
+
+BEYOND = 8  # tokens that the longer text goes past windows and chunks
+LONGEST = 16384  # windows beyond it are not tried
+SHORTER = 5  # tokens that the other text lacks
+
+# A tree: root, a wrong child, the right one, and the same below that.
+PARENTS = [0, 0, 0, 2, 2]
+RIGHT = [0, 2, 4]
+
+
+def check_served(target: Target) -> None:
+    """Refuses a target whose passes differ from its own; settles how it reads documents.
+
+    Raises:
+        InputError: with what differed and by how much.
+    """
+    if target.device.type == "meta":
+        raise InputError(
+            f"target.path={target.name}: its embedding is offloaded, and all that a target gives "
+            "lies beside it; target.device_map has to keep it on a device"
+        )
+    text = _text(target)
+    try:
+        reason = _Check(target, text).run()
+    except EVERY_WAY as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        raise InputError(
+            f"target.path={target.name}: {target.config.model_type} "
+            f"({type(target.model).__name__}) cannot be served: {reason}"
+        )
+    target.needs_masks = _documents(target, text)
+
+
+def _text(target: Target) -> Tensor:
+    """[1, n] int64, long enough for every window and chunk that can be tried."""
+    reach = [each for each in target.sights.reach if each + BEYOND <= LONGEST]
+    num_tokens = max(reach, default=BEYOND) + BEYOND + 2 * len(RIGHT)
+    drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    return (drawn % target.vocab_size).to(target.device)
+
+
+@torch.no_grad()
+def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
+    """[num_last, V] float32, what the model itself gives after the last tokens of a text."""
+    known = "logits_to_keep" in signature(target.model.forward).parameters
+    kept = {"logits_to_keep": num_last} if known else {}
+    return target.model(input_ids=ids, use_cache=False, **kept).logits[0, -num_last:].float()
+
+
+class _Check:
+    """Two texts, the second a part of the first, drafted for and continued.
+
+    Args:
+        target: the target.
+        ids: [1, n] int64, the first text and what comes behind it.
+    """
+
+    def __init__(self, target: Target, ids: Tensor) -> None:
+        self.target, self.ids = target, ids[0]
+        num_behind = 2 * len(RIGHT)
+        self.lengths = [len(self.ids) - num_behind, len(self.ids) - num_behind - SHORTER]
+        self.first = self.lengths[1] - 1
+        self.expected = _own_logits(target, ids, len(self.ids) - self.first)
+
+    @torch.no_grad()
+    def run(self) -> str:
+        """How what is run differs; empty if it does not."""
+        cache = self.target.new_cache(2)
+        rows = [self.ids[:length].tolist() for length in self.lengths]
+        output = prefill(self.target, cache, rows)
+        last = output.at(torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1)
+        found = self._compare("a prompt", last, [[0], [0]], [-1])
+        for name, parents, right, kept in (
+            ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
+            ("a draft behind what was kept of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
+        ):
+            found = found or self._draft(cache, name, parents, right, kept)
+        cache.keep([1])
+        self.lengths = self.lengths[1:]
+        return found or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
+
+    def _draft(
+        self, cache: TreeCache, name: str, parents: list[int], right: list[int], kept: list[int]
+    ) -> str:
+        """Runs a tree whose `right` nodes go on as the texts do, of which they keep the first."""
+        device, num_nodes = self.ids.device, len(parents)
+        mask = torch.eye(num_nodes, dtype=torch.bool, device=device)
+        for node in range(1, num_nodes):
+            mask[node] |= mask[parents[node]]
+        depths = mask.sum(-1) - 1
+        rows = []
+        for length in self.lengths:
+            row = self.ids[length + depths]
+            wrong = [node for node in range(num_nodes) if node not in right]
+            row[wrong] = (row[wrong] + 1) % self.target.vocab_size
+            rows.append(row)
+        output = self.target.extend(cache, torch.stack(rows), mask[None], depths[None])
+        found = self._compare(name, output, [right] * len(rows), depths[right].tolist())
+        cache.commit([right[:num] for num in kept])
+        self.lengths = [length + num for length, num in zip(self.lengths, kept, strict=True)]
+        return found
+
+    def _compare(
+        self, name: str, output: TargetOutput, nodes: list[list[int]], behind: list[int]
+    ) -> str:
+        """Whether states of nodes are the model's own, which stand so far behind the texts."""
+        places = torch.tensor(nodes, device=self.ids.device)
+        found = output.at(places).hidden_states.flatten(0, 1)
+        own = [length + each - self.first for length in self.lengths for each in behind]
+        difference = _difference(self.target, found, self.expected[own])
+        return difference and f"{name}, behind texts of {self.lengths} tokens, {difference}"
+
+
+def _difference(target: Target, hidden: Tensor, expected: Tensor) -> str:
+    """How the logits after hidden states differ from the model's own; empty if they do not."""
+    found = target.logits(hidden).float()
+    # int8 rounds activations by the batch that they come in.
+    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
+    tolerance = 1e-3 if exact else 0.3
+    difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
+    if difference < tolerance:
+        return ""
+    return (
+        f"differs from its own pass by {difference:.2g} standard deviations of the logits "
+        f"(allowed {tolerance})"
+    )
+
+
+@torch.no_grad()
+def _documents(target: Target, text: Tensor) -> str:
+    """Why a target cannot read documents without masks; empty if it can.
+
+    Two documents, packed in both orders, must give what the model gives on each alone, and each
+    layer must have asked for the window that it has.
+
+    Raises:
+        InputError: it cannot read them with masks either.
+    """
+    reason = _reading(target, text, attended=True)
+    if not reason:
+        return ""
+    target.needs_masks = reason
+    with_masks = _reading(target, text, attended=False)
+    if with_masks:
+        raise InputError(
+            f"target.path={target.name}: {target.config.model_type} "
+            f"({type(target.model).__name__}) cannot be served: packed documents: {with_masks}"
+        )
+    return reason
+
+
+def _reading(target: Target, text: Tensor, attended: bool) -> str:
+    """How a read of packed documents differs; empty if it does not."""
+    first, second = text[:, :-3], text[:, -3:]
+    packed = torch.cat([torch.cat([first, second], 1), torch.cat([second, first], 1)])
+    places = [torch.arange(each.shape[1], device=text.device) for each in (first, second)]
+    positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
+    numbers = [[0] * len(places[0]) + [1] * 3, [0] * 3 + [1] * len(places[0])]
+    documents = Documents.of(torch.tensor(numbers)).on(text.device)
+    try:
+        output = target.read(packed, positions, documents)
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
+    if attended and [window for window, _ in target.attended] != target.sights.windows:
+        return f"{type(target.model).__name__} attends in a way of its own"
+    alone = [_own_logits(target, each, 3) for each in (first, second)]
+    ends = [len(places[0]) - 3, len(places[0])]
+    states = [output.hidden_states[0, e : e + 3] for e in ends]
+    states += [output.hidden_states[1, e : e + 3] for e in (0, len(places[0]))]
+    expected = torch.cat([*alone, alone[1], alone[0]])
+    difference = _difference(target, torch.cat(states), expected)
+    return difference and f"a read by documents {difference}"

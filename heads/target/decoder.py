@@ -1,0 +1,35 @@
+"""How the decoder of any architecture is called."""
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+# In which a model fails that is not as those known here are.
+EVERY_WAY = (
+    AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+
+
+def call_decoder(
+    decoder: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    masks: Tensor | dict[str, Any] | None = None,
+    cache: Any = None,
+) -> Any:
+    """One pass; what an architecture has no argument for is left out.
+
+    Args:
+        decoder: a transformers model without its output head.
+        input_ids: [B, n] int64.
+        position_ids: [B, n] int64.
+        masks: additive, by kind of layer where there are several.
+        cache: of keys, values and states.
+    """
+    known = signature(getattr(decoder, "_orig_mod", decoder).forward).parameters
+    given = {"position_ids": position_ids, "attention_mask": masks}
+    # State spaces have no positions and no masks, and call their cache by another name.
+    name = "past_key_values" if "past_key_values" in known else "cache_params"
+    given = {key: value for key, value in given.items() if key in known}
+    return decoder(input_ids=input_ids, use_cache=cache is not None, **{name: cache}, **given)

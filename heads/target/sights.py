@@ -1,0 +1,118 @@
+"""What the layers of a target see of a text: all, a window, a chunk, or a state.
+
+Letters: B texts, Q queries, S keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema import InputError
+
+# transformers' names for kinds of layers.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENTION = {"attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING}
+RECURRENT = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
+NEITHER = {"moe", "mlp", "dummy"}
+REFUSED = {
+    "indexed_attention": "chooses the keys that a query sees, and keeps an index of them",
+    "compressed_sparse_attention": "attends to compressed keys of several tokens",
+    "heavily_compressed_attention": "attends to compressed keys of several tokens",
+    "minimax_m3_sparse": "chooses the blocks of keys that a query sees",
+}
+
+
+@dataclass(frozen=True)
+class Sights:
+    """By kind of layer.
+
+    Attributes:
+        kinds: of each layer, as its config names them.
+        window: tokens that a query sees in a sliding layer, its own included.
+        chunk: tokens of a chunk; a query sees none of the chunks before its own.
+        recurrent: whether any layer may carry a state.
+    """
+
+    kinds: tuple[str, ...]
+    window: int | None
+    chunk: int | None
+    recurrent: bool
+
+    @classmethod
+    def of(cls, config: Any, name: str) -> "Sights":
+        """As a config of transformers says.
+
+        Args:
+            config: of the text model.
+            name: of the target.
+
+        Raises:
+            InputError: layers that cannot be served, with the reason.
+        """
+        window = getattr(config, "sliding_window", None)
+        named = getattr(config, "layer_types", None)
+        kinds = tuple(named or [SLIDING if window else FULL] * config.num_hidden_layers)
+        known = {FULL, SLIDING, CHUNKED, *ATTENTION, *RECURRENT, *NEITHER}
+        for kind in sorted(set(kinds) - known):
+            reason = REFUSED.get(kind, f"is none of {sorted(known)}")
+            raise InputError(
+                f"target.path={name}: {config.model_type} cannot be served: its layer of kind "
+                f"{kind} {reason}"
+            )
+        chunk = getattr(config, "attention_chunk_size", None)
+        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)))
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer that attends; None for all that comes before, or a chunk."""
+        attending = [ATTENTION.get(kind, kind) for kind in self.kinds]
+        seen = {FULL: None, SLIDING: self.window, CHUNKED: None}
+        return [seen[kind] for kind in attending if kind in seen]
+
+    @property
+    def chunks(self) -> dict[int, int]:
+        """Tokens of a chunk, by the number of each layer that has them."""
+        found = [number for number, kind in enumerate(self.kinds) if kind == CHUNKED]
+        return dict.fromkeys(found, self.chunk or 0)
+
+    @property
+    def reach(self) -> list[int]:
+        """Tokens after which some layer sees less than all before it."""
+        found = {SLIDING: self.window, CHUNKED: self.chunk}
+        kinds = {ATTENTION.get(kind, kind) for kind in self.kinds}
+        return [size for kind, size in found.items() if kind in kinds and size]
+
+    def masks(
+        self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
+    ) -> Tensor | dict[str, Tensor | None]:
+        """Additive masks [B, 1, Q, S], by kind of layer where attention is of several.
+
+        Args:
+            allowed: [B, Q, S] bool, True where a query may look; windows and chunks come on top.
+            query_positions: [B, Q] int64.
+            key_positions: [B, S] int64.
+            dtype: of the mask.
+        """
+        queries, keys = query_positions.unsqueeze(2), key_positions.unsqueeze(1)
+
+        def seen(kind: str) -> Tensor:
+            if kind == SLIDING and self.window is not None:
+                return allowed & (queries - keys < self.window)
+            if kind == CHUNKED and self.chunk is not None:
+                return allowed & (queries // self.chunk == keys // self.chunk)
+            return allowed
+
+        attending = {kind: ATTENTION.get(kind, kind) for kind in self.kinds}
+        kinds = {own for own in attending.values() if own in (FULL, SLIDING, CHUNKED)}
+        made: dict[str, Tensor | None] = {kind: additive(seen(kind), dtype) for kind in kinds}
+        if len(made) < 2:
+            return next(iter(made.values()), None)
+        return made | {kind: made.get(own) for kind, own in attending.items()}
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, Q, S], 0 where a query may look; boolean ones are silently wrong in eager attention."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
