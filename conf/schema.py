@@ -150,6 +150,9 @@ class TargetConfig:
     """Passed to transformers, e.g. `auto`, for targets that need several devices."""
     trust_remote_code: bool = False
     """Run model code that the Hub repository ships."""
+    attention: str | None = None
+    """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
+    unset takes the first of these that changes nothing."""
 
 
 @dataclass
@@ -389,12 +392,3 @@ class ShowMaskRun(DataRun):
     """`scripts/show_mask.py`."""
 
     num_samples: int = 3
-
-
-@dataclass
-class CompareRun:
-    """`scripts/compare.py`."""
-
-    results: list[str] = field(default_factory=list)
-    """Folders with `acceptance.json`; a row is called after its folder."""
-    out_dir: str = "outputs/comparison"

@@ -300,3 +300,12 @@ def _unset(settings: dict[str, Any], why: str) -> None:
     for name, value in settings.items():
         if value is not None:
             raise InputError(f"{name}={value}: {why}; leave it unset")
+
+
+@dataclass
+class CompareRun:
+    """`scripts/compare.py`."""
+
+    results: list[str] = field(default_factory=list)
+    """Folders with `acceptance.json`; a row is called after its folder."""
+    out_dir: str = "outputs/comparison"

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import json
 from typing import Any
 
-from conf.schema import CompareRun, InputError
+from conf.schema import InputError
+from conf.schema_measure import CompareRun
 from eval.entry import run
 from eval.measure.stats import tree_figures
 from eval.report.figures import plot_comparison

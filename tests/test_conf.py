@@ -35,7 +35,7 @@ ENTRIES = {
     "scripts/show_mask.py": schema.ShowMaskRun,
     "scripts/push.py": schema_push.PushRun,
     "scripts/merge_adapter.py": schema_medusa2.MergeAdapterRun,
-    "scripts/compare.py": schema.CompareRun,
+    "scripts/compare.py": schema_measure.CompareRun,
     "scripts/serve_check.py": schema_measure.ServeCheckRun,
     "scripts/export.py": schema_export.ExportRun,
     "scripts/prune.py": schema_measure.PruneRun,

@@ -47,7 +47,7 @@ SCHEMAS = {
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,
     "push": schema_push.PushRun,
-    "compare": schema.CompareRun,
+    "compare": schema_measure.CompareRun,
     "serve_check": schema_measure.ServeCheckRun,
     "export": schema_export.ExportRun,
     "medusa2": schema_medusa2.Medusa2Run,

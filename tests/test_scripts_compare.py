@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import CompareRun, InputError
+from conf.schema import InputError
+from conf.schema_measure import CompareRun
 from scripts import compare
 
 

@@ -13,7 +13,7 @@ from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from eval.decode.engine import NoDraft, decode_batch
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
-from heads.target.load import attention_for
+from heads.target.load import attentions_for
 from heads.target.model import Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab
@@ -58,7 +58,8 @@ def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     """A model of a family with weights large enough that its text is not constant."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
+    attention = attentions_for(config)[0]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(4.0)

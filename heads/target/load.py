@@ -27,12 +27,20 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     assert config.path is not None
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
-    model = load_model(config, model_config, dtype, device)
-    if config.adapter is not None:
-        model = with_adapter(model, config.adapter).get_base_model()
-    target = Target(model, tokenizer, config.path)
-    check_served(target)
-    return target
+    attentions = [config.attention] if config.attention else attentions_for(model_config)
+    for attention in attentions:
+        model = load_model(config, model_config, dtype, device, attention)
+        if config.adapter is not None:
+            model = with_adapter(model, config.adapter).get_base_model()
+        target = Target(model, tokenizer, config.path)
+        try:
+            check_served(target)
+        except InputError:
+            if attention == attentions[-1]:
+                raise
+        else:
+            return target
+    raise AssertionError
 
 
 def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
@@ -59,11 +67,13 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype.value)
 
 
-def attention_for(model_config: Any) -> str:
-    """The attention implementation that takes additive masks and computes what was trained."""
+def attentions_for(model_config: Any) -> list[str]:
+    """Implementations that may take additive masks and compute what was trained, best first."""
     # SDPA leaves out attention soft-capping (Gemma 2) without a word.
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    return "eager" if capped else "sdpa"
+    known = AutoModelForCausalLM._model_mapping
+    fits = type(model_config) not in known or known[type(model_config)]._supports_sdpa
+    return ["sdpa", "eager"] if fits and not capped else ["eager"]
 
 
 @contextmanager
@@ -85,7 +95,11 @@ def hub_options(config: TargetConfig) -> dict[str, Any]:
 
 
 def load_model(
-    config: TargetConfig, model_config: Any, dtype: torch.dtype | str, device: torch.device
+    config: TargetConfig,
+    model_config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    attention: str | None = None,
 ) -> Any:
     """The transformers model of a target, without its adapter.
 
@@ -94,14 +108,12 @@ def load_model(
         model_config: of `load_tokenizer`.
         dtype: of its parameters; `auto` takes that of its files.
         device: where it goes, unless `device_map` says otherwise.
+        attention: how its layers attend; unset leaves it to transformers.
 
     Raises:
         InputError: nothing there, or it does not load.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": attention_for(model_config),
-    }
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     quantized = config.quantization is not Quantization.none
     if quantized:
         options["quantization_config"] = _quantization(config.quantization, dtype)

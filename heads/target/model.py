@@ -20,7 +20,7 @@ from heads.states import States
 from heads.target.attention import Reading, current, dense, reading
 from heads.target.decoder import EVERY_WAY, call_decoder
 from heads.target.ends import TargetEnds, beside
-from heads.target.recurrent import wrap_mixers
+from heads.target.recurrent import MIXERS, wrap_mixers
 from heads.target.sights import Sights
 
 
@@ -274,7 +274,8 @@ class Target(TargetEnds):
         """How `read` attends, or did last."""
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
-        return ", ".join(sorted({kernel for _, kernel in self.attended}))
+        kernels = {kernel for _, kernel in self.attended}
+        return ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
 
     def read_text(self, token_ids: list[int], reads: Reads | None = None) -> TargetOutput:
         """States [1, S, D] of one text of S tokens."""

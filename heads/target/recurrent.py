@@ -22,6 +22,7 @@ from heads.states import States
 from heads.target.attention import current
 from heads.target.decoder import call_decoder
 
+MIXERS = "recurrent layers, document by document"
 WASTE = 1.25  # tokens run to tokens read, where documents are filled up to one length
 
 
