@@ -67,6 +67,13 @@ class SlotBuffer:
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
 
+    def replace(self, row: int, other: "SlotBuffer", num_slots: int) -> None:
+        """Takes the first slots of one row from a buffer of one row."""
+        for own, new in ((self.keys, other.keys), (self.values, other.values)):
+            assert own is not None
+            assert new is not None
+            own[row, :, :num_slots] = new[0, :, :num_slots]
+
     def _reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
         held = 0 if self.keys is None else self.keys.shape[2]
         if width <= held:
@@ -240,6 +247,11 @@ class TreeCache(Cache):
         self.slots.keep(rows, *self._buffers())
         if self.states is not None:
             self.states.keep(rows)
+
+    def replace(self, row: int, other: "TreeCache") -> None:
+        """Takes what is committed of a text from a cache of that text, which may hold more."""
+        for own, new in zip(self._buffers(), other._buffers(), strict=True):
+            own.replace(row, new, self.slots.lengths[row])
 
     def _buffers(self) -> list[SlotBuffer]:
         return [layer.buffer for layer in self._own if layer.buffer.keys is not None]

@@ -56,6 +56,13 @@ class Documents:
         """The same with `bounds` on a device; a copy from pinned memory is not waited for."""
         return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
 
+    def longer_than(self, num_tokens: int) -> Tensor:
+        """[S] bool, whether the document of each token has more tokens."""
+        long = torch.tensor([length > num_tokens for length in self.lengths])
+        lengths = self.bounds.diff()
+        total = sum(self.lengths)
+        return upload(long, lengths.device).repeat_interleave(lengths, output_size=total)
+
     def cut(self, size: int) -> "Documents":
         """Each in pieces of `size` tokens, the last of what is left."""
         pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]

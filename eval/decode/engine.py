@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
+from eval.decode.crossing import Crossing
 from heads.target.prefill import prefill
 from eval.decode.texts import truncated
 from heads.cache import TreeCache, upload
@@ -149,6 +150,7 @@ class _Batch:
         self.paths: list[list[tuple[int, ...]]] = [[] for _ in prompts]
         self.alive = list(range(len(prompts)))
         self.generators = Generators.seeded(seeds or [0] * len(prompts), target.device)
+        self.crossing = Crossing(target, prompts)
 
     @torch.no_grad()
     def run(self) -> Iterator[dict[int, list[int]]]:
@@ -165,6 +167,8 @@ class _Batch:
             with self.clock.part("accept"):
                 if len(going) < len(self.alive):
                     seen = self._drop(going, seen)
+                whole = [self.prompts[text] + self.texts[text] for text in self.alive]
+                self.crossing.cross(seen.cache, self.alive, whole)
                 self.drafter.observe(seen)
             with self.clock.part("draft"):
                 draft = self.drafter.propose([self.texts[text][-1] for text in self.alive])
@@ -192,6 +196,7 @@ class _Batch:
         roots = [self.texts[text][-1:] for text in self.alive]
         tokens = torch.cat([upload(roots, self.target.device), draft.tokens], dim=1)
         layout = draft.layout()
+        tokens = self.crossing.cut(tokens, layout.depths, cache)
         output = self.target.extend(
             cache, tokens.clamp_min(0), layout.mask, layout.depths, self.drafter.reads
         )

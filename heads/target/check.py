@@ -24,6 +24,7 @@ from heads.target.prefill import prefill
 BEYOND = 8  # tokens that the longer text goes past windows and chunks
 LONGEST = 16384  # windows beyond it are not tried
 SHORTER = 5  # tokens that the other text lacks
+NUM_BEHIND = 6  # tokens that are drafted for behind each
 
 # A tree: root, a wrong child, the right one, and the same below that.
 PARENTS = [0, 0, 0, 2, 2]
@@ -56,8 +57,9 @@ def check_served(target: Target) -> None:
 
 def _text(target: Target) -> Tensor:
     """[1, n] int64, long enough for every window and chunk that can be tried."""
-    reach = [each for each in target.sights.reach if each + BEYOND <= LONGEST]
-    num_tokens = max(reach, default=BEYOND) + BEYOND + 2 * len(RIGHT)
+    sizes = [*target.sights.reach, target.rope.switch or 0]
+    reach = [each for each in sizes if each + BEYOND <= LONGEST]
+    num_tokens = max(reach, default=BEYOND) + BEYOND + NUM_BEHIND
     drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     return (drawn % target.vocab_size).to(target.device)
 
@@ -80,10 +82,15 @@ class _Check:
 
     def __init__(self, target: Target, ids: Tensor) -> None:
         self.target, self.ids = target, ids[0]
-        num_behind = 2 * len(RIGHT)
-        self.lengths = [len(self.ids) - num_behind, len(self.ids) - num_behind - SHORTER]
-        self.first = self.lengths[1] - 1
-        self.expected = _own_logits(target, ids, len(self.ids) - self.first)
+        longest = len(self.ids) - NUM_BEHIND
+        # Both sides of a switch of frequencies; who decodes sees to it that none is crossed.
+        switch = target.rope.switch
+        self.lengths = [longest, (switch or longest - SHORTER) - (NUM_BEHIND if switch else 0)]
+        self.prompts, self.texts = list(self.lengths), [0, 1]
+        self.expected = [
+            _own_logits(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1)
+            for length in self.lengths
+        ]
 
     @torch.no_grad()
     def run(self) -> str:
@@ -99,7 +106,7 @@ class _Check:
         ):
             found = found or self._draft(cache, name, parents, right, kept)
         cache.keep([1])
-        self.lengths = self.lengths[1:]
+        self.lengths, self.texts = self.lengths[1:], [1]
         return found or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
 
     def _draft(
@@ -129,8 +136,12 @@ class _Check:
         """Whether states of nodes are the model's own, which stand so far behind the texts."""
         places = torch.tensor(nodes, device=self.ids.device)
         found = output.at(places).hidden_states.flatten(0, 1)
-        own = [length + each - self.first for length in self.lengths for each in behind]
-        difference = _difference(self.target, found, self.expected[own])
+        own = [
+            self.expected[text][length + each + 1 - self.prompts[text]]
+            for text, length in zip(self.texts, self.lengths, strict=True)
+            for each in behind
+        ]
+        difference = _difference(self.target, found, torch.stack(own))
         return difference and f"{name}, behind texts of {self.lengths} tokens, {difference}"
 
 

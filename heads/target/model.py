@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.schema import InputError
-from heads.cache import TreeCache
+from heads.cache import TreeCache, upload
 from heads.documents import Documents
 from heads.states import States
 from heads.target.attention import Reading, current, dense, reading
 from heads.target.decoder import EVERY_WAY, call_decoder
 from heads.target.ends import TargetEnds, beside
+from heads.target.longrope import LongRope
 from heads.target.recurrent import MIXERS, wrap_mixers
 from heads.target.sights import Sights
 
@@ -73,6 +74,7 @@ class Target(TargetEnds):
         decoder: the model without its output head.
         sights: what each of its layers sees of a text.
         is_recurrent: whether layers carry states along the text.
+        rope: knows whether texts beyond some length are read in another way.
         attended: window and kernel of each attention layer, as the last `read` met them.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
@@ -97,6 +99,7 @@ class Target(TargetEnds):
         self.is_recurrent = self.sights.recurrent
         if self.is_recurrent:
             self._wrap_mixers()
+        self.rope = LongRope(self.decoder)
         self.attended: list[tuple[int | None, str]] = []
         self.needs_masks = ""
 
@@ -177,6 +180,9 @@ class Target(TargetEnds):
         pending, keys = cache.slots.positions(depths, cache.width)
         allowed = cache.slots.attention_mask(mask, cache.width)
         with ExitStack() as undo:
+            if self.rope.switch is not None:
+                ahead = upload(sure or [1] * len(cache.slots.lengths), self.device).unsqueeze(1)
+                undo.enter_context(self.rope.reading(cache.slots.committed + ahead > self.rope.switch))
             for layer in skip:
                 undo.enter_context(self._skipped(layer))
             return self.forward(input_ids, pending[:, -num_new:], allowed, keys, cache, reads)
@@ -260,11 +266,16 @@ class Target(TargetEnds):
             reads: the layers to tap; the last hidden states are always there.
         """
         assert sum(documents.lengths) == input_ids.numel()
-        if self.needs_masks:
-            allowed = dense(documents, len(input_ids))
-            with reading(Reading(documents)):
+        with ExitStack() as undo:
+            if self.rope.switch is not None:
+                long = documents.longer_than(self.rope.switch).view(input_ids.shape)
+                undo.enter_context(self.rope.reading(long))
+            if self.needs_masks:
+                undo.enter_context(reading(Reading(documents)))
+                allowed = dense(documents, len(input_ids))
                 return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
-        with reading(Reading(documents, self.decoder.config, self.sights.chunks)) as found:
+            found = Reading(documents, self.decoder.config, self.sights.chunks)
+            undo.enter_context(reading(found))
             output = self._run(input_ids, position_ids, None, None, reads)
         self.attended = found.calls
         return output

@@ -1,0 +1,62 @@
+"""Texts that come to the length from which their target reads them in another way.
+
+Up to there a text has the short frequencies of LongRoPE, beyond it the long ones for all of its
+tokens, so its keys are then computed anew; transformers' `generate` does the same. A draft is
+not accepted across the switch: what stands behind it was read with the wrong ones.
+
+Letters: B texts, N tree nodes.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from heads.cache import TreeCache
+from heads.drafting import PAD
+from heads.target.model import Target
+from heads.target.prefill import prefill
+
+
+class Crossing:
+    """Of a batch.
+
+    Args:
+        target: the target.
+        prompts: token ids of each text.
+    """
+
+    def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
+        self.target, self.switch = target, target.rope.switch
+        if self.switch is not None:
+            self.long = {n for n, ids in enumerate(prompts) if len(ids) > self.switch}
+
+    def cross(self, cache: TreeCache, alive: list[int], texts: list[list[int]]) -> None:
+        """Computes the keys of texts that are long from now on.
+
+        Args:
+            cache: of the texts that go on.
+            alive: their numbers.
+            texts: all that each has, prompt and root included.
+        """
+        if self.switch is None:
+            return
+        for row, (text, length) in enumerate(zip(alive, cache.slots.lengths, strict=True)):
+            if length >= self.switch and text not in self.long:
+                self.long.add(text)
+                anew = self.target.new_cache(1)
+                prefill(self.target, anew, [texts[row][: length + 1]])
+                cache.replace(row, anew)
+
+    def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
+        """Tokens [B, N] of trees without those behind the switch of a text that is short.
+
+        Args:
+            tokens: [B, N] int64.
+            depths: [B or 1, N] int64.
+            cache: of the texts.
+        """
+        if self.switch is None:
+            return tokens
+        committed = cache.slots.committed
+        beyond = (committed < self.switch) & (committed + depths >= self.switch)
+        return tokens.masked_fill(beyond, PAD)
