@@ -47,6 +47,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": EXPERTS,
+    "gpt_oss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {
+        "attention_chunk_size": 12,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 0],
+        "layer_types": ["chunked_attention", "full_attention"],
+        "floor_scale": 16,
+    },
+    "gemma4_text": {
+        "sliding_window": 12,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 32,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
 }
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -60,9 +95,11 @@ def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **changes})
     attention = attentions_for(config)[0]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(4.0)
+        if name.endswith("sinks"):
+            parameter.data.normal_()
     return model.eval()
 
 

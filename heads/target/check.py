@@ -22,7 +22,7 @@ from heads.target.model import Target, TargetOutput
 from heads.target.prefill import prefill
 
 BEYOND = 8  # tokens that the longer text goes past windows and chunks
-LONGEST = 16384  # windows beyond it are not tried
+SHORTEST, LONGEST = 16, 16384  # tokens before that; wider windows are not tried
 SHORTER = 5  # tokens that the other text lacks
 NUM_BEHIND = 6  # tokens that are drafted for behind each
 
@@ -57,9 +57,8 @@ def check_served(target: Target) -> None:
 
 def _text(target: Target) -> Tensor:
     """[1, n] int64, long enough for every window and chunk that can be tried."""
-    sizes = [*target.sights.reach, target.rope.switch or 0]
-    reach = [each for each in sizes if each + BEYOND <= LONGEST]
-    num_tokens = max(reach, default=BEYOND) + BEYOND + NUM_BEHIND
+    sizes = [SHORTEST, *target.sights.reach, target.rope.switch or 0]
+    num_tokens = max(size for size in sizes if size <= LONGEST) + BEYOND + NUM_BEHIND
     drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     return (drawn % target.vocab_size).to(target.device)
 

@@ -23,6 +23,7 @@ from heads.target.ends import TargetEnds, beside
 from heads.target.longrope import LongRope
 from heads.target.recurrent import MIXERS, wrap_mixers
 from heads.target.sights import Sights
+from heads.target.temperature import scale_by_position
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Target(TargetEnds):
         if self.is_recurrent:
             self._wrap_mixers()
         self.rope = LongRope(self.decoder)
+        scale_by_position(self.decoder)
         self.attended: list[tuple[int | None, str]] = []
         self.needs_masks = ""
 

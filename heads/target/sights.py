@@ -33,12 +33,14 @@ class Sights:
         window: tokens that a query sees in a sliding layer, its own included.
         chunk: tokens of a chunk; a query sees none of the chunks before its own.
         recurrent: whether any layer may carry a state.
+        others: tokens after which layers drop keys by rules of their own.
     """
 
     kinds: tuple[str, ...]
     window: int | None
     chunk: int | None
     recurrent: bool
+    others: list[int]
 
     @classmethod
     def of(cls, config: Any, name: str) -> "Sights":
@@ -62,7 +64,8 @@ class Sights:
                 f"{kind} {reason}"
             )
         chunk = getattr(config, "attention_chunk_size", None)
-        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)))
+        others = [config.keep_window_size] if hasattr(config, "keep_window_size") else []  # Doge
+        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)), others)
 
     @property
     def windows(self) -> list[int | None]:
@@ -82,7 +85,7 @@ class Sights:
         """Tokens after which some layer sees less than all before it."""
         found = {SLIDING: self.window, CHUNKED: self.chunk}
         kinds = {ATTENTION.get(kind, kind) for kind in self.kinds}
-        return [size for kind, size in found.items() if kind in kinds and size]
+        return [size for kind, size in found.items() if kind in kinds and size] + self.others
 
     def masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
