@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
+from heads.target import sizes
 
 LLAMA_KEYS = (
     "hidden_size",
@@ -80,32 +81,29 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
 
 
 def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
-    """A Llama layer of the target's sizes, whatever the target's own layers are."""
-    heads = config.num_attention_heads
-    eps = getattr(config, "rms_norm_eps", getattr(config, "layer_norm_eps", 1e-5))
+    """A Llama layer of the target's sizes, whatever the target's own layers are.
+
+    Args:
+        config: of the target's text part.
+        vocab_size: of the target.
+
+    Raises:
+        InputError: the config names no hidden size, or a size that is none.
+    """
+    heads = sizes.attention(config)
     return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=sizes.hidden_size(config),
+        intermediate_size=sizes.inner_width(config),
+        num_attention_heads=heads.num_heads,
+        num_key_value_heads=heads.num_key_value_heads,
+        head_dim=heads.head_dim,
         hidden_act="silu",  # engines know no other for draft layers
-        rms_norm_eps=eps,
-        rope_parameters=_rope(config),
-        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=sizes.norm_epsilon(config),
+        rope_parameters=sizes.rope(config),
+        max_position_embeddings=sizes.num_positions(config),
         num_hidden_layers=1,
     )
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    """The target's RoPE over the whole head; kinds that depend on the length become plain."""
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    rope = dict(rope.get("full_attention", rope))
-    theta = rope.get("rope_theta", 10000.0)
-    if rope.get("rope_type", "default") not in ("linear", "yarn", "llama3"):
-        return {"rope_type": "default", "rope_theta": theta}
-    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
 
 
 def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:

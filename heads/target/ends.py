@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from conf.schema import InputError
 from heads.projection import Projection
 from heads.storage import load_tensors, write_folder
+from heads.target import sizes
 
 WEIGHTS = "ends.safetensors"
 EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
@@ -63,7 +64,7 @@ class TargetEnds:
     @property
     def hidden_size(self) -> int:
         """D."""
-        return self.config.hidden_size
+        return sizes.hidden_size(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -79,7 +80,7 @@ class TargetEnds:
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return self.config.num_hidden_layers
+        return sizes.num_layers(self.config)
 
     @property
     def stop_ids(self) -> list[int]:
