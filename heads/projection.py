@@ -8,6 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# What stands between final hidden states and logits, as configs call it.
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+MULTIPLIED = "hyperclovax"
+"""Where `logits_scaling` is a factor; elsewhere logits are divided by it."""
+IGNORED = "mpt"
+"""Whose `logit_scale` transformers does not apply."""
+
 
 class Projection(NamedTuple):
     """Logits = cap * tanh(s * (h W^T + b) / cap), each part where the target has it.
@@ -15,8 +24,8 @@ class Projection(NamedTuple):
     Attributes:
         weight: [V, D].
         bias: [V], never trained.
-        scale: s, a target's `logit_scale`, or one over its `logits_scaling`.
-        cap: a target's `final_logit_softcapping`.
+        scale: s, a target's multiplier of its logits, or of its final hidden states.
+        cap: a target's soft cap.
     """
 
     weight: Tensor
@@ -27,10 +36,16 @@ class Projection(NamedTuple):
     @classmethod
     def of_target(cls, output_head: Any, config: Any) -> "Projection":
         """A target's output head, with the scalings that its config names."""
-        scale = getattr(config, "logit_scale", None) or 1.0
-        divisor = getattr(config, "logits_scaling", None) or 1.0
-        cap = getattr(config, "final_logit_softcapping", None)
-        return cls(output_head.weight, getattr(output_head, "bias", None), scale / divisor, cap)
+        scale = 1.0
+        if config.model_type != IGNORED:
+            for name in MULTIPLIERS:
+                scale *= getattr(config, name, None) or 1.0
+        for name in DIVISORS:
+            divisor = getattr(config, name, None) or 1.0
+            scale = scale * divisor if config.model_type == MULTIPLIED else scale / divisor
+        caps = [getattr(config, name, None) for name in CAPS]
+        cap = next((each for each in caps if each), None)
+        return cls(output_head.weight, getattr(output_head, "bias", None), scale, cap)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, V] of hidden states [N, D], in the dtype of the weight; in `out` [N, V] if given."""
