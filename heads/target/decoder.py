@@ -1,14 +1,26 @@
-"""How the decoder of any architecture is called."""
+"""The decoder of any architecture, and how it is called."""
 
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 # In which a model fails that is not as those known here are.
 EVERY_WAY = (
     AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
+
+
+def decoder_of(model: Any) -> Any:
+    """A transformers model without its output head.
+
+    `get_decoder` gives that of most; Llama 4's and Mllama's own has an output head, and ModernBERT
+    calls its output head so.
+    """
+    decoder = model.get_decoder()
+    if isinstance(decoder, nn.Linear):
+        return model.model
+    return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
 def call_decoder(

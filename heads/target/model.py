@@ -6,7 +6,7 @@ Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidd
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from heads.cache import TreeCache, upload
 from heads.documents import Documents
 from heads.states import States
 from heads.target.attention import Reading, current, dense, reading
-from heads.target.decoder import EVERY_WAY, call_decoder
+from heads.target.blocks import find_blocks, num_handed, tap
+from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of
 from heads.target.ends import TargetEnds, beside
 from heads.target.longrope import LongRope
 from heads.target.recurrent import MIXERS, wrap_mixers
@@ -30,8 +31,8 @@ from heads.target.temperature import scale_by_position
 class Reads:
     """What a draft head reads of the target.
 
-    Layer indices follow `output_hidden_states`: 0 is the embedding, i the output of decoder
-    layer i - 1, before the final norm. Exporters translate to each engine's convention.
+    Layer indices follow `output_hidden_states`: 0 is what the first decoder layer reads, i the
+    output of layer i - 1, before the final norm. Exporters translate to each engine's convention.
     """
 
     layers: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class Target(TargetEnds):
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         super().__init__(
             model.config,
             self.decoder.get_input_embeddings(),
@@ -114,6 +115,19 @@ class Target(TargetEnds):
                 f"with a cache of transformers' own: {type(error).__name__}: {error}"
             ) from error
 
+    @cached_property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder layers, in their order.
+
+        Raises:
+            InputError: the model has no such list.
+        """
+        return find_blocks(self.decoder, self.num_layers, self.name)
+
+    @cached_property
+    def _num_handed(self) -> list[int]:
+        return num_handed(self.blocks, lambda: self.read_text([0]), self.name)
+
     def compile(self, capacity: int) -> None:
         """From now on caches have `capacity` slots and passes behind a text run compiled.
 
@@ -131,7 +145,7 @@ class Target(TargetEnds):
         The way back runs the layer again. The model stays in eval mode, in which transformers'
         own checkpointing does nothing.
         """
-        for layer in self.decoder.layers:
+        for layer in self.blocks:
             layer.forward = partial(self._recomputed, layer.forward)
 
     def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +163,9 @@ class Target(TargetEnds):
     def new_cache(self, num_texts: int) -> TreeCache:
         """An empty cache, growing unless `compile` fixed its size."""
         states = States(self.decoder.config, num_texts) if self.is_recurrent else None
-        return TreeCache(num_texts, self.device, self.num_layers, self.capacity, states)
+        # Not of as many layers as there are blocks where each holds two attentions (LongCat).
+        num_layers = self.config.num_hidden_layers
+        return TreeCache(num_texts, self.device, num_layers, self.capacity, states)
 
     @torch.no_grad()
     def extend(
@@ -192,9 +208,9 @@ class Target(TargetEnds):
     @contextmanager
     def _skipped(self, layer: int) -> Iterator[None]:
         """Makes a decoder layer hand on what it is given."""
-        module = self.decoder.layers[layer]
+        module = self.blocks[layer]
         hooked = module.__dict__.get("forward")  # accelerate's, on a target over several devices
-        module.forward = lambda hidden_states, *_args, **_kwargs: hidden_states
+        module.forward = partial(_hand_on, self._num_handed[layer])
         self._skipping.add(layer)
         try:
             yield
@@ -241,6 +257,12 @@ class Target(TargetEnds):
         for index in indices:
             self._tap(index)
         output = call_decoder(self._decoder_for(cache), input_ids, position_ids, masks, cache)
+        missing = sorted(set(indices) - set(self._tapped))
+        if missing:
+            raise InputError(
+                f"hidden states {missing}: no text passes these layers of target.path={self.name}, "
+                "as they read images; name others in head.layers"
+            )
         layers = {index: self._tapped[index] for index in indices}
         self._tapped.clear()
         return TargetOutput(output.last_hidden_state, layers).to(self.device)
@@ -303,9 +325,11 @@ class Target(TargetEnds):
         if index in self._taps:
             return
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._tapped[index] = output[0] if isinstance(output, tuple) else output
-
-        module = self.embedding if index == 0 else self.decoder.layers[index - 1]
-        module.register_forward_hook(keep)
+        active = getattr(self.config, "altup_active_idx", None)
+        tap(self.blocks, index, active, partial(self._tapped.__setitem__, index))
         self._taps.add(index)
+
+
+def _hand_on(num_handed: int, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """What a layer that is left out gives in place of so many values, 0 for its state alone."""
+    return (hidden_states, *[None] * (num_handed - 1)) if num_handed else hidden_states
