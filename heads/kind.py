@@ -295,13 +295,19 @@ def trained_with(provenance: dict[str, Any]) -> dict[str, Any]:
     return (provenance.get("config") or {}).get("head") or {}
 
 
-def check_fits(head: DraftHead, target: TargetEnds, hidden_size: int) -> None:
+def check_fits(head: DraftHead, target: TargetEnds, size: int, which: str = "hidden_size") -> None:
     """Refuses a target of other sizes than a head was trained for.
+
+    Args:
+        head: knows its vocabulary.
+        target: the target.
+        size: of the states that the head reads.
+        which: of the target's sizes that is: `hidden_size` of final states, or `feature_size`.
 
     Raises:
         InputError: with both sizes.
     """
-    needed = {"hidden_size": hidden_size, "vocab_size": head.vocab.size}
+    needed = {which: size, "vocab_size": head.vocab.size}
     for name, mine in needed.items():
         theirs = getattr(target, name)
         if mine != theirs:

@@ -29,12 +29,14 @@ class LowRankHead(nn.Module):
     Args:
         weight: W [V, D], of any float dtype, which logits then have.
         rank: r, at most D.
+        bias: [V] of all logits, or None.
 
     Source: SVD-softmax, Shim et al., NeurIPS 2017, which sorts by the same preview.
     """
 
-    def __init__(self, weight: Tensor, rank: int) -> None:
+    def __init__(self, weight: Tensor, rank: int, bias: Tensor | None = None) -> None:
         super().__init__()
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.num_candidates = min(NUM_CANDIDATES, len(weight))
         gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -52,9 +54,12 @@ class LowRankHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., V] logits of states [..., D]."""
-        rough = functional.linear(functional.linear(hidden, self.directions), self.reduced)
+        seen = functional.linear(hidden, self.directions)
+        rough = functional.linear(seen, self.reduced, self.bias)
         ids = rough.topk(self.num_candidates, dim=-1).indices
         exact = (self.weight[ids] @ hidden.unsqueeze(-1)).squeeze(-1)
+        if self.bias is not None:
+            exact += self.bias[ids]
         return rough.scatter(-1, ids, exact)
 
 
@@ -78,15 +83,16 @@ def low_rank_ends(target: TargetEnds, rank: int) -> TargetEnds:
         rank: directions of a state that all logits are computed from.
 
     Raises:
-        InputError: the rank is too large, or the output head is quantised or has a bias.
+        InputError: the rank is too large, or the output head is quantised.
     """
     check_rank("output_rank", rank, target)
-    if not target.has_plain_head:
+    if target.head_is_quantized:
         raise InputError(
-            f"output_rank={rank}: the output head of target.path={target.name} is quantised or "
-            "has a bias; allowed: unset"
+            f"output_rank={rank}: the output head of target.path={target.name} is quantised; "
+            "allowed: unset"
         )
-    head = LowRankHead(target.output_head.weight, rank)
+    whole = target.output_head
+    head = LowRankHead(whole.weight, rank, getattr(whole, "bias", None))
     config, generation = target.config, target.generation_config
     return TargetEnds(config, target.embedding, head, generation, target.tokenizer, target.name)
 
@@ -103,7 +109,7 @@ def reduce_rank(head: DraftHead, target: TargetEnds, rank: int) -> list[LowRankH
         What it drafts with.
 
     Raises:
-        InputError: the rank is too large, or the output head is quantised or has a bias.
+        InputError: the rank is too large, or the output head is quantised.
     """
     check_rank("output_rank", rank, target)
     own = {id(each) for each in head.output_heads()}

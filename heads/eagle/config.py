@@ -83,6 +83,8 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
 def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
     """A Llama layer of the target's sizes, whatever the target's own layers are.
 
+    It is as wide as the target's embedding, which it reads.
+
     Args:
         config: of the target's text part.
         vocab_size: of the target.
@@ -90,10 +92,11 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
     Raises:
         InputError: the config names no hidden size, or a size that is none.
     """
-    heads = sizes.attention(config)
+    width = sizes.end_width(config)
+    heads = sizes.attention(config, width)
     return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=sizes.hidden_size(config),
+        hidden_size=width,
         intermediate_size=sizes.inner_width(config),
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_key_value_heads,

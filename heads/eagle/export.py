@@ -12,6 +12,7 @@ from heads.eagle.head import LAYER_NAMES, WEIGHTS, EagleHead
 from heads.eagle.layouts import NORMS, EagleLayout, layout_of, takes_own_embedding
 from heads.engines import dtype_of, vllm_command
 from heads.kind import Files
+from heads.target import sizes
 
 NUM_DRAFT_TOKENS = 5
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
@@ -62,7 +63,7 @@ def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
         settings["architectures"] = [layout.architecture]
     settings |= {
         "base_model_name_or_path": head.target_name,
-        "max_position_embeddings": head.target.config.max_position_embeddings,
+        "max_position_embeddings": sizes.num_positions(head.target.config),
         "rope_scaling": _old_rope(settings["rope_parameters"], short=layout.old_rope),
         "dtype": dtype,
         "torch_dtype": dtype,

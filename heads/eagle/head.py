@@ -97,24 +97,25 @@ class EagleHead(DraftHead):
             InputError: `settings.layers` does not fit the target.
         """
         eagle3 = settings.form is EagleForm.eagle3
+        width = target.feature_size if eagle3 else target.hidden_size
         chosen = tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else ()
         config = EagleHeadConfig(
             form=settings.form,
             llama=llama_like(target.config, target.vocab_size),
             target=target.name,
-            target_hidden_size=target.hidden_size,
+            target_hidden_size=width,
             layers=chosen,
+            # A file says that a target's embedding fits by one width for all.
+            own_embedding=width != target.hidden_size,
             **{name: getattr(settings, name) for name in CHOSEN_PARTS},
         )
         head = cls(config, vocab)
         head._initialise(seed)
         head.attach(target)
+        if head.embed_tokens is not None:
+            head.embed_tokens.weight.data.copy_(target.embedding.weight)
         if head.lm_head is not None and settings.output_head is not OutputHead.scratch:
-            if not target.has_plain_head:
-                raise InputError(
-                    f"head.output_head={settings.output_head.value}: the output head of "
-                    f"target.path={target.name} is quantised or has a bias; allowed: scratch"
-                )
+            _check_rows(target, settings.output_head)
             rows = target.output_head.weight.detach()[head.vocab.ids.to(target.device)]
             head.lm_head.weight.data.copy_(rows)
             head.lm_head.requires_grad_(settings.output_head is OutputHead.copy)
@@ -139,7 +140,8 @@ class EagleHead(DraftHead):
             InputError: with both sizes.
         """
         config = self.config
-        check_fits(self, target, config.target_hidden_size)
+        which = "feature_size" if config.form is EagleForm.eagle3 else "hidden_size"
+        check_fits(self, target, config.target_hidden_size, which)
         if config.form is EagleForm.eagle3 and not config.layers:
             self.config = replace(self.config, layers=default_layers(target.num_layers))
         if config.target == UNKNOWN:
@@ -335,3 +337,20 @@ class EagleHead(DraftHead):
         if provenance is not None:
             documents[PROVENANCE] = provenance
         save_head(folder, WEIGHTS, self.tensors(), documents)
+
+
+def _check_rows(target: TargetEnds, start: OutputHead) -> None:
+    """Refuses an output head of a target whose rows a head cannot start from.
+
+    A head has no bias of logits, and engines no place for one: it learns without the target's.
+    """
+    if target.head_is_quantized:
+        raise InputError(
+            f"head.output_head={start.value}: the output head of target.path={target.name} is "
+            "quantised; allowed: scratch"
+        )
+    if start is OutputHead.frozen and not target.has_plain_head:
+        raise InputError(
+            f"head.output_head=frozen: the output head of target.path={target.name} has a bias, "
+            "without which its rows do not give its logits; allowed: copy, scratch"
+        )

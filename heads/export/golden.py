@@ -7,12 +7,16 @@ Letters: S rows, D depths (of Medusa: its heads), L target layers, F target hidd
 vocabulary, W ids the head can draft, R ids whose logits are kept.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.kind import DraftHead
 from heads.kinds import kind_of
+from heads.target.blocks import state_of
 from heads.target.model import Target
+from heads.target.sizes import num_positions
 
 MOST_IDS = 8192
 """Vocabularies up to this size are kept whole."""
@@ -37,8 +41,8 @@ def golden(
         depth: D of a head that drafts to any depth.
 
     Returns:
-        Tensors `token_ids` [S + D], `position_ids` [S], `hidden_states.{i}` [S, F] as the
-        target's `output_hidden_states` counts them, `ids` [R], `logits` [D, S, R], and, where
+        Tensors `token_ids` [S + D], `position_ids` [S], `hidden_states.{i}` [S, F] as
+        `output_hidden_states` counts them, `ids` [R], `logits` [D, S, R], and, where
         they apply, `logsumexp` [D, S], `token_embeddings` [S + D, H], `output_head` [R, F];
         metadata for the safetensors file.
 
@@ -48,7 +52,7 @@ def golden(
     """
     kind = kind_of(head)
     depth = kind.most_tokens(head) or depth
-    longest = target.config.max_position_embeddings
+    longest = num_positions(target.config)
     token_ids = _tokens(target, num_rows + depth + 1)
     states = _hidden_states(target, token_ids[:num_rows])
     places = torch.linspace(0, longest - depth - 1, num_rows, dtype=torch.float64).long()
@@ -76,13 +80,22 @@ def _tokens(target: Target, count: int) -> Tensor:
 
 
 def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
-    """L + 1 tensors [S, F]; transformers' own, not our taps, so that a tap off by one shows."""
-    output = target.decoder(
-        input_ids=token_ids.unsqueeze(0).to(target.device),
-        output_hidden_states=True,
-        use_cache=False,
-    )
-    return [states[0].cpu() for states in output.hidden_states]
+    """L + 1 tensors [S, F]: what each layer reads, and the last state; not our taps.
+
+    Those look at what layers give, so that a tap off by one shows.
+    """
+    active, found = getattr(target.config, "altup_active_idx", None), []
+
+    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(state_of(args or kwargs["hidden_states"], active))
+
+    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in target.blocks]
+    try:
+        output = target.decoder(input_ids=token_ids.unsqueeze(0).to(target.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [states[0].cpu() for states in (*found, output.last_hidden_state)]
 
 
 def _features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:

@@ -91,14 +91,17 @@ class MedusaHead(DraftHead):
     def from_target(cls, target: TargetEnds, num_heads: int, num_layers: int) -> "MedusaHead":
         """Untrained float32 heads, each equal to the target's own next-token head.
 
+        They have no bias of logits, and engines no place for one: they learn without the target's.
+
         Raises:
-            InputError: the target's output head is quantised or has a bias.
+            InputError: the target's output head is quantised.
         """
         weight = target.output_head.weight
-        if not target.has_plain_head:
+        if target.head_is_quantized:
             raise InputError(
-                f"target.path={target.name}: its output head is quantised or has a bias; "
-                "Medusa heads copy a plain projection"
+                f"target.path={target.name}: its output head is quantised, and Medusa heads start "
+                "as copies of it; name the model before quantisation (target.quantization leaves "
+                "its output head alone)"
             )
         config = MedusaHeadConfig(
             target.hidden_size, target.vocab_size, num_heads, num_layers, target.name

@@ -46,7 +46,7 @@ class TargetEnds:
         self._model_config = model_config
         self.config = model_config.get_text_config()
         self.embedding = embedding
-        self.output_head = output_head
+        self.output_head = _emitting(output_head, self.config)
         self.generation_config = generation_config
         self.tokenizer = tokenizer
         self.name = name
@@ -63,7 +63,12 @@ class TargetEnds:
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """D, of the embedding and of final hidden states."""
+        return sizes.end_width(self.config)
+
+    @property
+    def feature_size(self) -> int:
+        """Of hidden states between layers; another than D where the ends are projected."""
         return sizes.hidden_size(self.config)
 
     @property
@@ -72,10 +77,14 @@ class TargetEnds:
         return self.output_head.weight.shape[0]
 
     @property
+    def head_is_quantized(self) -> bool:
+        """Whether the output head is no matrix of floats."""
+        return not self.output_head.weight.is_floating_point()
+
+    @property
     def has_plain_head(self) -> bool:
         """Whether the output head is one matrix of floats: not quantised, without a bias."""
-        head = self.output_head
-        return head.weight.is_floating_point() and getattr(head, "bias", None) is None
+        return not self.head_is_quantized and getattr(self.output_head, "bias", None) is None
 
     @property
     def num_layers(self) -> int:
@@ -182,6 +191,14 @@ def beside(embedding: Any, output_head: Any) -> Any:
         return output_head
     bias = output_head.bias
     return _linear(weight.to(device), None if bias is None else bias.to(device))
+
+
+def _emitting(output_head: Any, config: Any) -> Any:
+    """Without the rows that pad a vocabulary, which Inkling's model takes out of its logits."""
+    size = getattr(config, "unpadded_vocab_size", None)
+    if not size or size >= len(output_head.weight):
+        return output_head
+    return _linear(output_head.weight[:size], None)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -14,6 +14,7 @@ from conf.schema import InputError
 
 NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "word_embed_proj_dim": ("word_embed_proj_dim",),
     # LongCat's `num_hidden_layers` counts the attentions, two of each layer.
     "num_hidden_layers": ("num_layers", "num_hidden_layers", "n_layer", "n_layers"),
     "intermediate_size": (
@@ -67,6 +68,11 @@ def hidden_size(config: Any) -> int:
     return _size(config, "hidden_size")
 
 
+def end_width(config: Any) -> int:
+    """Of what the embedding gives and the output head reads; OPT-350m projects it in between."""
+    return _size(config, "word_embed_proj_dim", hidden_size(config))
+
+
 def num_layers(config: Any) -> int:
     """Decoder layers.
 
@@ -90,18 +96,22 @@ def inner_width(config: Any) -> int:
     return dense or 4 * hidden
 
 
-def attention(config: Any) -> Attention:
+def attention(config: Any, width: int) -> Attention:
     """Heads as the target has them, as far as engines load them for a Llama layer.
 
     There RoPE wants an even size, and a hidden state a whole number of values for each head (GLM
     4.5 has 96 heads for 4096), though together heads may be wider or narrower than it.
+
+    Args:
+        config: of the target.
+        width: of the Llama layer's hidden states.
     """
     hidden = hidden_size(config)
     num_heads = _size(config, "num_attention_heads", 0)
     if not num_heads:
         num_heads = max(1, hidden // STATE_HEAD)
-        return Attention(num_heads, num_heads, STATE_HEAD)
-    num_heads = next(n for n in range(num_heads, 0, -1) if hidden % n == 0)
+        return Attention(gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD)
+    num_heads = next(n for n in range(num_heads, 0, -1) if width % n == 0)
     head_dim = _size(config, "head_dim", 0)
     if not head_dim or num_heads * head_dim > WIDEST * hidden:
         head_dim = hidden // num_heads

@@ -18,6 +18,7 @@ from data.pack import DataReport, PackedDataset, prepare
 from data.prepared import HOW
 from data.provenance import plain
 from heads.kinds import KINDS
+from heads.target import sizes
 from heads.target.identity import identify
 from heads.target.load import load_tokenizer, resolve_dtype
 from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
@@ -94,7 +95,7 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
     Raises:
         InputError: a layer that it does not have.
     """
-    num_layers = model_config.num_hidden_layers
+    num_layers = sizes.num_layers(model_config)
     layers = config.layers
     if layers is None:
         layers = sorted({layer for kind in KINDS.values() for layer in kind.layers(num_layers)})
@@ -103,10 +104,15 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
             f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "
             "name some of them, each once"
         )
+    width, ends = sizes.hidden_size(model_config), sizes.end_width(model_config)
+    if layers and width != ends:
+        raise InputError(
+            f"layers={layers}: the hidden states of target.path={config.target.path} are {width} "
+            f"wide and its final ones {ends}, and stored ones have one width; allowed: layers=[], "
+            "or training online"
+        )
     k = min(config.top_k, model_config.vocab_size) if config.teacher is TeacherKind.top_k else 0
-    return Contents(
-        model_config.hidden_size, tuple(sorted(layers)), config.teacher, k, config.format
-    )
+    return Contents(ends, tuple(sorted(layers)), config.teacher, k, config.format)
 
 
 def target_json(

@@ -17,6 +17,7 @@ import torch
 from conf.schema import InputError, TrainConfig
 from heads.target.ends import TargetEnds
 from heads.target.model import Target
+from heads.target.sizes import inner_width
 from train.dist.optimizers import state_keys
 from train.dist.processes import ZERO_BUCKET
 from train.loss.sizes import FLOAT32, Setting
@@ -116,7 +117,7 @@ def _pass(target: TargetEnds, setting: Setting) -> int:
     """Of a layer without gradients: 3 N I t in its MLP and 4 N H t beside it."""
     if not isinstance(target, Target):
         return 0
-    inner = getattr(target.config, "intermediate_size", 4 * target.hidden_size)
+    inner = inner_width(target.config)
     return setting.tokens * target.dtype.itemsize * (3 * inner + 4 * target.hidden_size)
 
 
