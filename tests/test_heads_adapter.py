@@ -13,13 +13,16 @@ from scripts.bench.footprint import peak_bytes
 
 CPU = torch.device("cpu")
 LENGTHS = [150, 90, 16]
-WITHOUT_DROPOUT = {"mixtral", "qwen3_moe"}  # peft has none for experts
+WITHOUT_DROPOUT = {"mixtral", "qwen3_moe", "qwen3_next"}  # peft has none for experts
+MODULES = {"falcon_h1": ["in_proj", "q_proj"], "mamba2": ["in_proj"]}  # nor all of a state space
 
 
 def adapted(family: str, recompute: bool, **changes: int) -> "Adapted":
     target = random_target(family, max_position_embeddings=512, **changes)
     dropout = 0.0 if family in WITHOUT_DROPOUT else 0.3
-    config = AdapterConfig(rank=4, dropout=dropout, recompute_layers=recompute)
+    config = AdapterConfig(
+        rank=4, dropout=dropout, modules=MODULES.get(family), recompute_layers=recompute
+    )
     return Adapted(target, Adapter(target, config, seed=0))
 
 

@@ -1,7 +1,6 @@
 """Documents are attended to as documents: what the target reads, and what that allocates."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from heads.target.adapter import Adapter
 from heads.target.attention import PLAIN, FLASH, FUSED, Scores, by_document
 from heads.target.check import check_served
 from heads.target.model import Reads, Target
+from heads.target.sights import Sights
 from scripts.bench.footprint import peak_bytes
 
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ def test_documents_of_packed_sequences() -> None:
 def test_a_document_is_read_as_if_it_were_alone(family: str) -> None:
     target = target_of(family)
     assert_read_alone(target)
-    kernels = {kernel for _, kernel in target.attended}
-    assert kernels == {PLAIN if family == "gemma2" else FUSED}
+    plain = [PLAIN if family in ("gemma2", "gpt_oss") else FUSED]
+    assert target.attended == [(window, *plain) for window in target.sights.windows]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -194,9 +194,9 @@ def test_a_feature_that_nobody_knows_is_given_masks() -> None:
     assert_read_alone(target)
 
 
-def test_a_layer_that_asks_for_another_window_is_given_masks() -> None:
+def test_a_layer_that_asks_for_another_window_is_given_masks(monkeypatch) -> None:
     target = random_target("mistral")
-    target.sights = replace(target.sights, kinds=("sliding_attention", "full_attention"))
+    monkeypatch.setattr(Sights, "windows", [12, None])
     check_served(target)
     assert "attends in a way of its own" in target.needs_masks
 

@@ -41,20 +41,11 @@ def test_a_layer_that_is_not_there_is_named() -> None:
         target.forward(ids, ids * 0, ids[None] > 0, ids * 0, reads=Reads(layers=(3,)))
 
 
-def test_recurrent_architectures_are_refused_with_the_reason(tmp_path) -> None:
-    config = AutoConfig.for_model(
-        "mamba", vocab_size=96, hidden_size=32, num_hidden_layers=1, state_size=4
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(InputError, match=r"mamba has .*cannot be rolled back"):
-        check_served(Target(model, None, "some/mamba"))
-
-
-def test_hybrid_layers_are_refused_by_name() -> None:
+def test_layers_of_a_kind_that_is_not_served_are_refused_with_the_reason() -> None:
     model = random_model()
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(InputError, match=r"linear_attention.*cannot be rolled back"):
-        Target(model, None, "hybrid")
+    model.config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(InputError, match=r"llama.*kind indexed_attention chooses the keys"):
+        Target(model, None, "t")
 
 
 def test_an_unknown_output_scaling_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Small random targets and a tokenizer, made on the spot."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 12,
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention"],
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "hidden_size_per_layer_input": 8,
     },
@@ -92,7 +93,10 @@ CHATML = (
 def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     """A model of a family with weights large enough that its text is not constant."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **changes})
+    settings = {**SMALL, **FAMILIES[family], **changes}
+    for name in {"layer_types", "no_rope_layers"} & set(settings):
+        settings[name] = list(islice(cycle(settings[name]), settings["num_hidden_layers"]))
+    config = AutoConfig.for_model(family, **settings)
     attention = attentions_for(config)[0]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for name, parameter in model.named_parameters():

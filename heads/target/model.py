@@ -19,7 +19,7 @@ from heads.documents import Documents
 from heads.states import States
 from heads.target.attention import Reading, current, dense, reading
 from heads.target.blocks import find_blocks, num_handed, tap
-from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of
+from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of, decoder_of
 from heads.target.ends import TargetEnds, beside
 from heads.target.longrope import LongRope
 from heads.target.recurrent import MIXERS, wrap_mixers
