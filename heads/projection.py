@@ -14,8 +14,8 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MULTIPLIED = "hyperclovax"
 """Where `logits_scaling` is a factor; elsewhere logits are divided by it."""
-IGNORED = "mpt"
-"""Whose `logit_scale` transformers does not apply."""
+UNSCALED = ("mpt", "aya_vision", "cohere2_vision")
+"""Whose `logit_scale`, or that of their text, transformers does not apply."""
 
 
 class Projection(NamedTuple):
@@ -34,10 +34,10 @@ class Projection(NamedTuple):
     cap: float | None = None
 
     @classmethod
-    def of_target(cls, output_head: Any, config: Any) -> "Projection":
-        """A target's output head, with the scalings that its config names."""
-        scale = 1.0
-        if config.model_type != IGNORED:
+    def of_target(cls, output_head: Any, model_config: Any) -> "Projection":
+        """A target's output head, with the scalings that the config of the whole model names."""
+        config, scale = model_config.get_text_config(), 1.0
+        if model_config.model_type not in UNSCALED:
             for name in MULTIPLIERS:
                 scale *= getattr(config, name, None) or 1.0
         for name in DIVISORS:

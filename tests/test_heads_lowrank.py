@@ -86,6 +86,9 @@ def test_what_does_not_fit_is_named() -> None:
     target = random_target()
     with pytest.raises(InputError, match=r"output_rank=64: must be below 64, the hidden size of"):
         reduce_rank(noisy_head(target), target, 64)
-    target.output_head.bias = torch.nn.Parameter(torch.zeros(target.vocab_size))
-    with pytest.raises(InputError, match=r"output_rank=8: the output head of target.path=.* bias"):
+    weight = target.output_head.weight.to(torch.int8)
+    target.output_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(
+        InputError, match=r"output_rank=8: the output head of target.path=.* quantis"
+    ):
         low_rank_ends(target, 8)

@@ -122,7 +122,7 @@ class TargetEnds:
     @property
     def projection(self) -> Projection:
         """The output head as numbers, which a quantised one is not."""
-        return Projection.of_target(self.output_head, self.config)
+        return Projection.of_target(self.output_head, self._model_config)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that `load` reads, whole or not at all.

@@ -10,10 +10,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from conf.schema import InputError, Quantization, TargetConfig
+from heads.target.decoder import decoder_of
 from heads.target.ends import TargetEnds
 from heads.target.load import hub_options, load_tokenizer, naming_target, resolve_dtype
 
-FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+FINAL_NORMS = (
+    *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
+    *("layer_norm", "layernorm", "out_norm"),
+    "embedding_norm",  # of LFM, which names it after what it is tied to
+)
+BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
+"""What makes one state of several streams, or a narrower one: Hyper-connections, AltUp, residuals
+that look back, OPT-350m."""
 
 
 class LayerlessTarget(TargetEnds):
@@ -75,11 +83,17 @@ def final_norm(model: Any) -> nn.Module:
     """The norm behind the last layer of a transformers model.
 
     Raises:
-        InputError: it has none under a known name.
+        InputError: it has none under a known name, or more than a norm stands there.
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
+    more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
+    if more:
+        raise InputError(
+            f"target.path: {type(model).__name__} makes final hidden states of the last layer's "
+            f"output by {more} too; allowed: hidden states of the target itself (engine=null)"
+        )
     for name in FINAL_NORMS:
-        if hasattr(decoder, name):
+        if getattr(decoder, name, None) is not None:
             return getattr(decoder, name)
     raise InputError(
         f"target.path: {type(model).__name__} has no final norm; looked for {FINAL_NORMS}"

@@ -146,7 +146,9 @@ def rope(config: Any) -> dict[str, Any]:
     theta = stated.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     if stated.get("rope_type", "default") not in ("linear", "yarn", "llama3"):
         return {"rope_type": "default", "rope_theta": theta}
-    kept = {name: value for name, value in stated.items() if name != "partial_rotary_factor"}
+    # M-RoPE gives text the positions that plain RoPE gives it.
+    other = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    kept = {name: value for name, value in stated.items() if name not in other}
     return kept | {"rope_theta": theta}
 
 
