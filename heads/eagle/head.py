@@ -26,7 +26,7 @@ from heads.kind import UNKNOWN, DraftHead, check_fits
 from heads.projection import Projection
 from heads.storage import PROVENANCE, save_head
 from heads.target.ends import TargetEnds
-from heads.target.model import Reads, TargetOutput
+from heads.target.model import Reads, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
@@ -153,6 +153,8 @@ class EagleHead(DraftHead):
                 f"0..{target.num_layers}"
             )
         self.reads = Reads(self.config.layers)
+        if self.reads.layers and isinstance(target, Target):
+            assert target.blocks  # found, or refused before any work
         self._target = (target,)
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
