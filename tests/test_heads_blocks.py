@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from toys import eagle_head, noisy_head
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf.schema import InputError
+from conf.schema import Dtype, InputError, TargetConfig
 from conf.schema_capture import CaptureRun
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
@@ -21,12 +21,13 @@ from heads.lowrank import low_rank_ends
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.blocks import find_blocks, num_handed, state_of
 from heads.target.check import check_served
-from heads.target.layerless import final_norm
+from heads.target.layerless import final_norm, load_layerless
 from heads.target.model import Reads, Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab
 from scripts.store.plan import contents_of
 
+CPU = torch.device("cpu")
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 COMMON = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
@@ -238,11 +239,22 @@ def test_states_of_two_widths_are_not_stored() -> None:
     assert contents_of(run, config).hidden_size == 32
 
 
-def test_what_lies_behind_the_layers_besides_a_norm_is_named() -> None:
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma4", "bamba", "longcat"])
+def test_the_final_norm_is_found_in_what_is_loaded_without_layers(name: str, tmp_path) -> None:
+    target = made(name)
+    target.model.save_pretrained(tmp_path)
+    bare = load_layerless(TargetConfig(path=str(tmp_path), dtype=Dtype.float32), CPU)
+    assert sum(1 for each in bare.modules() if isinstance(each, type(target.blocks[0]))) == 0
+    output = target.read_text(PROMPT, Reads((4,)))
+    assert torch.equal(final_norm(bare)(output.layers[4]), output.hidden_states)
+
+
+def test_what_lies_behind_the_layers_besides_a_norm_is_named(tmp_path) -> None:
     with pytest.raises(InputError, match=r"OPTForCausalLM makes final .* by \['project_out'\] too"):
         final_norm(made("opt, projected").model)
-    target = made("bamba")
-    assert final_norm(target.model) is target.decoder.final_layernorm
+    made("gemma3n").model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"gemma3n_text makes final .* by \['altup_unembed"):
+        load_layerless(TargetConfig(path=str(tmp_path), dtype=Dtype.float32), CPU)
 
 
 # --- Output heads with a bias.

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from toys import FAMILIES, random_model
 
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
+from heads.target.decoder import decoder_of
 from heads.target.layerless import final_norm, load_layerless
 from heads.target.model import Reads, Target
 
@@ -24,7 +25,7 @@ def test_it_is_the_target_with_the_layers_taken_out(family: str, tmp_path: Path)
         parameter.data.add_(0.1)  # norms of ones show nothing
     model.save_pretrained(tmp_path)
     bare = layerless(tmp_path)
-    assert len(bare.get_decoder().layers) == 0
+    assert len(decoder_of(bare).layers) == 0
     assert bare.config.num_hidden_layers == model.config.num_hidden_layers
     for part in ("get_input_embeddings", "get_output_embeddings"):
         assert torch.equal(getattr(bare, part)().weight, getattr(model, part)().weight)

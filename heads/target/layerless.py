@@ -1,7 +1,7 @@
 """What of a target lies outside its layers, for when another process runs those."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -88,15 +88,19 @@ def final_norm(model: Any) -> nn.Module:
     decoder = decoder_of(model)
     more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
     if more:
-        raise InputError(
-            f"target.path: {type(model).__name__} makes final hidden states of the last layer's "
-            f"output by {more} too; allowed: hidden states of the target itself (engine=null)"
-        )
+        raise _needs_more(type(model).__name__, more)
     for name in FINAL_NORMS:
         if getattr(decoder, name, None) is not None:
             return getattr(decoder, name)
     raise InputError(
         f"target.path: {type(model).__name__} has no final norm; looked for {FINAL_NORMS}"
+    )
+
+
+def _needs_more(who: str, parts: list[str]) -> InputError:
+    return InputError(
+        f"target.path: {who} makes final hidden states of the last layer's output by {parts} too; "
+        "allowed: hidden states of the target itself (engine=null)"
     )
 
 
@@ -116,11 +120,20 @@ def _check_settings(config: TargetConfig) -> None:
 
 
 def _empty(config: Any) -> None:
-    """Takes the layers out, and with them how their weights are quantised."""
+    """Takes the layers out, and with them how their weights are quantised.
+
+    Raises:
+        InputError: a model whose ends do not load without them.
+    """
     text = config.get_text_config()
+    if getattr(text, "altup_num_inputs", None):
+        raise _needs_more(text.model_type, ["altup_unembed_projections"])
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None) is not None:
-        text.layer_types = []
+        with suppress(AttributeError):  # where they follow from the number of layers
+            text.layer_types = []
+    if getattr(text, "hidden_size_per_layer_input", None):
+        text.hidden_size_per_layer_input = 0  # of Gemma 4's, which has a second embedding for each
     if hasattr(config, "quantization_config"):
         del config.quantization_config
 
