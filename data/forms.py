@@ -7,7 +7,7 @@ from typing import Any
 
 from conf.schema import Form, InputError
 from data.files import Row
-from data.messages import SYSTEM, Conversation, Messages, ids_of, tools_of
+from data.messages import SYSTEM, Conversation, Messages, ids_of, refuse_media, tools_of
 from data.values import (
     MalformedRowError,
     decoded,
@@ -170,6 +170,7 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         text = _text(fields, detected) if form is Form.text else None
         tokens = _tokens(fields) if form is Form.tokens else None
         return Record(None, text, **common, tokens=tokens, unread=(*_left(fields), *hidden))
+    refuse_media(fields)
     common["tools"] = _first_of(fields, TOOLS, tools_of)
     common["template_kwargs"] = _first_of(fields, TEMPLATE_KWARGS, _template_kwargs) or {}
     talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _system))

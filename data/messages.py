@@ -43,6 +43,10 @@ ROLES = {
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA = (
+    "image", "images", "image_url", "input_image", "video", "videos", "video_url", "audio",
+    "audios", "audio_url", "input_audio", "pixel_values",
+)  # fmt: skip
 LEARNT = ("weight", "train", "training", "loss")
 PLACE = re.compile(r"\[\d+\]")
 MESSAGE = "an object with 'role' and 'content'"
@@ -92,6 +96,7 @@ class Conversation:
         if not isinstance(item, dict):
             raise MalformedRowError(name, show(item), MESSAGE)
         fields = dict(item)
+        refuse_media(fields, f"{name}.")
         if "input" in fields and "output" in fields and "content" not in fields:  # Capybara's turns
             self.say("user", fields.pop("input"), f"{name}.input")
             self.say("assistant", fields.pop("output"), f"{name}.output")
@@ -164,6 +169,7 @@ class Conversation:
         kind = fields.pop("type", "text")
         if kind not in TEXT_PARTS:
             raise MalformedRowError(name, f"a part of type {kind!r}", "parts of type 'text'")
+        refuse_media(fields, f"{name}.")
         text = fields.pop("text", None)
         if not isinstance(text, str):
             raise MalformedRowError(f"{name}.text", show(text), "a string")
@@ -211,6 +217,18 @@ class Conversation:
         found["arguments"] = object_of(arguments, f"{name}.arguments", allowed)
         ids = {} if empty(call_id) else {"id": call_id}
         return {"type": "function", **ids, "function": found}
+
+
+def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
+    """Refuses what shows or plays something, which a target's text alone would not know.
+
+    Raises:
+        MalformedRowError: with the first such field.
+    """
+    for key in MEDIA:
+        value = fields.get(key)
+        if not empty(value) and value is not False:
+            raise MalformedRowError(prefix + key, show(value), "text alone, without this field")
 
 
 def _role(fields: dict[str, Any], name: str) -> str:
