@@ -130,7 +130,7 @@ def _speculators_config(head: EagleHead, layout: EagleLayout, dtype: str) -> dic
             "proposal_methods": [proposal],
             "verifier": {
                 "name_or_path": head.target_name,
-                "architectures": head.target.config.architectures or [],
+                "architectures": head.target.architectures,
             },
         },
     }

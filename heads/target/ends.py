@@ -62,6 +62,11 @@ class TargetEnds:
         return self.embedding.weight.dtype
 
     @property
+    def architectures(self) -> list[str]:
+        """What its `config.json` calls the class of the whole model, by which engines find it."""
+        return self._model_config.architectures or []
+
+    @property
     def hidden_size(self) -> int:
         """D, of the embedding and of final hidden states."""
         return sizes.end_width(self.config)
