@@ -23,7 +23,8 @@ def main(config: MergeAdapterRun) -> None:
     target, out_dir, device = config.target, Path(config.out_dir), torch.device("cpu")
     model_config, tokenizer = load_tokenizer(target)
     dtype = "auto" if target.dtype is Dtype.auto else resolve_dtype(target.dtype, device)
-    adapted = with_adapter(load_model(target, model_config, dtype, device), str(target.adapter))
+    model = load_model(target, model_config, dtype, device, towers=True)
+    adapted = with_adapter(model, str(target.adapter))
     merged = adapted.merge_and_unload()
 
     def fill(staging: Path) -> None:

@@ -9,20 +9,20 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from conf.schema import ShowMaskRun, TargetConfig
+from conf.schema import ShowMaskRun
 from data.chat import Encoder, Sample
 from data.embedded import fill_unset
 from data.records import load_data
 from eval.entry import run
-from heads.target.load import hub_options, naming_target
+from heads.target.load import tokenizer_of
 
 
 def main(config: ShowMaskRun) -> None:
     """Prints `num_samples` samples with their learnt tokens coloured."""
     fill_unset(config)
-    tokenizer = _tokenizer(config.target)
+    tokenizer = tokenizer_of(config.target)
     encoder = Encoder(tokenizer, config.data.chat_template_kwargs)
     data = str(config.data.path)
     rows = load_data(data, config.data)
@@ -55,11 +55,6 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bo
             piece = f"[[{piece}]]"
         text.append(piece, style="black on green" if learnt else "dim")
     return text
-
-
-def _tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    with naming_target(config):
-        return AutoTokenizer.from_pretrained(config.path, **hub_options(config))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 import pytest
 import torch
 from toys import CHATML, FAMILIES, random_model, random_target, save_target
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from conf.schema import InputError, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
 from heads.documents import Documents
-from heads.target.ends import beside
 from heads.target.check import check_served
+from heads.target.ends import beside
 from heads.target.load import load_model, load_target, load_tokenizer
 from heads.target.model import Reads, Target
 
@@ -206,9 +206,9 @@ def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:
 
     def from_pretrained(path: str, device_map: object = None, **_options: object) -> object:
         asked.append(device_map)
-        return random_model(vocab_size=300)
+        return random_model(vocab_size=300), {"missing_keys": set()}
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
     gpu = torch.device("cuda", 1)
     for config, device in [
         (TargetConfig(path=str(folder)), gpu),

@@ -6,13 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from conf.schema import InputError, Quantization, TargetConfig
 from heads.target.decoder import decoder_of
 from heads.target.ends import TargetEnds
-from heads.target.load import hub_options, load_tokenizer, naming_target, resolve_dtype
+from heads.target.language import language_class
+from heads.target.load import (
+    complete,
+    hub_options,
+    load_config,
+    naming_target,
+    resolve_dtype,
+    tokenizer_of,
+)
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
@@ -40,7 +47,7 @@ class LayerlessTarget(TargetEnds):
     def of(cls, config: TargetConfig, device: torch.device) -> "LayerlessTarget":
         """The same from where the target is; see `load_layerless`."""
         model = load_layerless(config, device)
-        return cls(model, load_tokenizer(config)[1], str(config.path))
+        return cls(model, tokenizer_of(config), str(config.path))
 
 
 def load_layerless(config: TargetConfig, device: torch.device) -> Any:
@@ -58,23 +65,18 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
     """
     assert config.path is not None
     _check_settings(config)
-    with naming_target(config):
-        whole, bare = (
-            AutoConfig.from_pretrained(config.path, **hub_options(config)) for _ in range(2)
+    whole, bare = load_config(config), load_config(config)
+    _empty(bare)
+    with naming_target(config), _without_report():
+        loaded: Any = language_class(bare).from_pretrained(
+            config.path,
+            config=bare,
+            dtype=resolve_dtype(config.dtype, device),
+            use_safetensors=True,
+            output_loading_info=True,
+            **hub_options(config),
         )
-        _empty(bare)
-        with _without_report():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                config=bare,
-                dtype=resolve_dtype(config.dtype, device),
-                use_safetensors=True,
-                output_loading_info=True,
-                **hub_options(config),
-            )
-    model, info = loaded
-    if info["missing_keys"]:
-        raise InputError(f"target.path={config.path}: lacks {sorted(info['missing_keys'])}")
+    model = complete(config, *loaded)
     model.config = whole
     return model.to(device).eval().requires_grad_(False)
 

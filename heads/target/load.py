@@ -1,17 +1,26 @@
 """Loading a target."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
 from heads.target.check import check_served
+from heads.target.decoder import EVERY_WAY
+from heads.target.language import language_class
 from heads.target.model import Target
+
+LONGEST_REASON = 300
+
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
     """Loads, freezes and checks a target.
@@ -50,14 +59,52 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
         config: where it is; `path` is set.
 
     Raises:
+        InputError: nothing there, or nothing that writes text.
+    """
+    return load_config(config), tokenizer_of(config)
+
+
+def load_config(config: TargetConfig) -> Any:
+    """The config of a target's transformers model.
+
+    Args:
+        config: where it is; `path` is set.
+
+    Raises:
+        InputError: nothing there, or nothing that writes text.
+    """
+    assert config.path is not None
+    with naming_target(config):
+        whole = AutoConfig.from_pretrained(config.path, **hub_options(config))
+        # Of a model that also speaks, what thinks; its class finds its weights among the others.
+        found = getattr(whole, "thinker_config", whole)
+        found.architectures = whole.architectures
+        language_class(found)
+    return found
+
+
+def tokenizer_of(config: TargetConfig) -> Any:
+    """The tokenizer of a target, with the chat template of its processor if it has none itself.
+
+    Args:
+        config: where it is; `path` is set.
+
+    Raises:
         InputError: nothing there.
     """
     assert config.path is not None
     with naming_target(config):
-        return (
-            AutoConfig.from_pretrained(config.path, **hub_options(config)),
-            AutoTokenizer.from_pretrained(config.path, **hub_options(config)),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
+        if tokenizer.chat_template is None:
+            file = cached_file(
+                config.path,
+                LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+                revision=config.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            if file is not None:
+                tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
+    return tokenizer
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -71,8 +118,7 @@ def attentions_for(model_config: Any) -> list[str]:
     """Implementations that may take additive masks and compute what was trained, best first."""
     # SDPA leaves out attention soft-capping (Gemma 2) without a word.
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    known = AutoModelForCausalLM._model_mapping
-    fits = type(model_config) not in known or known[type(model_config)]._supports_sdpa
+    fits = getattr(language_class(model_config), "_supports_sdpa", True)
     return ["sdpa", "eager"] if fits and not capped else ["eager"]
 
 
@@ -85,8 +131,10 @@ def naming_target(config: TargetConfig) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"target.path={config.path}: cannot load it: {error}") from error
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *EVERY_WAY) as error:
+        # Some say all that transformers knows.
+        said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
+        raise InputError(f"target.path={config.path}: cannot load it: {said}") from error
 
 
 def hub_options(config: TargetConfig) -> dict[str, Any]:
@@ -100,6 +148,7 @@ def load_model(
     dtype: torch.dtype | str,
     device: torch.device,
     attention: str | None = None,
+    towers: bool = False,
 ) -> Any:
     """The transformers model of a target, without its adapter.
 
@@ -109,6 +158,7 @@ def load_model(
         dtype: of its parameters; `auto` takes that of its files.
         device: where it goes, unless `device_map` says otherwise.
         attention: how its layers attend; unset leaves it to transformers.
+        towers: whether what stands beside its language model is loaded, too.
 
     Raises:
         InputError: nothing there, or it does not load.
@@ -124,8 +174,29 @@ def load_model(
         options["device_map"] = {"": device}
     assert config.path is not None
     with naming_target(config):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, config=model_config, use_safetensors=True, **options, **hub_options(config)
+        loaded: Any = language_class(model_config, towers).from_pretrained(
+            config.path,
+            config=model_config,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+            **hub_options(config),
+        )
+    return complete(config, *loaded)
+
+
+def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
+    """A model for all of whose parameters there were weights.
+
+    Raises:
+        InputError: with those for which there were none; transformers draws them.
+    """
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"target.path={config.path}: its files lack weights of {type(model).__name__}: "
+            f"{missing[0]}{more}"
         )
     return model
 

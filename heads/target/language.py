@@ -1,0 +1,167 @@
+"""The language model inside any architecture of transformers, loaded without towers.
+
+A tower is what makes tokens of images, sound or video. Plain models and wrappers go one way: the
+class that transformers has for a config, whose instances drop their towers before a weight is read.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+# Wrappers first: for some of their configs the last table has the class of their text.
+WRITERS = (
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+)
+ENCODER = "MODEL_FOR_MASKED_LM_MAPPING"
+
+
+def language_class(model_config: Any, towers: bool = False) -> Any:
+    """What has a `from_pretrained` that loads the language model of a config.
+
+    Args:
+        model_config: of transformers.
+        towers: whether it loads what stands beside the language model, too.
+
+    Raises:
+        ValueError: it has none, with the reason.
+    """
+    whole = _class_in(WRITERS, model_config)
+    if whole is None and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or ()):
+        return AutoModelForCausalLM  # of the repository's own code
+    reason = _reason(model_config, whole)
+    if reason:
+        raise ValueError(f"{model_config.model_type} cannot be a target: {reason}")
+    return whole if towers else text_only(whole)
+
+
+def _class_in(tables: tuple[str, ...], model_config: Any) -> Any:
+    found = (getattr(modeling_auto, name) for name in tables)
+    return next((table[type(model_config)] for table in found if type(model_config) in table), None)
+
+
+def _reason(model_config: Any, whole: Any) -> str:
+    """Why a config has no language model that heads can draft for; empty if it has one."""
+    if model_config.is_encoder_decoder:
+        return "an encoder-decoder, whose text hangs on an input that draft heads do not read"
+    if _class_in((ENCODER,), model_config) and not model_config.is_decoder:
+        return "an encoder, whose tokens see those behind them (its config has no is_decoder=true)"
+    if whole is None:
+        return f"transformers writes no text with it{_uses(model_config)}"
+    if not issubclass(whole, GenerationMixin):
+        return f"{whole.__name__} does not write token after token"
+    if "pixel_values" in inspect.signature(whole.generate).parameters:
+        return f"{whole.__name__} writes about an image, and nothing without"
+    return ""
+
+
+def _uses(model_config: Any) -> str:
+    """What transformers has a config for, as its tables of classes are called."""
+    start, end = "MODEL_FOR_", "_MAPPING"
+    names = [n for n in dir(modeling_auto) if n.startswith(start) and n.endswith(end)]
+    found = [name for name in names if _class_in((name,), model_config)]
+    uses = [name.removeprefix(start).removesuffix(end).lower() for name in found]
+    readable = ", ".join(use.replace("_", " ") for use in uses)
+    return f"; it has it for {readable}" if uses else ", but knows it as a part of other models"
+
+
+@cache
+def text_only(whole: Any) -> Any:
+    """A class like a model's own whose instances have no towers.
+
+    Args:
+        whole: of a transformers model with an output head.
+    """
+    # By its module transformers tells a class of its own, whose weights it knows to convert.
+    return type(whole.__name__, (_TextOnly, whole), {"__module__": whole.__module__})
+
+
+class _TextOnly:
+    """Stands before a model's class; see `text_only`."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        with _without_libraries(config.get_text_config()):
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def post_init(self: Any) -> None:
+        """Drops towers where weights are neither read nor tied nor placed yet."""
+        decoder = self.get_decoder()
+        _drop_beside(self, decoder, self.get_output_embeddings())
+        _drop_inside(decoder)
+        super().post_init()  # type: ignore[misc]
+
+    def get_decoder(self: Any) -> Any:
+        """The embedding and the layers, for which transformers may stop at a causal model."""
+        found: Any = super().get_decoder()  # type: ignore[misc]
+        while True:
+            if found.get_output_embeddings() is None:
+                inner = found.get_decoder()
+            else:
+                inner = next(each for each in found.children() if isinstance(each, PreTrainedModel))
+            if inner is found:
+                return found
+            found = inner
+
+    def get_output_embeddings(self: Any) -> Any:
+        """The output head, also that of a causal model inside."""
+        found = super().get_output_embeddings()  # type: ignore[misc]
+        if found is not None:
+            return found
+        inner = [each for each in self.modules() if isinstance(each, PreTrainedModel)][1:]
+        heads = (each.get_output_embeddings() for each in inner)
+        return next((head for head in heads if head is not None), None)
+
+
+def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> None:
+    for name, child in list(model.named_children()):
+        inside = set(child.modules())
+        if decoder in inside and child is not decoder:
+            _drop_beside(child, decoder, head)
+        elif not {decoder, head} & inside and not _serves_text(child):
+            delattr(model, name)
+
+
+def _drop_inside(decoder: nn.Module) -> None:
+    """Drops towers among the layers of a decoder, where Phi-4-multimodal has them."""
+    for module in list(decoder.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, PreTrainedModel) and "text" not in child.input_modalities:
+                delattr(module, name)
+
+
+def _serves_text(module: nn.Module) -> bool:
+    """Whether text needs what stands beside the language model: scalings, other embeddings.
+
+    Those of Gemma 3n look up tokens in ranges of the vocabulary that are theirs.
+    """
+    if isinstance(module, PreTrainedModel):
+        return False
+    has_weights = next(module.parameters(), None) is not None
+    return not has_weights or any(isinstance(each, nn.Embedding) for each in module.children())
+
+
+@contextmanager
+def _without_libraries(text: Any) -> Iterator[None]:
+    """A tower whose library is not installed is made an empty module: it is dropped anyway."""
+    usual, stored = AutoModel.from_config, vars(AutoModel)["from_config"]
+
+    def from_config(config: Any, **options: Any) -> Any:
+        try:
+            return usual(config, **options)
+        except ImportError:
+            if config is text:
+                raise
+            return nn.Module()
+
+    AutoModel.from_config = from_config  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoModel.from_config = stored  # type: ignore[method-assign]
