@@ -5,6 +5,7 @@ class that transformers has for a config, whose instances drop their towers befo
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -51,7 +52,7 @@ def _reason(model_config: Any, whole: Any) -> str:
     """Why a config has no language model that heads can draft for; empty if it has one."""
     if model_config.is_encoder_decoder:
         return "an encoder-decoder, whose text hangs on an input that draft heads do not read"
-    if _class_in((ENCODER,), model_config) and not model_config.is_decoder:
+    if _class_in((ENCODER,), model_config) and not getattr(model_config, "is_decoder", False):
         return "an encoder, whose tokens see those behind them (its config has no is_decoder=true)"
     if whole is None:
         return f"transformers writes no text with it{_uses(model_config)}"
@@ -87,19 +88,26 @@ class _TextOnly:
     """Stands before a model's class; see `text_only`."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        with _without_libraries(config.get_text_config()):
+        with without_libraries(config.get_text_config()):
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def post_init(self: Any) -> None:
         """Drops towers where weights are neither read nor tied nor placed yet."""
         decoder = self.get_decoder()
-        _drop_beside(self, decoder, self.get_output_embeddings())
-        _drop_inside(decoder)
+        dropped = _drop_inside(decoder)
+        if self.config.get_text_config() is not self.config:
+            dropped += _drop_beside(self, decoder, self.get_output_embeddings())
+        # Or transformers lists each of their weights as one it has no use for.
+        known = self._keys_to_ignore_on_load_unexpected or ()
+        names = (rf"(^|\.){re.escape(name)}\." for name in dropped)
+        self._keys_to_ignore_on_load_unexpected = [*known, *names]
         super().post_init()  # type: ignore[misc]
 
     def get_decoder(self: Any) -> Any:
         """The embedding and the layers, for which transformers may stop at a causal model."""
         found: Any = super().get_decoder()  # type: ignore[misc]
+        if not isinstance(found, PreTrainedModel):
+            found = self  # ModernBERT calls its output head a decoder
         while True:
             if found.get_output_embeddings() is None:
                 inner = found.get_decoder()
@@ -119,21 +127,28 @@ class _TextOnly:
         return next((head for head in heads if head is not None), None)
 
 
-def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> None:
+def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> list[str]:
+    """Drops what stands beside the language model; returns what it was called."""
+    dropped = []
     for name, child in list(model.named_children()):
         inside = set(child.modules())
         if decoder in inside and child is not decoder:
-            _drop_beside(child, decoder, head)
+            dropped += _drop_beside(child, decoder, head)
         elif not {decoder, head} & inside and not _serves_text(child):
             delattr(model, name)
+            dropped.append(name)
+    return dropped
 
 
-def _drop_inside(decoder: nn.Module) -> None:
+def _drop_inside(decoder: nn.Module) -> list[str]:
     """Drops towers among the layers of a decoder, where Phi-4-multimodal has them."""
+    dropped = []
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, PreTrainedModel) and "text" not in child.input_modalities:
                 delattr(module, name)
+                dropped.append(name)
+    return dropped
 
 
 def _serves_text(module: nn.Module) -> bool:
@@ -148,7 +163,7 @@ def _serves_text(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _without_libraries(text: Any) -> Iterator[None]:
+def without_libraries(text: Any) -> Iterator[None]:
     """A tower whose library is not installed is made an empty module: it is dropped anyway."""
     usual, stored = AutoModel.from_config, vars(AutoModel)["from_config"]
 

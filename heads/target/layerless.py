@@ -1,7 +1,7 @@
 """What of a target lies outside its layers, for when another process runs those."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
             dtype=resolve_dtype(config.dtype, device),
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # of what all layers share, and nobody runs
             **hub_options(config),
         )
     model = complete(config, *loaded)
@@ -131,9 +132,9 @@ def _empty(config: Any) -> None:
     if getattr(text, "altup_num_inputs", None):
         raise _needs_more(text.model_type, ["altup_unembed_projections"])
     text.num_hidden_layers = 0
-    if getattr(text, "layer_types", None) is not None:
-        with suppress(AttributeError):  # where they follow from the number of layers
-            text.layer_types = []
+    kinds = text.attribute_map.get("layer_types", "layer_types")
+    if vars(text).get(kinds) is not None:  # elsewhere it follows from the number
+        setattr(text, kinds, [])
     if getattr(text, "hidden_size_per_layer_input", None):
         text.hidden_size_per_layer_input = 0  # of Gemma 4's, which has a second embedding for each
     if hasattr(config, "quantization_config"):
