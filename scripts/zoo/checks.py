@@ -1,0 +1,280 @@
+"""What is asked of one tiny target: everything that users ask of theirs, held to `generate`."""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from conf.schema import InputError, MedusaConfig, TargetConfig
+from conf.schema_eagle import EagleConfig
+from data.chat import Sample
+from data.embedded_corpus import SPECIAL_TOKENS
+from data.pack import PackedDataset
+from eval.decode.drafters.oracle import Oracle
+from eval.decode.engine import Generation, decode_batch
+from eval.decode.generate import hf_generate
+from eval.decode.texts import common_prefix, truncated
+from eval.measure.replay import replay
+from eval.measure.stats import PromptSteps, tau
+from heads.drafting import Draft, Drafter
+from heads.cache import upload
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.sampling import GREEDY
+from heads.target.load import load_model, load_target, load_tokenizer
+from heads.target.model import Target
+from heads.tree import DynamicShape, Tree
+from heads.vocab import DraftVocab
+from scripts.zoo.sizes import FIRST_OTHER
+from train.eagle import EagleObjective
+from train.medusa import MedusaObjective
+from train.objective import Objective
+
+CPU = torch.device("cpu")
+PROMPT_LENGTHS = (40, 53, 61, 70)
+NUM_NEW = 48
+NUM_UPDATES = 3
+RATE = 0.6
+"""Of acceptance, of drafts that are the text itself with mistakes."""
+TIE = 1e-4
+"""The margin between the two likeliest logits below which float32 may choose either."""
+CHAIN = Tree.chain(4)
+TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0, 0]])
+SHAPES = (
+    TREE,
+    Tree.from_paths([[0], [0, 0], [0, 1], [0, 2], [0, 0, 0], [0, 1, 0], [0, 1, 1], [0, 1, 0, 0], [1]]),
+    Tree.from_paths([[rank] for rank in range(5)] + [[rank, 0] for rank in range(4)]),
+)
+"""Of as many nodes each, for texts whose trees differ."""
+
+YES = "yes"
+COLUMNS = ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "replay")
+
+
+@dataclass
+class Found:
+    """What came out for one architecture.
+
+    Attributes:
+        columns: by name, `yes`, `refused: ...`, `differs: ...` or `FAILED: ...`; what was not
+            reached is not there.
+        attention: how the target attends, as it says itself.
+        tau: of each head's chain, replayed.
+        traceback: of the first failure.
+    """
+
+    columns: dict[str, str] = field(default_factory=dict)
+    attention: str = ""
+    tau: dict[str, float] = field(default_factory=dict)
+    traceback: str = ""
+
+    @property
+    def state(self) -> str:
+        """`works`, `refused`, `differs` or `fails`."""
+        values = self.columns.values()
+        for word, state in (("FAILED", "fails"), ("differs", "differs"), ("refused", "refused")):
+            if any(value.startswith(word) for value in values):
+                return state
+        return "works" if len(self.columns) == len(COLUMNS) else "fails"
+
+    @contextmanager
+    def column(self, name: str) -> Iterator[None]:
+        """Runs one check; whatever it raises stands in its column."""
+        try:
+            yield
+            self.columns.setdefault(name, YES)
+        except InputError as error:
+            self.columns[name] = f"refused: {_line(error)}"
+        except Differs as error:
+            self.columns[name] = f"differs: {error}"
+        except Exception as error:  # noqa: BLE001 what comes is what is looked for
+            self.columns[name] = f"FAILED: {type(error).__name__}: {_line(error)}"
+            self.traceback = self.traceback or traceback.format_exc()
+
+    def ok(self, name: str) -> bool:
+        """Whether a check went through."""
+        return self.columns.get(name) == YES
+
+
+class Differs(Exception):  # noqa: N818 not an error of ours, but what is measured
+    """Texts or steps are not those that they should be."""
+
+
+def check_target(folder: Path) -> dict[str, Any]:
+    """All checks of one tiny target.
+
+    Args:
+        folder: of `scripts.zoo.tiny.tiny_target`.
+
+    Returns:
+        JSON content: `Found` and its state.
+    """
+    found = Found()
+    config = TargetConfig(path=str(folder))
+    with found.column("loads"):
+        load_model(config, load_tokenizer(config)[0], torch.float32, CPU)
+    if found.ok("loads"):
+        with found.column("check"):
+            _Checks(load_target(config, CPU), found).run()
+    return {"state": found.state, **asdict(found)}
+
+
+class _Checks:
+    """A target that loads, its prompts, and the texts that `generate` gives after them."""
+
+    def __init__(self, target: Target, found: Found) -> None:
+        self.target, self.found = target, found
+        found.columns["check"] = YES
+        found.attention = f"{target.config._attn_implementation}: {target.attention}"
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = [
+            torch.randint(len(SPECIAL_TOKENS), FIRST_OTHER - 10, (n,), generator=generator).tolist()
+            for n in PROMPT_LENGTHS
+        ]
+        self.texts: list[list[int]] = []
+
+    def run(self) -> None:
+        """Every column after the check."""
+        with self.found.column("chain"):
+            self._stop_at([])
+            self.texts = self._generated()
+            self._lossless(Oracle, CHAIN, 1)
+        if not self.texts:
+            return
+        with self.found.column("tree"):
+            self._lossless(Oracle, TREE, 1)
+        with self.found.column("batch"):
+            # Texts end apart, a third and two thirds through.
+            self._stop_at([self.texts[1][NUM_NEW // 3], self.texts[2][2 * NUM_NEW // 3]])
+            self._lossless(Oracle, TREE, len(self.prompts))
+            self._lossless(Shaped, TREE, len(self.prompts))
+        self._stop_at([])
+        for name, trained in (("medusa", self._medusa), ("eagle", self._eagle)):
+            with self.found.column(name):
+                trained()
+
+    def _stop_at(self, ids: list[int]) -> None:
+        self.target.generation_config.eos_token_id = ids
+        self.target.model.generation_config.eos_token_id = ids
+
+    def _generated(self) -> list[list[int]]:
+        """One after another: what fills up a batch is nothing that `generate` is asked about."""
+        return [
+            hf_generate(self.target, [prompt], NUM_NEW, GREEDY, 0)[0].token_ids
+            for prompt in self.prompts
+        ]
+
+    def _lossless(self, kind: "type[Oracle]", tree: Tree, num_texts: int) -> None:
+        """Drafts that are right at RATE, for the first prompts together."""
+        drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
+        self._same_texts(self._decoded(drafter, num_texts))
+
+    def _decoded(self, drafter: Drafter, num_texts: int = 1) -> list[Generation]:
+        return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
+
+    def _same_texts(self, found: list[Generation]) -> None:
+        stops = self.target.stop_ids
+        wrong = []
+        for prompt, text, one in zip(self.prompts, self.texts, found, strict=False):
+            expected = truncated(text, stops)
+            if one.token_ids == expected:
+                continue
+            place = common_prefix(one.token_ids, expected)
+            margin = self._margin(prompt + expected[:place])
+            if margin >= TIE:
+                wrong.append(f"from token {place} of {len(expected)}, margin there {margin:.2g}")
+        if wrong:
+            raise Differs(f"{len(wrong)} of {len(found)} texts, the first {wrong[0]}")
+
+    @torch.no_grad()
+    def _margin(self, ids: list[int]) -> float:
+        logits = self.target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        first, second = logits.float().topk(2).values.tolist()
+        return first - second
+
+    def _medusa(self) -> None:
+        head = MedusaHead.from_target(self.target, 3, 1)
+        _train(MedusaObjective(head, self.target, MedusaConfig(num_heads=3)), self._data())
+        tree = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+        self._replayed("medusa", head, Tree.chain(3), partial(MedusaDrafter, head, Tree.chain(3)))
+        self._replayed("medusa", head, tree, partial(MedusaDrafter, head, tree))
+
+    def _eagle(self) -> None:
+        config = EagleConfig(fc_norm=True, norm_output=True, draft_vocab_size=200)
+        counts = torch.bincount(torch.tensor(sum(self.texts, [])), minlength=self.target.vocab_size)
+        vocab = DraftVocab.choose(counts, config.draft_vocab_size, self.target.special_ids)
+        head = EagleHead.from_target(self.target, config, vocab, seed=0)
+        _train(EagleObjective(head, self.target, config), self._data())
+        self._replayed("eagle", head, CHAIN, partial(EagleChain, head, CHAIN.depth))
+        self._same_texts(self._decoded(EagleTree(head, DynamicShape(4, 3, 8)), 2))
+
+    def _data(self) -> PackedDataset:
+        """The target's own texts."""
+        samples = [
+            Sample(prompt + text, [False] * len(prompt) + [True] * len(text))
+            for prompt, text in zip(self.prompts, self.texts, strict=True)
+        ]
+        return PackedDataset(samples, 256, seed=0)
+
+    def _replayed(self, name: str, head: Any, tree: Tree, drafter: Callable[[], Drafter]) -> None:
+        """Decoding is lossless, and its steps are those that replay tells."""
+        decoded = self._decoded(drafter())
+        self._same_texts(decoded)
+        with self.found.column("replay"):
+            told = replay(self.target, head, tree, self.prompts[0], self.texts[0])
+            self.found.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
+            if told != decoded[0].steps:
+                lengths = [[step.num_accepted for step in each] for each in (told, decoded[0].steps)]
+                place = common_prefix(*lengths)
+                raise Differs(f"{name}, from pass {place} of {len(told)}")
+
+
+class Shaped(Oracle):
+    """Trees of another shape for every text and place, as dynamic ones are."""
+
+    def propose(self, roots: list[int]) -> Draft:
+        """One of SHAPES each."""
+        rows, parents = [], []
+        for (number, text), place in zip(self.texts, self.places, strict=True):
+            self.tree = SHAPES[(number + place) % len(SHAPES)]
+            rows.append(self._fill(number, text, place))
+            parents.append(list(self.tree.parents[1:]))
+        depth = max(shape.depth for shape in SHAPES)
+        return Draft(upload(parents, self.device), upload(rows, self.device), depth)
+
+
+def _train(objective: Objective, data: PackedDataset) -> None:
+    """A few updates on one batch.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
+    objective.train()
+    rows = [data[index] for index in range(len(data.sequences))]
+    batch = objective.taught({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    scale: Tensor = objective.weights / objective.counts(batch).clamp_min(1)
+    batch = objective.prepare(batch)
+    parameters = [each for each in objective.head.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(parameters, 3e-3)
+    for _ in range(NUM_UPDATES):
+        optimizer.zero_grad()
+        loss = objective(batch, scale).total
+        if not loss.isfinite():
+            raise RuntimeError(f"the loss is {loss.item()}")
+        loss.backward()
+        optimizer.step()
+    objective.head.eval()
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error."""
+    return " ".join(str(error).split())[:300]
