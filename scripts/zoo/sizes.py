@@ -18,7 +18,7 @@ _NAMES = (
     (LAYERS, """num_hidden_layers n_layer num_layers n_layers layers decoder_layers max_window_layers
         num_blocks conf_num_hidden_layers num_local_experts n_routed_experts num_experts
         moe_num_experts num_attention_heads num_heads n_head n_heads attention_heads
-        decoder_attention_heads swa_num_attention_heads num_sliding_attention_heads
+        decoder_attention_heads encoder_attention_heads swa_num_attention_heads num_sliding_attention_heads
         linear_num_value_heads linear_num_heads index_n_heads zero_expert_num
         conf_num_attention_heads resampler_heads resampler_n_heads n_mamba_heads"""),
     (HIDDEN, """hidden_size d_model n_embd out_hidden_size embed_dim embedding_dim projection_dim
@@ -26,9 +26,11 @@ _NAMES = (
         text_hidden_size projector_hidden_size vision_output_dim projector_input_dim
         projector_output_dim projection_hidden_size projection_hidden_dim decoder_hidden_size
         output_dim image_text_hidden_size patch_embed_hidden_size dim_model_base
-        vision_hidden_size downsample_hidden_size image_token_embed_dim mamba_d_ssm"""),
+        vision_hidden_size downsample_hidden_size adapter_in_dim adapter_out_dim adapter_input_size
+        image_token_embed_dim mamba_d_ssm"""),
     (96, """intermediate_size ffn_dim n_inner d_ff dff dim_ff ffn_hidden_size decoder_ffn_dim mlp_dim
         encoder_ffn_dim intermediate_size_mlp dense_intermediate_size projection_intermediate_size
+        conv_hidden_size
         alignment_intermediate_size conv_output_size"""),
     (32, """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
         shared_experts_intermediate_size expert_ffn_hidden_size moe_hidden_size share_expert_dim
@@ -64,7 +66,7 @@ TINY = {name: size for size, names in _NAMES for name in names.split()}
 # Indices of layers, which have to lie among those that are left.
 INDEXES: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1],
-    "global_attn_indexes": [0, 1], "intermediate_layers_indices": [0, 1],
+    "global_attn_indexes": [0, 1], "downsample_channels": [32, 64], "intermediate_layers_indices": [0, 1],
     "moe_layer_end_index": -1, "mlp_only_layers": [],
 }  # fmt: skip
 
@@ -86,8 +88,9 @@ def tiny_sizes(config: Any) -> dict[str, Any]:
             found[name] = min(value, TINY[name])
     found |= _latent_heads(config, found) | _picture(config)
     found |= _kinds_of_layers(config)
-    if isinstance(getattr(config, "rope_parameters", None), dict):
-        found["rope_parameters"] = _rope(config.rope_parameters, _head_dim(config, found))
+    rope = vars(config).get("rope_parameters")
+    if isinstance(rope, dict):
+        found["rope_parameters"] = _rope(rope, _head_dim(found))
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -106,20 +109,20 @@ def _latent_heads(config: Any, found: dict[str, Any]) -> dict[str, int]:
     """Head sizes that are sums or copies of others, as multi-head latent attention has them."""
     if "qk_rope_head_dim" not in found:
         return {}
-    parts = {}
-    if isinstance(getattr(config, "qk_head_dim", None), int):
+    usual, parts = vars(config), {}
+    if isinstance(usual.get("qk_head_dim"), int):
         parts["qk_head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     for name in ("qk_rope_head_dim", "qk_head_dim"):
-        if name in found | parts and getattr(config, "head_dim", None) == getattr(config, name):
+        if name in found | parts and usual.get("head_dim") == usual.get(name):
             parts["head_dim"] = (found | parts)[name]
-    if getattr(config, "num_key_value_heads", 0) == getattr(config, "num_attention_heads", 1):
+    if usual.get("num_key_value_heads", 0) == usual.get("num_attention_heads", 1):
         parts["num_key_value_heads"] = found["num_attention_heads"]
     return parts
 
 
 def _picture(config: Any) -> dict[str, Any]:
     """Pictures of four by four patches."""
-    patch, image = (getattr(config, name, None) for name in ("patch_size", "image_size"))
+    patch, image = (vars(config).get(name) for name in ("patch_size", "image_size"))
     if isinstance(patch, int) and isinstance(image, int):
         return {"image_size": 4 * patch}
     if isinstance(patch, list | tuple) and isinstance(image, list | tuple):
@@ -129,8 +132,8 @@ def _picture(config: Any) -> dict[str, Any]:
 
 def _kinds_of_layers(config: Any) -> dict[str, Any]:
     """Of every list with an entry a layer, four entries at least and each kind once."""
-    name = next((each for each in LAYER_COUNTS if hasattr(config, each)), "num_hidden_layers")
-    count = getattr(config, name, None)
+    name = next((each for each in LAYER_COUNTS if each in vars(config)), "num_hidden_layers")
+    count = vars(config).get(name)
     lists = {
         key: list(value)
         for key, value in vars(config).items()
@@ -155,7 +158,7 @@ def _kinds(values: list[Any]) -> list[Any]:
     return [kind for place, kind in enumerate(values) if kind not in values[:place]]
 
 
-def _head_dim(config: Any, found: dict[str, Any]) -> int:
+def _head_dim(found: dict[str, Any]) -> int:
     return found.get("qk_rope_head_dim") or found.get("head_dim") or HIDDEN // HEADS
 
 

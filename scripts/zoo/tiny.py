@@ -7,14 +7,17 @@ use: random weights of a fixed seed, a tokenizer with a chat template, `made.jso
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -29,6 +32,7 @@ GAINS = (1.5, 1.0, 2.5, 0.7)
 """Of a matrix, its output's deviation over its input's: the first that gives fit texts."""
 AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
 """Rates of decay, whose size is their meaning."""
+TIMM = {"gemma3n_vision", "timm_wrapper"}
 PROMPT = torch.arange(20, 44).unsqueeze(0)
 TEXT = ("def read(path):\n    return open(path).read()\n", "class Reader:\n    lines = 0\n")
 
@@ -59,7 +63,8 @@ def tiny_target(model_type: str, root: Path) -> Path:
 def _make(model_type: str, folder: Path) -> None:
     name = class_name(model_type)
     config = tiny_config(model_type)
-    model, weights = random_model(getattr(transformers, name), config)
+    with without_timm() as left_out:
+        model, weights = random_model(getattr(transformers, name), config)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
@@ -68,6 +73,7 @@ def _make(model_type: str, folder: Path) -> None:
         "class": name,
         "layers": _layers(text),
         "by_hand": {each: BY_HAND[each] for each in _types(config) if each in BY_HAND},
+        "left_out": left_out,
         **weights,
         "num_parameters": sum(each.numel() for each in model.parameters()),
     }
@@ -124,6 +130,26 @@ def _layers(text: Any) -> str:
         else:
             runs.append([kind, 1])
     return ", ".join(f"{number} {kind}" for kind, number in runs)
+
+
+@contextmanager
+def without_timm() -> Iterator[list[str]]:
+    """Inside, towers that only timm could make are a module of next to nothing.
+
+    Yields:
+        what is left out, filled meanwhile.
+    """
+    left_out: list[str] = []
+    usual = AutoModel.from_config
+
+    def from_config(config: Any, **options: Any) -> Any:
+        if config.model_type not in TIMM:
+            return usual(config, **options)
+        left_out[:] = [f"{config.model_type}, which needs timm"]
+        return nn.Linear(1, 1)
+
+    with patch.object(AutoModel, "from_config", from_config):
+        yield left_out
 
 
 def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
