@@ -106,7 +106,11 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
         folder = tiny_target(name, out_dir / "made")
     except Exception as error:  # noqa: BLE001 whatever transformers says of it
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        found: dict[str, Any] = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
+        found: dict[str, Any] = {
+            "state": "not made",
+            "why": why,
+            "traceback": traceback.format_exc(),
+        }
     else:
         found = {**check_target(folder), "made": json.loads((folder / MADE).read_text())}
     write_whole(found_at(out_dir, name), json.dumps(found, indent=1) + "\n")

@@ -31,23 +31,34 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
         "zamba",
         {
             "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
-            "num_hidden_layers": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
-            "num_key_value_heads": 4, "n_mamba_heads": 2,
+            "num_hidden_layers": 4,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 2,
         },
     ),
     (
         "shared blocks, whose kinds and sizes depend on each other",
         "zamba2",
         {
-            "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4,
-            "n_mamba_heads": 8, "num_key_value_heads": 4, "num_query_groups": 4,
-            "attention_hidden_size": 128, "attention_head_dim": 32,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "num_hidden_layers": 4,
+            "n_mamba_heads": 8,
+            "num_key_value_heads": 4,
+            "num_query_groups": 4,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
         },
     ),
     (
         "attention only by default",
         "lfm2 lfm2_moe",
-        {"layer_types": ["conv", "conv", FULL, "conv"], "full_attn_idxs": [2], "num_hidden_layers": 4},
+        {
+            "layer_types": ["conv", "conv", FULL, "conv"],
+            "full_attn_idxs": [2],
+            "num_hidden_layers": 4,
+        },
     ),
     (
         "full attention only by default",
@@ -76,12 +87,17 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
         "the last layers share what one of each kind before them keeps",
         "gemma3n_text gemma4_text",
         {
-            "layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "num_kv_shared_layers": 2,
             "num_hidden_layers": 4,
         },
     ),
     ("heads times their size is the width of the state", "mamba2", {"num_heads": 8}),
-    ("widths are rounded up to 64", "xlstm", {"qk_dim_factor": 1.0, "chunk_size": 8, "num_heads": 4}),
+    (
+        "widths are rounded up to 64",
+        "xlstm",
+        {"qk_dim_factor": 1.0, "chunk_size": 8, "num_heads": 4},
+    ),
     ("unset by default, but needed", "hunyuan_v1_dense hunyuan_v1_moe ministral", HEAD_DIM),
     (
         "unset by default, but needed",
@@ -109,9 +125,16 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
         "unset by default, but needed",
         "qwen4_exp_text",
         {
-            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
-            "indexer_budget": 16, "indexer_compress_ratio": 4, "ple_layer_ids": [1],
-            "ple_embed_dim": 64, "eos_token_id": 5, "ngram_vocab_size_base": 400, "split_ngram_parts": 2,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 64,
+            "eos_token_id": 5,
+            "ngram_vocab_size_base": 400,
+            "split_ngram_parts": 2,
         },
     ),
     (
@@ -123,9 +146,15 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
         "sizes of windowed layers, which differ from the others'",
         "dots3_note_text",
         {
-            "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32,
-            "swa_kv_lora_rank": 16, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16,
-            "swa_v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 24,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 32,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 16,
+            "swa_v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
         },
     ),
     (
@@ -153,14 +182,19 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("a share of the head that is turned", "mistral4", {"rope_parameters": YARN}),
     (
         "sections of M-RoPE, which its class has for heads of 128",
-        "qwen2_vl_text qwen2_5_vl_text glm4v_text glm_ocr_text paddleocr_vl_text "
-        "qwen2_5_omni_text",
+        "qwen2_vl_text qwen2_5_vl_text glm4v_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text",
         {"rope_parameters": QWEN_MROPE},
     ),
     (
         "sections of M-RoPE, which its class has for heads of 128",
         "glm4v_moe_text",
-        {"rope_parameters": {**QWEN_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        {
+            "rope_parameters": {
+                **QWEN_MROPE,
+                "mrope_section": [1, 1, 2],
+                "partial_rotary_factor": 0.5,
+            }
+        },
     ),
     (
         "sections of M-RoPE, which its class has for heads of 128",
@@ -178,9 +212,16 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("follows from another size", "dots3_note_audio", {"conv_output_size": 1024}),
     ("with fewer layers its tower needs scipy", "inkling_vision", {"n_layers": 8, "patch_size": 4}),
     ("indices of layers of its tower", "molmo2_adapter", {"vision_feature_layer": [1, 0]}),
-    ("said twice, and lost on the way", "nemotron_h_omni", {"vision_config": {
-        "video_temporal_patch_size": 2}}),
-    ("towers that are large whatever else is small", "janus_vqgan emu3_vqgan chameleon_vqgan", SMALL_VQ),
+    (
+        "said twice, and lost on the way",
+        "nemotron_h_omni",
+        {"vision_config": {"video_temporal_patch_size": 2}},
+    ),
+    (
+        "towers that are large whatever else is small",
+        "janus_vqgan emu3_vqgan chameleon_vqgan",
+        SMALL_VQ,
+    ),
     (
         "towers that are large whatever else is small",
         "muse_spark_audio",
@@ -205,15 +246,19 @@ _NO_TARGET: list[tuple[str, str]] = [
     ),
     (
         "the decoder of an encoder-decoder: its text answers what the encoder reads",
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet "
-        "whisper t5gemma2 udop vision-encoder-decoder pix2struct florence2 pp_formulanet trocr",
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
+        "prophetnet whisper t5gemma2 udop vision-encoder-decoder pix2struct florence2 "
+        "pp_formulanet trocr",
     ),
     ("gives sound, several codes at a time", "moshi musicgen musicgen_melody"),
     ("gives the motion of a robot", "pi0"),
     ("predicts in permuted order, in two streams", "xlnet"),
     ("hashes its own queries: what a token sees depends on the length", "reformer"),
     ("fills blocks by diffusion: no token comes after another", "diffusion_gemma"),
-    ("drafts for another model, whose hidden states it reads", "gemma4_assistant gemma4_unified_assistant"),
+    (
+        "drafts for another model, whose hidden states it reads",
+        "gemma4_assistant gemma4_unified_assistant",
+    ),
     (
         "answers pictures only: its forward pass asks for one",
         "blip blip-2 instructblip instructblipvideo idefics kosmos-2",

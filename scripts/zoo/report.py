@@ -11,7 +11,7 @@ from scripts.zoo.checks import COLUMNS
 HEADINGS = {
     "medusa": "Medusa", "eagle": "EAGLE-3.1", "replay": "replay = decode",
 }  # fmt: skip
-STATES = ("works", "refused", "differs", "fails", "not made")
+STATES = ("works", "works with chains", "refused", "differs", "fails", "not made")
 
 Rows = dict[str, dict[str, Any]]
 """What was found, by model type."""
@@ -23,7 +23,10 @@ def result(rows: Rows, left_out: dict[str, str]) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "counts": _counted(rows),
-        "found": rows,
+        "found": {
+            name: {key: value for key, value in row.items() if key != "traceback"}
+            for name, row in rows.items()
+        },
         "no_target": left_out,
     }
 
@@ -45,9 +48,9 @@ def table(rows: Rows, left_out: dict[str, str]) -> str:
     lines = [
         "# Targets",
         "",
-        f"{counts(rows)}. Written by `scripts/check_targets.py`; each is a random model of 4 layers, "
-        "hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, past windows "
-        "of 12, chunks of 8 and RoPE switches at 64, are held to `generate`.",
+        f"{counts(rows)}. Written by `scripts/check_targets.py`; each is a random model of 4 "
+        "layers, hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, "
+        "past windows of 12, chunks of 8 and RoPE switches at 64, are held to `generate`.",
         "",
         f"| model type | {' | '.join(names)} | attention | how made |",
         f"|---|{'---|' * len(names)}---|---|",
@@ -89,6 +92,9 @@ def _made(made: dict[str, Any] | None) -> str:
 def _why(row: dict[str, Any]) -> str:
     if "why" in row:
         return f"not made: {row['why']}"
-    reasons = [f"{HEADINGS.get(name, name)}: {row['columns'][name]}" for name in COLUMNS
-               if row["columns"].get(name, "yes") != "yes"]
+    reasons = [
+        f"{HEADINGS.get(name, name)}: {row['columns'][name]}"
+        for name in COLUMNS
+        if row["columns"].get(name, "yes") != "yes"
+    ]
     return "; ".join(dict.fromkeys(reasons))

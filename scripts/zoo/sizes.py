@@ -12,62 +12,96 @@ EOS, BOS, PAD = 5, 0, 1
 FIRST_OTHER = 300
 """Images, audio and the like: behind what the tokenizer uses."""
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers", "decoder_layers")
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "layers",
+    "decoder_layers",
+)
 
 _NAMES = (
-    (LAYERS, """num_hidden_layers n_layer num_layers n_layers layers decoder_layers max_window_layers
-        num_blocks conf_num_hidden_layers num_local_experts n_routed_experts num_experts
-        moe_num_experts num_attention_heads num_heads n_head n_heads attention_heads
-        decoder_attention_heads encoder_attention_heads swa_num_attention_heads num_sliding_attention_heads
-        linear_num_value_heads linear_num_heads index_n_heads zero_expert_num
-        conf_num_attention_heads resampler_heads resampler_n_heads n_mamba_heads"""),
-    (HIDDEN, """hidden_size d_model n_embd out_hidden_size embed_dim embedding_dim projection_dim
-        attention_hidden_size lru_width word_embed_proj_dim backbone_hidden_size encoder_hidden_size
-        text_hidden_size projector_hidden_size vision_output_dim projector_input_dim
-        projector_output_dim projection_hidden_size projection_hidden_dim decoder_hidden_size
-        output_dim image_text_hidden_size patch_embed_hidden_size dim_model_base
-        vision_hidden_size downsample_hidden_size adapter_in_dim adapter_out_dim adapter_input_size
-        image_token_embed_dim mamba_d_ssm"""),
-    (96, """intermediate_size ffn_dim n_inner d_ff dff dim_ff ffn_hidden_size decoder_ffn_dim mlp_dim
-        encoder_ffn_dim intermediate_size_mlp dense_intermediate_size projection_intermediate_size
-        conv_hidden_size
-        alignment_intermediate_size conv_output_size"""),
-    (32, """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
-        shared_experts_intermediate_size expert_ffn_hidden_size moe_hidden_size share_expert_dim
-        moe_shared_expert_intermediate_size q_lora_rank router_hidden_size o_lora_rank"""),
-    (HEAD_DIM, """head_dim kv_channels v_head_dim qk_nope_head_dim kv_lora_rank linear_key_head_dim
-        linear_value_head_dim linear_head_dim index_head_dim swa_head_dim mamba_d_head dim_head
-        mamba_head_dim mamba_headdim index_topk hidden_size_per_layer_input attention_head_size
-        query_pre_attn_scalar adapter_rank laurel_rank resampler_dim_head resampler_head_dim
-        keep_window_size rel_extent block_multiple_of num_centroids global_head_dim d_head d_kv
-        hc_lowrank"""),
-    (8, """qk_rope_head_dim rotary_dim state_size mamba_d_state ssm_state_size d_rel chunk_size
-        mamba_chunk_size block_size mamba_num_heads mamba_n_heads time_step_rank mamba_dt_rank
-        attention_chunk_size gated_norm_rank num_query_tokens latent_query_num n_latents
-        resampler_n_latents resampler_num_latents index_block_size ext_pw_out_channel"""),
-    (2, """num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group num_expert_group
-        num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads kv_n_heads
-        n_groups mamba_n_groups n_shared_experts num_shared_experts moe_num_shared_experts depth
-        encoder_layers num_encoder_layers num_decoder_layers num_query_groups index_topk_blocks
-        num_attention_groups resampler_depth num_lstm_layers insert_layer_id"""),
-    (1, """topk_group first_k_dense_replace num_dense_layers moe_layer_start_index num_global_layers
-        num_kv_shared_layers num_nextn_predict_layers num_codebooks"""),
-    (VOCAB, """vocab_size vocab_size_per_layer_input unpadded_vocab_size audio_vocab_size
-        codebook_size"""),
-    (WINDOW, """sliding_window sliding_window_size window_size local_attention
-        attention_window_size"""),
+    (LAYERS, """
+        num_hidden_layers n_layer num_layers n_layers layers decoder_layers
+        max_window_layers num_blocks conf_num_hidden_layers num_local_experts
+        n_routed_experts num_experts moe_num_experts num_attention_heads num_heads n_head
+        n_heads attention_heads decoder_attention_heads encoder_attention_heads
+        swa_num_attention_heads num_sliding_attention_heads linear_num_value_heads
+        linear_num_heads index_n_heads zero_expert_num conf_num_attention_heads
+        resampler_heads resampler_n_heads n_mamba_heads
+    """),
+    (HIDDEN, """
+        hidden_size d_model n_embd out_hidden_size embed_dim embedding_dim projection_dim
+        attention_hidden_size lru_width word_embed_proj_dim backbone_hidden_size
+        encoder_hidden_size text_hidden_size projector_hidden_size vision_output_dim
+        projector_input_dim projector_output_dim projection_hidden_size
+        projection_hidden_dim decoder_hidden_size output_dim image_text_hidden_size
+        patch_embed_hidden_size dim_model_base vision_hidden_size downsample_hidden_size
+        adapter_in_dim adapter_out_dim adapter_input_size image_token_embed_dim
+        mamba_d_ssm
+    """),
+    (96, """
+        intermediate_size ffn_dim n_inner d_ff dff dim_ff ffn_hidden_size decoder_ffn_dim
+        mlp_dim encoder_ffn_dim intermediate_size_mlp dense_intermediate_size
+        projection_intermediate_size conv_hidden_size alignment_intermediate_size
+        conv_output_size
+    """),
+    (32, """
+        moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
+        shared_experts_intermediate_size expert_ffn_hidden_size moe_hidden_size
+        share_expert_dim moe_shared_expert_intermediate_size q_lora_rank
+        router_hidden_size o_lora_rank
+    """),
+    (HEAD_DIM, """
+        head_dim kv_channels v_head_dim qk_nope_head_dim kv_lora_rank linear_key_head_dim
+        linear_value_head_dim linear_head_dim index_head_dim swa_head_dim mamba_d_head
+        dim_head mamba_head_dim mamba_headdim index_topk hidden_size_per_layer_input
+        attention_head_size query_pre_attn_scalar adapter_rank laurel_rank
+        resampler_dim_head resampler_head_dim keep_window_size rel_extent
+        block_multiple_of num_centroids global_head_dim d_head d_kv hc_lowrank
+    """),
+    (8, """
+        qk_rope_head_dim rotary_dim state_size mamba_d_state ssm_state_size d_rel
+        chunk_size mamba_chunk_size block_size mamba_num_heads mamba_n_heads
+        time_step_rank mamba_dt_rank attention_chunk_size gated_norm_rank num_query_tokens
+        latent_query_num n_latents resampler_n_latents resampler_num_latents
+        index_block_size ext_pw_out_channel
+    """),
+    (2, """
+        num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group
+        num_expert_group num_key_value_heads num_kv_heads swa_num_key_value_heads
+        linear_num_key_heads kv_n_heads n_groups mamba_n_groups n_shared_experts
+        num_shared_experts moe_num_shared_experts depth encoder_layers num_encoder_layers
+        num_decoder_layers num_query_groups index_topk_blocks num_attention_groups
+        resampler_depth num_lstm_layers insert_layer_id
+    """),
+    (1, """
+        topk_group first_k_dense_replace num_dense_layers moe_layer_start_index
+        num_global_layers num_kv_shared_layers num_nextn_predict_layers num_codebooks
+    """),
+    (VOCAB, """
+        vocab_size vocab_size_per_layer_input unpadded_vocab_size audio_vocab_size
+        codebook_size
+    """),
+    (WINDOW, """
+        sliding_window sliding_window_size window_size local_attention
+        attention_window_size
+    """),
     (SWITCH, "original_max_position_embeddings log_scaling_n_floor floor_scale"),
-    (CONTEXT, """max_position_embeddings n_positions max_seq_len max_sequence_length seq_length n_ctx
-        max_target_positions context_length model_max_length num_position_embeddings
-        max_source_positions position_embedding_size max_vit_seq_len"""),
+    (CONTEXT, """
+        max_position_embeddings n_positions max_seq_len max_sequence_length seq_length
+        n_ctx max_target_positions context_length model_max_length num_position_embeddings
+        max_source_positions position_embedding_size max_vit_seq_len
+    """),
 )  # fmt: skip
 TINY = {name: size for size, names in _NAMES for name in names.split()}
 
 # Indices of layers, which have to lie among those that are left.
 INDEXES: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1],
-    "global_attn_indexes": [0, 1], "downsample_channels": [32, 64], "intermediate_layers_indices": [0, 1],
-    "moe_layer_end_index": -1, "mlp_only_layers": [],
+    "global_attn_indexes": [0, 1], "intermediate_layers_indices": [0, 1],
+    "moe_layer_end_index": -1, "mlp_only_layers": [], "downsample_channels": [32, 64],
 }  # fmt: skip
 
 
@@ -145,7 +179,9 @@ def _kinds_of_layers(config: Any) -> dict[str, Any]:
     if not lists or not isinstance(count, int):
         return {}
     kept = {value.index(kind) for value in lists.values() for kind in _kinds(value)}
-    kept |= set([place for place in range(count) if place not in kept][: max(0, LAYERS - len(kept))])
+    kept |= set(
+        [place for place in range(count) if place not in kept][: max(0, LAYERS - len(kept))]
+    )
     rows = {key: [value[place] for place in sorted(kept)] for key, value in lists.items()}
     rows |= {key: list(range(len(kept))) for key in numbered}
     for key, row in rows.items():

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from data.embedded_corpus import train_tokenizer
-from scripts.zoo.families import BY_HAND, NO_TARGET
+from scripts.zoo.families import BY_HAND
 from scripts.zoo.sizes import BOS, CONTEXT, EOS, PAD, tiny_sizes
 
 MADE = "made.json"
@@ -39,7 +39,9 @@ TEXT = ("def read(path):\n    return open(path).read()\n", "class Reader:\n    l
 
 def model_types() -> list[str]:
     """Every model type of transformers whose model answers text with text."""
-    return sorted({**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    return sorted(
+        {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    )
 
 
 def tiny_target(model_type: str, root: Path) -> Path:
@@ -184,9 +186,7 @@ def spread(model: Any, gain: float) -> None:
     that starts as zero, or a norm as one, would hide that somebody leaves it out.
     """
     generator = torch.Generator().manual_seed(1)
-    embeddings = {
-        id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)
-    }
+    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
         if parameter.numel() == 1 or bool((parameter == parameter.flatten()[0]).all()):
