@@ -92,6 +92,15 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
             "num_hidden_layers": 4,
         },
     ),
+    (
+        "one layer of each kind by default, through which little is remembered",
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", FULL, "mlp", FULL],
+            "num_hidden_layers": 6,
+        },
+    ),
+    ("two layers by default, and EAGLE-3 reads three", "bloom", {"n_layer": 4}),
     ("heads times their size is the width of the state", "mamba2", {"num_heads": 8}),
     (
         "widths are rounded up to 64",
