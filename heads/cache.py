@@ -213,6 +213,8 @@ class TreeCache(Cache):
 
     Attributes:
         slots: what is committed.
+        sure: how many of the pending tokens belong to each text whatever comes; empty for a
+            draft.
     """
 
     def __init__(
@@ -226,6 +228,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.slots = Slots(num_texts, device)
         self.states = states
+        self.sure: list[int] = []
         self.to = torch.empty(0)
         self.width = 0
         self._own = [_Layer(self) for _ in range(num_layers)]
@@ -236,8 +239,13 @@ class TreeCache(Cache):
         self.to = self.slots.place(num_new, num_pending)
         self.width = self.capacity or self.slots.width(num_pending)
 
+    def announce(self, sure: list[int]) -> None:
+        """Says before a pass how many of its tokens will be committed, from the first on."""
+        self.sure = sure
+
     def commit(self, kept: list[list[int]]) -> None:
         """See `Slots.commit`."""
+        self.sure = []
         self.slots.commit(kept, *self._buffers())
         if self.states is not None:
             self.states.commit(kept)

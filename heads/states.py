@@ -48,8 +48,8 @@ def levels(mask: Tensor, depths: Tensor) -> list[Level]:
         rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
         width = max(map(len, rows))
         nodes = [row + row[:1] * (width - len(row)) for row in rows]
-        parents = [[each[node] for node in row] for row, each in zip(nodes, above, strict=True)]
-        found.append(Level(*(torch.tensor(e, device=mask.device) for e in (nodes, parents))))
+        before = [[each[node] for node in row] for row, each in zip(nodes, above, strict=True)]
+        found.append(Level(*(torch.tensor(e, device=mask.device) for e in (nodes, before))))
     return found
 
 
@@ -75,9 +75,9 @@ class States:
         self._num_states = [getattr(each, "number_of_states", 0) for each in self._cache.layers]
         self._tables: dict[int, State] = {}  # [B, 1 + P, ...]
 
-    def begin(self, mask: Tensor, depths: Tensor, sure: list[int] | None) -> None:
+    def begin(self, mask: Tensor, depths: Tensor, sure: list[int]) -> None:
         """Says what the next pass runs; arguments as of `levels` and the attribute."""
-        self.sure = sure or []
+        self.sure = sure
         self.levels = [] if sure else levels(mask, depths)
         num_new, self._num_pending = mask.shape[1:]
         self.num_earlier = self._num_pending - num_new

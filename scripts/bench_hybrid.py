@@ -2,8 +2,8 @@
 
 `python scripts/bench_hybrid.py --tokenizer FOLDER --data chats.jsonl --prompts mt_bench.jsonl`
 trains both targets from scratch, a Qwen3.5 with three gated delta nets to each attention and a
-Llama, then Medusa and EAGLE-3.1 on each, and prints tau, speed-up of chains and how many texts equal
-the target's own. An hour of one core each at most; a second start goes on where one is done.
+Llama, then Medusa and EAGLE-3.1 on each, and prints tau, speed-up of chains and how many texts
+equal the target's own. An hour of one core each at most; a second start goes on where one is done.
 """
 
 import sys

@@ -12,7 +12,7 @@ from toys import FAMILIES, random_target
 from conf.schema_medusa2 import AdapterConfig
 from heads.documents import Documents
 from heads.target.adapter import Adapter
-from heads.target.attention import PLAIN, FLASH, FUSED, Scores, by_document
+from heads.target.attention import FLASH, FUSED, PLAIN, Scores, by_document
 from heads.target.check import check_served
 from heads.target.model import Reads, Target
 from heads.target.sights import Sights

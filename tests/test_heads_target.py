@@ -1,7 +1,7 @@
 import pytest
 import torch
 from toys import CHATML, FAMILIES, random_model, random_target, save_target
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from conf.schema import InputError, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode

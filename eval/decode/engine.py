@@ -15,12 +15,12 @@ from torch import Tensor
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
 from eval.decode.crossing import Crossing
-from heads.target.prefill import prefill
 from eval.decode.texts import truncated
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
+from heads.target.prefill import prefill
 from heads.tree import Tree
 
 

@@ -15,12 +15,12 @@ from tqdm import tqdm
 from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.accept import verify
-from heads.target.prefill import prefill
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators
 from heads.target.model import Reads, Target
+from heads.target.prefill import prefill
 from heads.tree import Tree
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)

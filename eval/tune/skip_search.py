@@ -21,11 +21,11 @@ from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.drafters.self_speculation import OwnText, early_exit
 from eval.decode.engine import Step
-from heads.target.prefill import prefill
 from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
 from heads.cache import TreeCache
 from heads.target.model import Target
+from heads.target.prefill import prefill
 from heads.tree import Tree
 
 MAX_DRAFT_TOKENS = 8

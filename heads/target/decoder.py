@@ -23,15 +23,6 @@ def decoder_of(model: Any) -> Any:
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
-def decoder_of(model: Any) -> Any:
-    """The embedding and the layers of a transformers model, without what is around them."""
-    found = model.get_decoder()
-    while found.get_output_embeddings() is not None:
-        # Llama 4 calls itself its decoder.
-        found = next(e for e in found.children() if isinstance(e, PreTrainedModel))
-    return found
-
-
 def call_decoder(
     decoder: Any,
     input_ids: Tensor,

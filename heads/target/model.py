@@ -19,11 +19,11 @@ from heads.documents import Documents
 from heads.states import States
 from heads.target.attention import Reading, current, dense, reading
 from heads.target.blocks import find_blocks, num_handed, tap
-from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of, decoder_of
+from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of
 from heads.target.ends import TargetEnds, beside
 from heads.target.longrope import LongRope
 from heads.target.recurrent import MIXERS, wrap_mixers
-from heads.target.sights import Sights
+from heads.target.sights import Masks, Sights
 from heads.target.temperature import scale_by_position
 
 
@@ -176,7 +176,6 @@ class Target(TargetEnds):
         depths: Tensor,
         reads: Reads | None = None,
         skip: Sequence[int] = (),
-        sure: list[int] | None = None,
     ) -> TargetOutput:
         """Runs new tokens behind the committed ones; they are pending until `cache.commit`.
 
@@ -188,19 +187,17 @@ class Target(TargetEnds):
             depths: [B or 1, P] int64, positions behind the last committed token, from 0.
             reads: the layers to tap.
             skip: decoder layers, from 0, that are left out.
-            sure: how many of the new tokens belong to each text whatever comes, one after
-                another; unset for a draft. Recurrent layers need to know.
         """
         num_new, num_pending = mask.shape[1:]
         cache.begin(num_new, num_pending)
         if cache.states is not None:
-            cache.states.begin(mask, depths, sure)
+            cache.states.begin(mask, depths, cache.sure)
         pending, keys = cache.slots.positions(depths, cache.width)
         allowed = cache.slots.attention_mask(mask, cache.width)
         with ExitStack() as undo:
             if self.rope.switch is not None:
-                ahead = upload(sure or [1] * len(cache.slots.lengths), self.device).unsqueeze(1)
-                undo.enter_context(self.rope.reading(cache.slots.committed + ahead > self.rope.switch))
+                length = cache.slots.committed + upload(cache.sure or [1], self.device)[:, None]
+                undo.enter_context(self.rope.reading(length > self.rope.switch))
             for layer in skip:
                 undo.enter_context(self._skipped(layer))
             return self.forward(input_ids, pending[:, -num_new:], allowed, keys, cache, reads)
@@ -249,7 +246,7 @@ class Target(TargetEnds):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        masks: Tensor | dict[str, Tensor] | None,
+        masks: Masks | None,
         cache: TreeCache | None,
         reads: Reads | None,
     ) -> TargetOutput:

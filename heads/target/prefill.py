@@ -25,7 +25,7 @@ def prefill(
     ids = upload([row + [0] * (longest - len(row)) for row in rows], target.device)
     causal = torch.ones(1, longest, longest, dtype=torch.bool, device=target.device).tril()
     depths = torch.arange(longest, device=target.device).unsqueeze(0)
-    lengths = [len(row) for row in rows]
-    output = target.extend(cache, ids, causal, depths, reads or Reads(), sure=lengths)
+    cache.announce([len(row) for row in rows])
+    output = target.extend(cache, ids, causal, depths, reads or Reads())
     cache.commit([list(range(len(row))) for row in rows])
     return output

@@ -59,13 +59,17 @@ class _Recorder(DynamicCache):
         if self in (*args, *kwargs.values()):
             assert self.inside.pop() is module
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *a: Any, **k: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         self.kept[self.inside[-1]] = layer_idx
-        return super().update_conv_state(conv_states, layer_idx, *a, **k)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def update_recurrent_state(self, states: Tensor, layer_idx: int, *a: Any, **k: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         self.kept[self.inside[-1]] = layer_idx
-        return super().update_recurrent_state(states, layer_idx, *a, **k)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
 
 class Mixer:
@@ -197,7 +201,9 @@ class _Call:
     def output(self) -> Any:
         """What the module gives for all of them, zeros where none was run."""
         places = torch.cat(self._places)
-        return tree_unflatten([self._whole(e, places) for e in zip(*self._found)], self._form)
+        return tree_unflatten(
+            [self._whole(e, places) for e in zip(*self._found, strict=True)], self._form
+        )
 
     def _whole(self, parts: tuple[Any, ...], places: Tensor) -> Any:
         if not isinstance(parts[0], Tensor):

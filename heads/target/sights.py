@@ -23,6 +23,8 @@ REFUSED = {
     "minimax_m3_sparse": "chooses the blocks of keys that a query sees",
 }
 
+Masks = Tensor | dict[str, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Sights:
@@ -89,8 +91,8 @@ class Sights:
 
     def masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
-    ) -> Tensor | dict[str, Tensor | None]:
-        """Additive masks [B, 1, Q, S], by kind of layer where attention is of several.
+    ) -> Masks | None:
+        """Additive masks [B, 1, Q, S], by kind of layer where attention is of several kinds.
 
         Args:
             allowed: [B, Q, S] bool, True where a query may look; windows and chunks come on top.
@@ -116,6 +118,6 @@ class Sights:
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, Q, S], 0 where a query may look; boolean ones are silently wrong in eager attention."""
+    """[B, 1, Q, S], 0 where a query may look; boolean masks are silently wrong in eager ones."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)

@@ -182,7 +182,7 @@ def _value(config: Any, name: str) -> Any:
     *outer, last = name.split(".")
     config = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
     if last in (getattr(config, "per_layer_attributes", None) or ()):
-        found = [getattr(layer, last, None) for layer in config.per_layer_config]
+        found: Any = [getattr(layer, last, None) for layer in config.per_layer_config]
     else:
         found = getattr(config, last, None)
     if not isinstance(found, (list, tuple)):

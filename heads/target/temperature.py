@@ -1,4 +1,4 @@
-"""Llama 4's attention temperature, which rises with the position of a query, in layers without RoPE.
+"""Llama 4's attention temperature, which rises with a query's position where there is no RoPE.
 
 transformers counts positions by the slots of a cache, and so wrongly in draft trees, in batches of
 texts of unlike length, and in packed documents. Here they are those that the layer is given.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 def scale_by_position(decoder: Any) -> None:
     """Makes such layers of a decoder scale their queries by position; others are left alone."""
     for layer in decoder.modules():
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
             _Temperature(layer, attention)
 

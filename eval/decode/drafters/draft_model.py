@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.target.prefill import prefill
 from heads.cache import TreeCache, upload
 from heads.drafting import PAD, Draft, Seen
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
+from heads.target.prefill import prefill
 from heads.tree import Tree
 
 
