@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from conf import places
 from conf.schema import DataRun, InputError
 from data import embedded_corpus as corpus
 
@@ -92,8 +93,7 @@ def ensure_embedded(
         InputError: The cache cannot be written, or this Python comes without its source.
     """
     recipe = recipe or Recipe()
-    root = cache_dir or Path(os.environ.get("HEADSMITH_CACHE") or "~/.cache/headsmith")
-    folder = root.expanduser().absolute() / recipe.key()
+    folder = (cache_dir or places.cache_dir()).expanduser().absolute() / recipe.key()
     if _is_complete(folder):
         return _embedded(folder)
     try:

@@ -10,7 +10,6 @@ with its chat template, settings, and the code that reads rows. It lies in `data
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from conf.places import cache_dir
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data import chat, files, forms, messages, preparing, sources, template, turns, values
 from data.chat import Encoder
@@ -138,8 +138,7 @@ def open_prepared(
 
 
 def _root(config: DataConfig) -> Path:
-    cache = os.environ.get("HEADSMITH_CACHE") or "~/.cache/headsmith"
-    return Path(config.prepared_dir or Path(cache) / "prepared").expanduser().absolute()
+    return Path(config.prepared_dir or cache_dir() / "prepared").expanduser().absolute()
 
 
 def _contents(source: Source, root: Path) -> str:

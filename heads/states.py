@@ -75,6 +75,12 @@ class States:
         self._num_states = [getattr(each, "number_of_states", 0) for each in self._cache.layers]
         self._tables: dict[int, State] = {}  # [B, 1 + P, ...]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all mixers that have run, after one token of one text."""
+        tables = (states for table in self._tables.values() for states in table.values())
+        return sum(states[0, 0].nbytes for states in tables)
+
     def begin(self, mask: Tensor, depths: Tensor, sure: list[int]) -> None:
         """Says what the next pass runs; arguments as of `levels` and the attribute."""
         self.sure = sure

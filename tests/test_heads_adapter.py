@@ -14,7 +14,11 @@ from scripts.bench.footprint import peak_bytes
 CPU = torch.device("cpu")
 LENGTHS = [150, 90, 16]
 WITHOUT_DROPOUT = {"mixtral", "qwen3_moe", "qwen3_next"}  # peft has none for experts
-MODULES = {"falcon_h1": ["in_proj", "q_proj"], "mamba2": ["in_proj"]}  # nor all of a state space
+MODULES = {  # nor for all of a state space, nor for a router that gives two tensors
+    "falcon_h1": ["in_proj", "q_proj"],
+    "mamba2": ["in_proj"],
+    "llama4_text": ["q_proj", "o_proj"],
+}
 
 
 def adapted(family: str, recompute: bool, **changes: int) -> "Adapted":

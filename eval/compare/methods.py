@@ -32,15 +32,15 @@ BASELINE = "vanilla"
 METHODS = {
     BASELINE: "the engine without drafting",
     "generate": "transformers' generate",
-    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1",
-    "generate_assisted": "generate with assistant_model=draft.path; batch_size=1",
+    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1, no recurrent target",
+    "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
     "draft_chain": "draft.path",
     "draft_tree": "draft.path with the target's tokenizer",
     "prompt_lookup": "nothing",
     "ngram": "nothing",
     "lookahead": "nothing",
-    "early_exit": "nothing",
-    "skip_layers": "nothing",
+    "early_exit": "a target whose layers all have keys of their own",
+    "skip_layers": "a target whose layers all have keys of their own",
 }
 """What each method without a head is or needs."""
 
@@ -126,7 +126,8 @@ class Builder:
             BASELINE: lambda: self._engine(lambda _seeds: NoDraft(), Tree.chain(0)),
             "generate": self._generate,
         }
-        single = self.config.batch_size == 1
+        # transformers' own takes back no state.
+        single = self.config.batch_size == 1 and not self.target.is_recurrent
         if single:
             num_tokens, ngram = self.config.lookup.num_tokens, self.config.lookup.max_ngram
             found["generate_lookup"] = partial(
@@ -140,13 +141,14 @@ class Builder:
                 found[f"{family}_typical{suffix}"] = partial(self._typical, head)
         if self.config.draft.path is not None:
             found |= self._with_draft_model(self.config.draft.path, single)
-        return found | {
+        found |= {
             "prompt_lookup": partial(self._lookup, PromptLookup),
             "ngram": partial(self._lookup, Ngram),
             "lookahead": self._lookahead,
-            "early_exit": self._early_exit,
-            "skip_layers": self._skip_layers,
         }
+        if not self.target.sights.shares_keys:
+            found |= {"early_exit": self._early_exit, "skip_layers": self._skip_layers}
+        return found
 
     def _numbered(self) -> list[tuple[BenchHead, str]]:
         counts: dict[str, int] = {}

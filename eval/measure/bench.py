@@ -196,6 +196,8 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         **result,
         "head": run.head.path,
         "target_dtype": str(bench.target.dtype).removeprefix("torch."),
+        "target_attention": bench.target.attention,
+        "target_state_bytes": bench.target.state_bytes,
         "device": device_name(),
         "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,

@@ -105,6 +105,7 @@ class _Check:
         ):
             found = found or self._draft(cache, name, parents, right, kept)
         cache.keep([1])
+        self.target.state_bytes = cache.states.bytes_per_token if cache.states else 0
         self.lengths, self.texts = self.lengths[1:], [1]
         return found or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
-from heads.target.check import check_served
 from heads.target.decoder import EVERY_WAY
 from heads.target.language import language_class
 from heads.target.model import Target
+from heads.target.verdict import check_once
 
 LONGEST_REASON = 300
 
@@ -43,7 +43,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
             model = with_adapter(model, config.adapter).get_base_model()
         target = Target(model, tokenizer, config.path)
         try:
-            check_served(target)
+            check_once(target, config)
         except InputError:
             if attention == attentions[-1]:
                 raise

@@ -76,6 +76,7 @@ class Target(TargetEnds):
         decoder: the model without its output head.
         sights: what each of its layers sees of a text.
         is_recurrent: whether layers carry states along the text.
+        state_bytes: what they keep after each draft token of a text, as the check saw it.
         rope: knows whether texts beyond some length are read in another way.
         attended: window and kernel of each attention layer, as the last `read` met them.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
@@ -98,7 +99,7 @@ class Target(TargetEnds):
         self._taps: set[int] = set()
         self._skipping: set[int] = set()
         self.sights = Sights.of(self.config, name)
-        self.is_recurrent = self.sights.recurrent
+        self.is_recurrent, self.state_bytes = self.sights.recurrent, 0
         if self.is_recurrent:
             self._wrap_mixers()
         self.rope = LongRope(self.decoder)
@@ -133,7 +134,15 @@ class Target(TargetEnds):
 
         Fixed slots keep shapes fixed, so a pass is compiled once per batch size and number of
         new tokens; prompts, and drafts that skip layers, run as before.
+
+        Raises:
+            InputError: a target with recurrent layers, whose passes are as many as a draft is deep.
         """
+        if self.is_recurrent:
+            raise InputError(
+                f"compile=true: {self.name} has recurrent layers, which are run level by level; "
+                "allowed: false"
+            )
         # Each number of draft tokens is a shape of its own.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.capacity = capacity

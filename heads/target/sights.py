@@ -36,6 +36,7 @@ class Sights:
         chunk: tokens of a chunk; a query sees none of the chunks before its own.
         recurrent: whether any layer may carry a state.
         others: tokens after which layers drop keys by rules of their own.
+        shares_keys: whether layers attend to the keys of an earlier one.
     """
 
     kinds: tuple[str, ...]
@@ -43,6 +44,7 @@ class Sights:
     chunk: int | None
     recurrent: bool
     others: list[int]
+    shares_keys: bool
 
     @classmethod
     def of(cls, config: Any, name: str) -> "Sights":
@@ -67,7 +69,8 @@ class Sights:
             )
         chunk = getattr(config, "attention_chunk_size", None)
         others = [config.keep_window_size] if hasattr(config, "keep_window_size") else []  # Doge
-        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)), others)
+        shares = bool(getattr(config, "num_kv_shared_layers", 0))
+        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)), others, shares)
 
     @property
     def windows(self) -> list[int | None]:
