@@ -82,20 +82,25 @@ def _tokens(target: Target, count: int) -> Tensor:
 def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     """L + 1 tensors [S, F]: what each layer reads, and the last state; not our taps.
 
-    Those look at what layers give, so that a tap off by one shows.
+    Those look at what layers give, so that a tap off by one shows. A layer of images alone, which
+    no text passes, reads what the next one does.
     """
-    active, found = getattr(target.config, "altup_active_idx", None), []
+    active = getattr(target.config, "altup_active_idx", None)
+    found: dict[nn.Module, Tensor] = {}
 
-    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(state_of(args or kwargs["hidden_states"], active))
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[module] = state_of(args or kwargs["hidden_states"], active)
 
     handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in target.blocks]
     try:
-        output = target.decoder(input_ids=token_ids.unsqueeze(0).to(target.device), use_cache=False)
+        ids = token_ids.unsqueeze(0).to(target.device)
+        states = [target.decoder(input_ids=ids, use_cache=False).last_hidden_state]
     finally:
         for handle in handles:
             handle.remove()
-    return [states[0].cpu() for states in (*found, output.last_hidden_state)]
+    for block in reversed(target.blocks):
+        states.append(found[block] if block in found else states[-1].clone())
+    return [each[0].cpu() for each in reversed(states)]
 
 
 def _features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:

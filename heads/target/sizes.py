@@ -180,11 +180,13 @@ def _found(config: Any, key: str) -> Any:
 
 def _value(config: Any, name: str) -> Any:
     *outer, last = name.split(".")
-    config = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
-    if last in (getattr(config, "per_layer_attributes", None) or ()):
-        found: Any = [getattr(layer, last, None) for layer in config.per_layer_config]
+    place = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
+    found: Any
+    # transformers raises where a key that layers do not share is read of the whole.
+    if last in (getattr(place, "per_layer_attributes", None) or ()):
+        found = [getattr(layer, last, None) for layer in place.per_layer_config]
     else:
-        found = getattr(config, last, None)
+        found = getattr(place, last, None)
     if not isinstance(found, (list, tuple)):
         return found
     ranked = Counter(each for each in found if each is not None).most_common(1)
