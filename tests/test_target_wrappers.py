@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_conf import command
 from toys import CHATML, eagle_head, tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, core_model_loading
@@ -53,7 +54,10 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_text_is_that_of_the_whole_model(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = save_wrapper(tmp_path, family)
     read, copy = [], core_model_loading._materialize_copy
@@ -64,6 +68,7 @@ def test_text_is_that_of_the_whole_model(
 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", counted)
     target = loaded(tmp_path)
+    assert "UNEXPECTED" not in caplog.text
 
     expected = [greedy(whole, prompt, 24) for prompt in PROMPTS]
     assert len({token for text in expected for token in text}) > 8
@@ -84,6 +89,26 @@ def test_towers_inside_a_decoder_are_dropped_too() -> None:
     with torch.device("meta"):
         model = language_class(config)(config)
     assert not hasattr(model.get_decoder(), "image_encoder")
+
+
+def test_an_output_head_may_lie_beside_the_layers() -> None:
+    text = {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"]}
+    config = AutoConfig.for_model("nemotron_h_omni", text_config=text)
+    with torch.device("meta"):
+        model = language_class(config)(config)
+    assert model.get_output_embeddings() is model.language_model.lm_head
+    assert model.get_decoder() is model.language_model.model
+
+
+def test_weights_that_are_not_there_are_not_drawn(folder: Path, tmp_path: Path) -> None:
+    copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [name for name in tensors if "layers.3.mlp" in name and "vision" not in name]
+    kept = {name: each for name, each in tensors.items() if name not in names}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    missing = "model.language_model.layers.3.mlp.down_proj.weight and 2 more"
+    with pytest.raises(InputError, match=rf"lack weights of Mistral3\w+: {missing}"):
+        loaded(tmp_path)
 
 
 def test_ends_and_engine_states_are_those_of_the_whole_model(folder: Path, tmp_path: Path) -> None:
@@ -180,8 +205,8 @@ def test_what_writes_no_text_is_refused_in_a_line(tmp_path: Path, family: str, r
 
 
 def test_a_config_that_nobody_knows_is_refused_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="Unrecognized model") as caught:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    with pytest.raises(InputError, match="model type `nobody`") as caught:
         load_tokenizer(TargetConfig(path=str(tmp_path)))
     assert len(str(caught.value)) < len(str(tmp_path)) + 350
     assert "\n" not in str(caught.value)
