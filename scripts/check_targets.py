@@ -42,12 +42,13 @@ def main(config: TargetsRun) -> None:
         (out_dir / "found").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
-    PROCESSES.set_forkserver_preload(["scripts.zoo.checks", "scripts.zoo.tiny"])
-    with tqdm(names, unit="model type") as bar:
+    left = [n for n in names if n not in NO_TARGET and not found_at(out_dir, n).is_file()]
+    if left:
+        PROCESSES.set_forkserver_preload(["scripts.zoo.checks"])
+    with tqdm(left, unit="model type") as bar:
         for name in bar:
             bar.set_postfix_str(name)
-            if name not in NO_TARGET and not found_at(out_dir, name).is_file():
-                check_apart(out_dir, name, config.timeout)
+            check_apart(out_dir, name, config.timeout)
     rows = {n: json.loads(found_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET}
     left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
     write_whole(out_dir / "targets.json", json.dumps(result(rows, left_out), indent=1) + "\n")

@@ -18,6 +18,7 @@ from conf import (
     schema_measure,
     schema_medusa2,
     schema_push,
+    schema_targets,
 )
 from eval.entry import register
 
@@ -39,6 +40,7 @@ ENTRIES = {
     "scripts/serve_check.py": schema_measure.ServeCheckRun,
     "scripts/export.py": schema_export.ExportRun,
     "scripts/prune.py": schema_measure.PruneRun,
+    "scripts/check_targets.py": schema_targets.TargetsRun,
 }
 
 

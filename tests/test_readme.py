@@ -17,6 +17,7 @@ from conf import (
     schema_measure,
     schema_medusa2,
     schema_push,
+    schema_targets,
 )
 from data.engine_states import EngineTaps
 from data.forms import SHAPES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
@@ -36,6 +37,7 @@ MODULES = (
     schema_measure,
     schema_medusa2,
     schema_push,
+    schema_targets,
 )
 SCHEMAS = {
     "medusa": schema.MedusaRun,
@@ -53,6 +55,7 @@ SCHEMAS = {
     "medusa2": schema_medusa2.Medusa2Run,
     "merge_adapter": schema_medusa2.MergeAdapterRun,
     "prune": schema_measure.PruneRun,
+    "check_targets": schema_targets.TargetsRun,
 }
 # Without Hydra: one has a test of its own that runs it, the other takes three numbers.
 PLAIN = {"verify_export", "bench_engine"}
