@@ -1,9 +1,11 @@
 """Decoder layers are found by what they are, and heads read, train and draft behind any."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from toys import eagle_head, noisy_head
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,6 +19,7 @@ from eval.measure.replay import replay
 from heads.eagle.drafter import EagleChain
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
+from heads.export.golden import golden
 from heads.lowrank import low_rank_ends
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.blocks import find_blocks, num_handed, state_of
@@ -87,12 +90,13 @@ def made(name: str, **changes: Any) -> Target:
     return target
 
 
+shared = cache(made)  # by tests that change nothing
 ALL_LAYERS = Reads((0, 1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("name", [each for each in MADE if each not in {"gptj", "gemma3n"}])
 def test_taps_are_the_hidden_states_of_transformers(name: str) -> None:
-    target = made(name)
+    target = shared(name)
     theirs = target.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     found = target.read_text(PROMPT, ALL_LAYERS)
     assert len(theirs) == 5
@@ -155,7 +159,7 @@ def test_layers_in_no_list_or_in_several_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon"])
 def test_layers_are_left_out_whatever_form_they_give_their_state_in(name: str) -> None:
-    target = made(name)
+    target = shared(name)
     assert target._num_handed == [{"gpt2": 0, "falcon": 2}[name]] * 4
     text = decode(target, NoDraft(), PROMPT, 16).token_ids
     for skip in (early_exit(target, 2), (1,)):
@@ -177,15 +181,39 @@ def test_layers_that_read_more_than_a_state_of_each_other_stay() -> None:
     ]
 
 
-def test_a_layer_that_no_text_passes_is_named() -> None:
+@pytest.fixture
+def with_a_layer_of_images() -> Target:
+    """As Mllama, whose text goes around layers that look at images."""
     target = made("gpt2")
-    forward = target.decoder.forward
-    target.decoder.h = target.decoder.h[:3]
-    target.config.n_layer = 4
-    target.__dict__["blocks"] = nn.ModuleList([*target.decoder.h, Block()])
-    assert forward is not None
+    target.__dict__["blocks"] = nn.ModuleList([*target.blocks[:3], Block(), target.blocks[3]])
+    target.config.n_layer = 5
+    return target
+
+
+def test_a_layer_that_no_text_passes_is_named(with_a_layer_of_images: Target) -> None:
     with pytest.raises(InputError, match=r"hidden states \[4\]: no text passes these layers"):
-        target.read_text(PROMPT, Reads((1, 4)))
+        with_a_layer_of_images.read_text(PROMPT, Reads((1, 4)))
+
+
+def test_golden_values_count_such_a_layer(with_a_layer_of_images: Target, tmp_path) -> None:
+    target = with_a_layer_of_images
+    tensors, _ = golden(eagle3(target, layers=[1, 2, 5]), target, num_rows=4, depth=2)
+    assert torch.equal(tensors["hidden_states.3"], tensors["hidden_states.4"])
+    save_file(tensors, tmp_path / "golden.safetensors")
+
+
+def test_a_head_asks_for_layers_when_it_is_attached() -> None:
+    target = made("gpt2")
+    target.config.n_layer = 5
+    with pytest.raises(InputError, match=r"GPT2Model has no list of 5 layers"):
+        eagle3(target)
+
+
+def eagle3(
+    target: Target, start: OutputHead = OutputHead.copy, layers: list[int] | None = None
+) -> EagleHead:
+    settings = EagleConfig(output_head=start, layers=layers)
+    return EagleHead.from_target(target, settings, DraftVocab.everything(96), seed=0)
 
 
 # --- Heads behind them.
@@ -200,7 +228,7 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", ["gpt2", "opt, projected", "falcon", "gemma4", "gptj", "phi"])
 def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: str) -> None:
-    target = made(name)
+    target = shared(name)
     head = HEADS[kind](target)
     text = decode(target, NoDraft(), PROMPT, 20).token_ids
     drafter = (
@@ -209,11 +237,6 @@ def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: st
     decoded = decode(target, drafter, PROMPT, 20)
     assert decoded.token_ids == text
     assert replay(target, head, Tree.chain(3), PROMPT, text) == decoded.steps
-
-
-def eagle3(target: Target, start: OutputHead = OutputHead.copy) -> EagleHead:
-    settings = EagleConfig(output_head=start)
-    return EagleHead.from_target(target, settings, DraftVocab.everything(96), seed=0)
 
 
 def test_a_head_is_as_wide_as_a_projected_embedding_and_keeps_it(tmp_path) -> None:
@@ -241,7 +264,7 @@ def test_states_of_two_widths_are_not_stored() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gemma4", "bamba", "longcat"])
 def test_the_final_norm_is_found_in_what_is_loaded_without_layers(name: str, tmp_path) -> None:
-    target = made(name)
+    target = shared(name)
     target.model.save_pretrained(tmp_path)
     bare = load_layerless(TargetConfig(path=str(tmp_path), dtype=Dtype.float32), CPU)
     assert sum(1 for each in bare.modules() if isinstance(each, type(target.blocks[0]))) == 0
