@@ -9,43 +9,35 @@ LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 4, 64, 4, 16, 320
 WINDOW, CHUNK, SWITCH, CONTEXT = 12, 8, 64, 512
 EOS, BOS, PAD = 5, 0, 1
 """As the tokenizer of the embedded default has them."""
+TOKENS = ("token_id", "token_index", "token_ids")
+"""How settings end that are ids of tokens."""
 FIRST_OTHER = 300
 """Images, audio and the like: behind what the tokenizer uses."""
 
-LAYER_COUNTS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "n_layers",
-    "layers",
-    "decoder_layers",
-)
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
 
 _NAMES = (
     (LAYERS, """
-        num_hidden_layers n_layer num_layers n_layers layers decoder_layers
-        max_window_layers num_blocks conf_num_hidden_layers num_local_experts
-        n_routed_experts num_experts moe_num_experts num_attention_heads num_heads n_head
-        n_heads attention_heads decoder_attention_heads encoder_attention_heads
-        swa_num_attention_heads num_sliding_attention_heads linear_num_value_heads
-        linear_num_heads index_n_heads zero_expert_num conf_num_attention_heads
-        resampler_heads resampler_n_heads n_mamba_heads
+        num_hidden_layers n_layer num_layers n_layers layers max_window_layers num_blocks
+        conf_num_hidden_layers num_local_experts n_routed_experts num_experts
+        moe_num_experts num_attention_heads num_heads n_head n_heads attention_heads
+        encoder_attention_heads swa_num_attention_heads num_sliding_attention_heads
+        linear_num_value_heads linear_num_heads index_n_heads zero_expert_num
+        conf_num_attention_heads resampler_heads resampler_n_heads n_mamba_heads
     """),
     (HIDDEN, """
         hidden_size d_model n_embd out_hidden_size embed_dim embedding_dim projection_dim
-        attention_hidden_size lru_width word_embed_proj_dim backbone_hidden_size
-        encoder_hidden_size text_hidden_size projector_hidden_size vision_output_dim
-        projector_input_dim projector_output_dim projection_hidden_size
-        projection_hidden_dim decoder_hidden_size output_dim image_text_hidden_size
+        attention_hidden_size lru_width word_embed_proj_dim encoder_hidden_size
+        text_hidden_size projector_hidden_size vision_output_dim projector_input_dim
+        projector_output_dim projection_hidden_size projection_hidden_dim output_dim
         patch_embed_hidden_size dim_model_base vision_hidden_size downsample_hidden_size
         adapter_in_dim adapter_out_dim adapter_input_size image_token_embed_dim
         mamba_d_ssm
     """),
     (96, """
-        intermediate_size ffn_dim n_inner d_ff dff dim_ff ffn_hidden_size decoder_ffn_dim
-        mlp_dim encoder_ffn_dim intermediate_size_mlp dense_intermediate_size
-        projection_intermediate_size conv_hidden_size alignment_intermediate_size
-        conv_output_size
+        intermediate_size ffn_dim dff dim_ff ffn_hidden_size mlp_dim encoder_ffn_dim
+        intermediate_size_mlp dense_intermediate_size projection_intermediate_size
+        alignment_intermediate_size conv_output_size
     """),
     (32, """
         moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
@@ -57,32 +49,28 @@ _NAMES = (
         head_dim kv_channels v_head_dim qk_nope_head_dim kv_lora_rank linear_key_head_dim
         linear_value_head_dim linear_head_dim index_head_dim swa_head_dim mamba_d_head
         dim_head mamba_head_dim mamba_headdim index_topk hidden_size_per_layer_input
-        attention_head_size query_pre_attn_scalar adapter_rank laurel_rank
-        resampler_dim_head resampler_head_dim keep_window_size rel_extent
-        block_multiple_of num_centroids global_head_dim d_head d_kv hc_lowrank
+        query_pre_attn_scalar adapter_rank laurel_rank resampler_dim_head
+        resampler_head_dim keep_window_size rel_extent block_multiple_of hc_lowrank
     """),
     (8, """
         qk_rope_head_dim rotary_dim state_size mamba_d_state ssm_state_size d_rel
         chunk_size mamba_chunk_size block_size mamba_num_heads mamba_n_heads
-        time_step_rank mamba_dt_rank attention_chunk_size gated_norm_rank num_query_tokens
-        latent_query_num n_latents resampler_n_latents resampler_num_latents
-        index_block_size ext_pw_out_channel
+        time_step_rank mamba_dt_rank attention_chunk_size gated_norm_rank latent_query_num
+        resampler_n_latents resampler_num_latents index_block_size ext_pw_out_channel
     """),
     (2, """
         num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group
         num_expert_group num_key_value_heads num_kv_heads swa_num_key_value_heads
         linear_num_key_heads kv_n_heads n_groups mamba_n_groups n_shared_experts
-        num_shared_experts moe_num_shared_experts depth encoder_layers num_encoder_layers
-        num_decoder_layers num_query_groups index_topk_blocks num_attention_groups
-        resampler_depth num_lstm_layers insert_layer_id
+        num_shared_experts moe_num_shared_experts depth encoder_layers num_query_groups
+        index_topk_blocks resampler_depth insert_layer_id
     """),
     (1, """
         topk_group first_k_dense_replace num_dense_layers moe_layer_start_index
-        num_global_layers num_kv_shared_layers num_nextn_predict_layers num_codebooks
+        num_global_layers num_kv_shared_layers num_nextn_predict_layers
     """),
     (VOCAB, """
-        vocab_size vocab_size_per_layer_input unpadded_vocab_size audio_vocab_size
-        codebook_size
+        vocab_size vocab_size_per_layer_input unpadded_vocab_size codebook_size
     """),
     (WINDOW, """
         sliding_window sliding_window_size window_size local_attention
@@ -90,9 +78,8 @@ _NAMES = (
     """),
     (SWITCH, "original_max_position_embeddings log_scaling_n_floor floor_scale"),
     (CONTEXT, """
-        max_position_embeddings n_positions max_seq_len max_sequence_length seq_length
-        n_ctx max_target_positions context_length model_max_length num_position_embeddings
-        max_source_positions position_embedding_size max_vit_seq_len
+        max_position_embeddings n_positions max_seq_len n_ctx context_length
+        model_max_length num_position_embeddings max_source_positions max_vit_seq_len
     """),
 )  # fmt: skip
 TINY = {name: size for size, names in _NAMES for name in names.split()}
@@ -114,7 +101,7 @@ def tiny_sizes(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     others = 0
     for name, value in vars(config).items():
-        if name.endswith(("token_id", "token_index", "token_ids")):
+        if name.endswith(TOKENS):
             found[name], others = _token(name, value, others)
         elif name in INDEXES and value:
             found[name] = INDEXES[name]
@@ -199,7 +186,7 @@ def _head_dim(found: dict[str, Any]) -> int:
 
 
 def _rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE whose switch lies inside a text, its lists as long as a head needs."""
+    """RoPE whose switch lies inside a text, and whose sections fill a head."""
     found = dict(rope)
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
@@ -209,8 +196,6 @@ def _rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
             found[name] = SWITCH
         elif name == "mrope_section":
             found[name] = _shares(value, half)
-        elif name in ("long_factor", "short_factor"):
-            found[name] = list(value[:half])
     return found
 
 

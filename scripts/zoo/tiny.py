@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from data.embedded_corpus import train_tokenizer
 from scripts.zoo.families import BY_HAND
-from scripts.zoo.sizes import BOS, CONTEXT, EOS, PAD, tiny_sizes
+from scripts.zoo.sizes import BOS, CONTEXT, EOS, FIRST_OTHER, PAD, TOKENS, tiny_sizes
 
 MADE = "made.json"
 WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
@@ -202,7 +202,26 @@ def spread(model: Any, gain: float, embedding: float) -> None:
             inputs = math.prod(shape[1:]) if "conv" in name else min(shape[-2:])
             deviation = embedding if id(parameter) in embeddings else gain / math.sqrt(inputs)
             parameter.mul_(deviation / parameter.std())
+    _silence(model, placeholders(model.config))
     _raise_logits(model)
+
+
+def _silence(model: Any, ids: list[int]) -> None:
+    """Tokens that stand for pictures and sounds are never said: a whole model reads them anew."""
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.weight[ids] = 0
+
+
+def placeholders(config: Any) -> list[int]:
+    """Ids of the tokens of a config and its parts that stand for pictures and the like."""
+    found = set()
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found |= set(placeholders(value))
+        elif name.endswith(TOKENS) and isinstance(value, int) and value >= FIRST_OTHER:
+            found.add(value)
+    return sorted(found)
 
 
 def _raise_logits(model: Any) -> None:
