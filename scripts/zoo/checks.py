@@ -34,7 +34,7 @@ from heads.target.load import load_model, load_target, load_tokenizer
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
 from heads.vocab import DraftVocab
-from scripts.zoo.sizes import FIRST_OTHER, PAD
+from scripts.zoo.sizes import NUM_TOKENS, PAD
 from scripts.zoo.tiny import MADE
 from train.eagle import EagleObjective
 from train.medusa import MedusaObjective
@@ -149,7 +149,7 @@ class _Checks:
         found.attention = f"{target.config._attn_implementation}: {target.attention}"
         generator = torch.Generator().manual_seed(0)
         self.prompts = [
-            torch.randint(len(SPECIAL_TOKENS), FIRST_OTHER - 10, (n,), generator=generator).tolist()
+            torch.randint(len(SPECIAL_TOKENS), NUM_TOKENS, (n,), generator=generator).tolist()
             for n in PROMPT_LENGTHS
         ]
         self.texts: list[list[int]] = []
@@ -206,7 +206,7 @@ class _Checks:
             for prompt in self.prompts
         ]
 
-    def _lossless(self, kind: "type[Oracle]", tree: Tree, num_texts: int) -> None:
+    def _lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
         """Drafts that are right at RATE, for the first prompts together."""
         drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
         self._same_texts(self._decoded(drafter, num_texts))

@@ -11,8 +11,10 @@ EOS, BOS, PAD = 5, 0, 1
 """As the tokenizer of the embedded default has them."""
 TOKENS = ("token_id", "token_index", "token_ids")
 """How settings end that are ids of tokens."""
+NUM_TOKENS = 290
+"""Of the tokenizer."""
 FIRST_OTHER = 300
-"""Images, audio and the like: behind what the tokenizer uses."""
+"""Images, audio and the like: behind them."""
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
 

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from data.embedded_corpus import train_tokenizer
 from scripts.zoo.families import BY_HAND
-from scripts.zoo.sizes import BOS, CONTEXT, EOS, FIRST_OTHER, PAD, TOKENS, tiny_sizes
+from scripts.zoo.sizes import BOS, CONTEXT, EOS, FIRST_OTHER, NUM_TOKENS, PAD, TOKENS, tiny_sizes
 
 MADE = "made.json"
 WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
@@ -277,4 +277,4 @@ def judged(model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Any:
-    return train_tokenizer(list(TEXT), 290, CONTEXT)
+    return train_tokenizer(list(TEXT), NUM_TOKENS, CONTEXT)
