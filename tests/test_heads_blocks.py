@@ -24,6 +24,7 @@ from heads.lowrank import low_rank_ends
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.blocks import find_blocks, num_handed, state_of
 from heads.target.check import check_served
+from heads.target.decoder import decoder_of
 from heads.target.layerless import final_norm, load_layerless
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -135,6 +136,12 @@ class Block(nn.Module):
 
 def blocks(count: int) -> nn.ModuleList:
     return nn.ModuleList(Block() for _ in range(count))
+
+
+def test_the_decoder_of_a_model_that_calls_its_output_head_so() -> None:
+    config = AutoConfig.for_model("modernbert-decoder", **{**COMMON, **USUAL})
+    model = AutoModelForCausalLM.from_config(config)
+    assert decoder_of(model) is model.model
 
 
 def test_experts_projections_and_other_models_are_no_layers() -> None:
