@@ -2,7 +2,8 @@
 
 What will be asked of it is run: two texts of unlike length in one batch, past every window and
 chunk; behind them trees and chains, of which each text keeps another part; and packed documents.
-All must agree with what the model gives for each text alone. This catches architectures that
+All must agree with what the model gives for each text alone, decoding it where it is recurrent, as
+its reading and its decoding may differ themselves. This catches architectures that
 ignore explicit masks or positions, that keep a state elsewhere, or scale their logits in a way that
 is not known here.
 
@@ -10,9 +11,11 @@ Letters: n tokens, V vocabulary.
 """
 
 from inspect import signature
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from conf.schema import InputError
 from heads.cache import TreeCache
@@ -71,6 +74,25 @@ def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
     return target.model(input_ids=ids, use_cache=False, **kept).logits[0, -num_last:].float()
 
 
+@torch.no_grad()
+def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
+    """The same with the last tokens read one by one, as `generate` does."""
+    model, num_first = target.model, ids.shape[1] - num_last + 1
+    known = signature(model.forward).parameters
+    cache = DynamicCache(config=target.config)
+    name = "past_key_values" if "past_key_values" in known else "cache_params"
+    found = []
+    for start, end in pairwise([0, *range(num_first, ids.shape[1] + 1)]):
+        given = {
+            "position_ids": torch.arange(start, end, device=ids.device).unsqueeze(0),
+            "attention_mask": torch.ones_like(ids[:, :end]),
+        }
+        given = {key: value for key, value in given.items() if key in known}
+        output = model(input_ids=ids[:, start:end], use_cache=True, **{name: cache}, **given)
+        found.append(output.logits[0, -1].float())
+    return torch.stack(found)
+
+
 class _Check:
     """Two texts, the second a part of the first, drafted for and continued.
 
@@ -86,9 +108,10 @@ class _Check:
         switch = target.rope.switch
         self.lengths = [longest, (switch or longest - SHORTER) - (NUM_BEHIND if switch else 0)]
         self.prompts, self.texts = list(self.lengths), [0, 1]
+        # A recurrent layer of transformers need not do the same to a token and to many.
+        own = _decoded_logits if target.is_recurrent else _own_logits
         self.expected = [
-            _own_logits(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1)
-            for length in self.lengths
+            own(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1) for length in self.lengths
         ]
 
     @torch.no_grad()

@@ -164,7 +164,8 @@ class _Call:
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         # Who sees whom is said by what is run together.
-        self._forward, self._given = forward, (args, kwargs | {"attention_mask": None})
+        unmasked = {name: None if name == "attention_mask" else e for name, e in kwargs.items()}
+        self._forward, self._given = forward, (args, unmasked)
         states = next(e for e in (*args, *kwargs.values()) if isinstance(e, Tensor))
         self.shape, self.device = states.shape[:2], states.device
         self._places: list[Tensor] = []

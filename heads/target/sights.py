@@ -22,7 +22,12 @@ REFUSED = {
     "heavily_compressed_attention": "attends to compressed keys of several tokens",
     "minimax_m3_sparse": "chooses the blocks of keys that a query sees",
 }
-
+REFUSED_WITH = {
+    "alibi": "ALiBi goes by the slots of the cache, and drafts do not lie there in their order",
+    "keep_window_size": "drops keys by scores of their own, which drafts change",
+    "lru_width": "keeps states in its layers, outside the cache",
+}
+"""By a key of a config."""
 Masks = Tensor | dict[str, Tensor | None]
 
 
@@ -35,7 +40,6 @@ class Sights:
         window: tokens that a query sees in a sliding layer, its own included.
         chunk: tokens of a chunk; a query sees none of the chunks before its own.
         recurrent: whether any layer may carry a state.
-        others: tokens after which layers drop keys by rules of their own.
         shares_keys: whether layers attend to the keys of an earlier one.
     """
 
@@ -43,7 +47,6 @@ class Sights:
     window: int | None
     chunk: int | None
     recurrent: bool
-    others: list[int]
     shares_keys: bool
 
     @classmethod
@@ -63,14 +66,14 @@ class Sights:
         known = {FULL, SLIDING, CHUNKED, *ATTENTION, *RECURRENT, *NEITHER}
         for kind in sorted(set(kinds) - known):
             reason = REFUSED.get(kind, f"is none of {sorted(known)}")
-            raise InputError(
-                f"target.path={name}: {config.model_type} cannot be served: its layer of kind "
-                f"{kind} {reason}"
-            )
+            raise _refusal(config, name, f"its layer of kind {kind} {reason}")
+        for key, reason in REFUSED_WITH.items():
+            # BLOOM, which always has it, has no key for it.
+            if getattr(config, key, False) or (key == "alibi" and config.model_type == "bloom"):
+                raise _refusal(config, name, f"{key} in its config: {reason}")
         chunk = getattr(config, "attention_chunk_size", None)
-        others = [config.keep_window_size] if hasattr(config, "keep_window_size") else []  # Doge
         shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)), others, shares)
+        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)), shares)
 
     @property
     def windows(self) -> list[int | None]:
@@ -90,7 +93,7 @@ class Sights:
         """Tokens after which some layer sees less than all before it."""
         found = {SLIDING: self.window, CHUNKED: self.chunk}
         kinds = {ATTENTION.get(kind, kind) for kind in self.kinds}
-        return [size for kind, size in found.items() if kind in kinds and size] + self.others
+        return [size for kind, size in found.items() if kind in kinds and size]
 
     def masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
@@ -117,10 +120,15 @@ class Sights:
         made: dict[str, Tensor | None] = {kind: additive(seen(kind), dtype) for kind in kinds}
         if len(made) < 2:
             return next(iter(made.values()), None)
-        return made | {kind: made.get(own) for kind, own in attending.items()}
+        recurrent: dict[str, Tensor | None] = dict.fromkeys(RECURRENT)
+        return recurrent | made | {kind: made.get(own) for kind, own in attending.items()}
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, 1, Q, S], 0 where a query may look; boolean masks are silently wrong in eager ones."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def _refusal(config: Any, name: str, reason: str) -> InputError:
+    return InputError(f"target.path={name}: {config.model_type} cannot be served: {reason}")

@@ -77,7 +77,7 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
         {"layer_types": [FULL, "minimax_m3_sparse"] * 2},
     ),
     ("no window by default", "mistral mixtral starcoder2", {"sliding_window": 12}),
-    ("not LongRoPE by default", "phi3", {"rope_parameters": LONG_ROPE}),
+    ("not LongRoPE by default", "phi3 phi4_multimodal", {"rope_parameters": LONG_ROPE}),
     (
         "not LongRoPE by default",
         "phimoe",
