@@ -60,6 +60,21 @@ def test_documents_of_packed_sequences() -> None:
     assert found.longest == 5
 
 
+def test_documents_are_cut_in_chunks_from_their_own_beginning() -> None:
+    found = Documents.of(torch.tensor([[0] * 7 + [1] * 2 + [2] * 3])).cut(3)
+    assert found.lengths == (3, 3, 1, 2, 3)
+    assert (found.bounds.tolist(), found.bounds.dtype) == ([0, 3, 6, 7, 9, 12], torch.int32)
+    assert found.cut(3).lengths == found.lengths
+
+
+def test_a_document_is_longer_than_a_number_of_tokens_or_not() -> None:
+    found = Documents.of(torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]))
+    longer = [[bool(each) for each in found.longer_than(n)] for n in (2, 3, 4)]
+    assert longer[0] == [True] * 3 + [False] * 2 + [True] * 4 + [False]
+    assert longer[1] == [False] * 5 + [True] * 4 + [False]
+    assert not any(longer[2])
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_document_is_read_as_if_it_were_alone(family: str) -> None:
     target = target_of(family)
@@ -240,19 +255,33 @@ def test_nor_with_a_gradient(scores: Scores) -> None:
     assert peak_bytes(run, CPU) < scores_of_four_heads
 
 
-def test_chunks_give_what_masks_give() -> None:
+SINKS = torch.tensor([-1.0, 0.0, 2.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(300), Scores(300, 0.5), Scores(None, None, 2.0), Scores(300, 0.5, 2.0),
+        Scores(sinks=SINKS), Scores(300, 0.5, None, SINKS), Scores(300, 0.5, 2.0, SINKS),
+    ],
+)  # fmt: skip
+def test_chunks_give_what_masks_give(scores: Scores) -> None:
     torch.manual_seed(0)
     query, keys, values = (torch.randn(700, number, 8) for number in (4, 2, 2))
     documents = Documents.of(torch.tensor([[0] * 600 + [1] * 100]))
-    for scores in (Scores(300), Scores(300, 0.5), Scores(None, None, 2.0), Scores(300, 0.5, 2.0)):
-        found = by_document(query, keys, values, documents, scores)
-        dots = torch.einsum("nhd,mhd->hnm", query, keys.repeat_interleave(2, 1))
-        dots = dots * (scores.scale or 8**-0.5)
-        if scores.cap:
-            dots = scores.cap * torch.tanh(dots / scores.cap)
-        distance = torch.arange(700)[:, None] - torch.arange(700)
-        seen = (distance >= 0) & (distance < (scores.window or 700))
-        seen[600:, :600] = False
-        weights = dots.masked_fill(~seen, -torch.inf).softmax(-1)
-        expected = torch.einsum("hnm,mhd->nhd", weights, values.repeat_interleave(2, 1))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found = by_document(query, keys, values, documents, scores)
+    dots = torch.einsum("nhd,mhd->hnm", query, keys.repeat_interleave(2, 1))
+    dots = dots * (scores.scale or 8**-0.5)
+    if scores.cap:
+        dots = scores.cap * torch.tanh(dots / scores.cap)
+    distance = torch.arange(700)[:, None] - torch.arange(700)
+    seen = (distance >= 0) & (distance < (scores.window or 700))
+    seen[600:, :600] = False
+    sinks = torch.full((4,), -torch.inf) if scores.sinks is None else scores.sinks
+    # A key more, which has no value.
+    dots = torch.cat(
+        [dots.masked_fill(~seen, -torch.inf), sinks.view(4, 1, 1).expand(-1, 700, 1)], -1
+    )
+    weights = dots.softmax(-1)[..., :-1]
+    expected = torch.einsum("hnm,mhd->nhd", weights, values.repeat_interleave(2, 1))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
