@@ -1,0 +1,137 @@
+"""Texts on both sides of a LongRoPE switch, and across it, are read as each is alone."""
+
+import pytest
+import torch
+from test_eval_engine import Oracle
+from toys import noisy_head, random_model, random_target
+from transformers import GenerationConfig
+
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.measure.replay import replay
+from heads.documents import Documents
+from heads.medusa.drafter import MedusaDrafter
+from heads.target.check import check_served
+from heads.target.model import Target
+from heads.tree import Tree
+
+SWITCH, NUM_NEW = 24, 20
+HALF = 8  # of a head
+LONGROPE = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": SWITCH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": SWITCH,
+        "short_factor": [1.0 + 0.1 * n for n in range(2 * HALF)],
+        "long_factor": [3.0 + 2.0 * n for n in range(2 * HALF)],
+    },
+}
+TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    made = random_target("phi3", **LONGROPE)
+    made.model.generation_config.eos_token_id = None
+    return made
+
+
+def ids(num_tokens: int, seed: int = 0) -> list[int]:
+    return torch.randint(
+        3, 90, (num_tokens,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+
+
+PROMPTS = [ids(5), ids(SWITCH - 3, 1), ids(SWITCH, 2), ids(SWITCH + 9, 3)]
+"""The first three cross the switch as they go on."""
+
+
+def by_generate(prompt: list[int]) -> list[int]:
+    """Of a model that nobody has touched."""
+    given = torch.tensor([prompt])
+    how = GenerationConfig(
+        do_sample=False, max_new_tokens=NUM_NEW, pad_token_id=0, eos_token_id=None
+    )
+    found = random_model("phi3", **LONGROPE).generate(
+        given, attention_mask=torch.ones_like(given), generation_config=how
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    return [by_generate(prompt) for prompt in PROMPTS]
+
+
+def test_the_switch_is_known_and_matters(target: Target) -> None:
+    assert target.rope.switch == SWITCH
+    assert random_target("llama").rope.switch is None
+    text = ids(SWITCH + 1)
+    short, long = (target.read_text(text[: SWITCH + n]).hidden_states[0, 5] for n in (0, 1))
+    assert (short - long).abs().max() > 0.1
+
+
+def test_its_own_check_passes_on_both_sides(target: Target) -> None:
+    check_served(target)
+    assert target.needs_masks == ""
+
+
+def test_documents_of_both_kinds_are_read_as_each_alone(target: Target) -> None:
+    lengths = [SWITCH, SWITCH + 1, 6, SWITCH + 30, 2]
+    texts = [ids(length, length) for length in lengths]
+    numbers = torch.cat([torch.full((length,), n) for n, length in enumerate(lengths)])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    packed = torch.cat([torch.tensor(text) for text in texts])
+    found = target.read(packed[None], positions[None], Documents.of(numbers[None]))
+    own = random_model("phi3", **LONGROPE)
+    for text, states in zip(texts, found.hidden_states[0].split(lengths), strict=True):
+        expected = own(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_texts_that_cross_it_equal_generate(
+    target: Target, texts: list[list[int]], number: int
+) -> None:
+    prompt, text = PROMPTS[number], texts[number]
+    head = noisy_head(target)
+    drafters = [
+        NoDraft(), MedusaDrafter(head, Tree.chain(3)), MedusaDrafter(head, TREE), PromptLookup(3),
+        Oracle([text], [prompt], Tree.from_paths([[1], [1, 1], [1, 1, 1]])),
+        Oracle([text], [prompt], TREE),
+    ]  # fmt: skip
+    for drafter in drafters:
+        assert decode(target, drafter, prompt, NUM_NEW).token_ids == text
+
+
+def test_a_batch_of_short_and_long_texts_gives_what_each_gives_alone(
+    target: Target, texts: list[list[int]]
+) -> None:
+    head = noisy_head(target)
+    for drafter in (NoDraft(), MedusaDrafter(head, TREE), Oracle(texts, PROMPTS, TREE)):
+        found = decode_batch(target, drafter, PROMPTS, NUM_NEW)
+        assert [each.token_ids for each in found] == texts
+
+
+def test_nothing_is_accepted_across_it(target: Target, texts: list[list[int]]) -> None:
+    """A draft of all that follows ends where the text becomes long, and goes on from there."""
+    prompt, text = PROMPTS[1], texts[1]
+    chain = Tree.from_paths([[1] * depth for depth in range(1, 8)])
+    steps = decode(target, Oracle([text], [prompt], chain), prompt, NUM_NEW).steps
+    # 21 tokens were read, and the root is the 22nd: two more, and the bonus token, are short.
+    assert [step.num_accepted for step in steps][:2] == [2, 7]
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_replay_equals_decoding_behind_it_and_before_it(
+    target: Target, texts: list[list[int]], number: int
+) -> None:
+    prompt = PROMPTS[number]
+    text = texts[number][: SWITCH - len(prompt)] if len(prompt) < SWITCH else texts[number]
+    head = noisy_head(target)
+    if text:
+        steps = decode(target, MedusaDrafter(head, TREE), prompt, len(text)).steps
+        assert replay(target, head, TREE, prompt, text) == steps
