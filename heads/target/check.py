@@ -104,9 +104,11 @@ class _Check:
     def __init__(self, target: Target, ids: Tensor) -> None:
         self.target, self.ids = target, ids[0]
         longest = len(self.ids) - NUM_BEHIND
-        # Both sides of a switch of frequencies; who decodes sees to it that none is crossed.
-        switch = target.rope.switch
-        self.lengths = [longest, (switch or longest - SHORTER) - (NUM_BEHIND if switch else 0)]
+        shorter, switch = longest - SHORTER, target.rope.switch
+        if switch is not None and switch < longest:
+            # Both sides of a switch of frequencies; who decodes sees to it that none is crossed.
+            shorter = switch - NUM_BEHIND
+        self.lengths = [longest, shorter]
         self.prompts, self.texts = list(self.lengths), [0, 1]
         # A recurrent layer of transformers need not do the same to a token and to many.
         own = _decoded_logits if target.is_recurrent else _own_logits
