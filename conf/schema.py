@@ -152,7 +152,7 @@ class TargetConfig:
     """Run model code that the Hub repository ships."""
     attention: str | None = None
     """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
-    unset takes the first of these that changes nothing."""
+    the last on GPUs alone; unset takes the first of these that changes nothing."""
 
 
 @dataclass

@@ -120,7 +120,6 @@ class States:
             for name, states in table.items():
                 texts = torch.arange(len(kept), device=states.device)
                 table[name] = states[texts, last.to(states.device)].unsqueeze(1)
-        self.sure = []
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""

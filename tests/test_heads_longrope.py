@@ -15,7 +15,7 @@ from heads.target.check import check_served
 from heads.target.model import Target
 from heads.tree import Tree
 
-SWITCH, NUM_NEW = 24, 20
+SWITCH, NUM_NEW = 24, 23
 HALF = 8  # of a head
 LONGROPE = {
     "max_position_embeddings": 256,
@@ -114,6 +114,18 @@ def test_a_batch_of_short_and_long_texts_gives_what_each_gives_alone(
     for drafter in (NoDraft(), MedusaDrafter(head, TREE), Oracle(texts, PROMPTS, TREE)):
         found = decode_batch(target, drafter, PROMPTS, NUM_NEW)
         assert [each.token_ids for each in found] == texts
+
+
+def test_keys_are_computed_anew_once(target: Target, monkeypatch) -> None:
+    made, new_cache = [], target.new_cache
+
+    def counted(num_texts: int) -> object:
+        made.append(num_texts)
+        return new_cache(num_texts)
+
+    monkeypatch.setattr(target, "new_cache", counted)
+    decode_batch(target, NoDraft(), PROMPTS, NUM_NEW)
+    assert made == [4, 1, 1, 1]
 
 
 def test_nothing_is_accepted_across_it(target: Target, texts: list[list[int]]) -> None:

@@ -36,7 +36,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     assert config.path is not None
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
-    attentions = [config.attention] if config.attention else attentions_for(model_config)
+    attentions = _attentions(config, model_config, device)
     for attention in attentions:
         model = load_model(config, model_config, dtype, device, attention)
         if config.adapter is not None:
@@ -50,6 +50,18 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         else:
             return target
     raise AssertionError
+
+
+def _attentions(config: TargetConfig, model_config: Any, device: torch.device) -> list[str]:
+    if config.attention is None:
+        return attentions_for(model_config)
+    # FlexAttention's kernel for CPUs ends the process with a segmentation fault.
+    allowed = ["sdpa", "eager"] + (["flex_attention"] if device.type != "cpu" else [])
+    if config.attention not in allowed:
+        raise InputError(
+            f"target.attention={config.attention}: allowed on {device.type}: {', '.join(allowed)}"
+        )
+    return [config.attention]
 
 
 def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
