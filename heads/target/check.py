@@ -12,6 +12,7 @@ Letters: n tokens, V vocabulary.
 
 from inspect import signature
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,9 +79,11 @@ def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
 def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
     """The same with the last tokens read one by one, as `generate` does."""
     model, num_first = target.model, ids.shape[1] - num_last + 1
-    known = signature(model.forward).parameters
+    known: Any = signature(model.forward).parameters
     cache = DynamicCache(config=target.config)
     name = "past_key_values" if "past_key_values" in known else "cache_params"
+    if name == "cache_params":
+        known = {}  # Mamba takes a mask of all tokens for that of the new ones
     found = []
     for start, end in pairwise([0, *range(num_first, ids.shape[1] + 1)]):
         given = {
