@@ -15,9 +15,9 @@ SHARD_BYTES = 40_000
 """Such that each split has more than one shard."""
 
 
-def save_inputs(folder: Path) -> Path:
+def save_inputs(folder: Path, family: str = "llama") -> Path:
     """A target in `folder/target` and conversations in `folder/chat.jsonl`."""
-    save_target(folder / "target", num_hidden_layers=NUM_LAYERS)
+    save_target(folder / "target", family, num_hidden_layers=NUM_LAYERS)
     rows = []
     for n in range(40):
         messages = [

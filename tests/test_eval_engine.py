@@ -177,7 +177,9 @@ def test_walk_counts_what_each_pass_emits() -> None:
     assert verify_steps([4], 1) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_neox", "gpt_oss", "lfm2", "qwen3_moe", "falcon_h1"]
+)
 @pytest.mark.parametrize("tree", [Tree.chain(3), default_tree(3, 16)], ids=["chain", "tree"])
 def test_replay_equals_decoding_step_for_step(family: str, tree: Tree) -> None:
     target = random_target(family)

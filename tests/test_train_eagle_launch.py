@@ -1,6 +1,7 @@
 """`train/eagle.py` as users start it: real processes, a tiny target, a small file."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train_launch import ROOT, TWO, begin, curve, inputs, run, trained, wait_for
+from toys import random_model
 
 SCRIPT = str(ROOT / "train" / "eagle.py")
 EAGLE3 = ["head=eagle3", "head.layers=[0,1,2]", "head.num_steps=3"]
@@ -91,6 +93,34 @@ def test_kill_9_with_noise_muon_and_averages_then_resume_equals_an_uninterrupted
     trained([*command, "train.resume=auto"], tmp_path)
     for name, expected in weights(tmp_path / "straight").items():
         assert torch.equal(weights(tmp_path / "out")[name], expected), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "lfm2", "qwen3_next"])
+def test_targets_with_sinks_and_states_train_alike_however_they_are_run(
+    inputs: Path, tmp_path: Path, family: str
+) -> None:
+    """Two processes equal one, and a run that was killed goes on as if it had not been."""
+    shutil.copytree(inputs, tmp_path / "inputs")
+    model = random_model(family, vocab_size=64, eos_token_id=1)
+    model.save_pretrained(tmp_path / "inputs/target")
+    more = [*EAGLE3, "head.draft_vocab_size=12"]
+
+    def command(name: str) -> list[str]:
+        return arguments(tmp_path / "inputs", tmp_path / name, *more)
+
+    trained([sys.executable, *command("one")], tmp_path)
+    expected = weights(tmp_path / "one")
+    trained([*TWO, *command("two")], tmp_path)
+    for name, found in weights(tmp_path / "two").items():
+        torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=0)
+    process = begin([sys.executable, *command("killed")], tmp_path)
+    wait_for(tmp_path / "killed/checkpoints/step-000004", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    trained([sys.executable, *command("killed"), "train.resume=auto"], tmp_path)
+    for name, found in weights(tmp_path / "killed").items():
+        assert torch.equal(found, expected[name]), name
 
 
 @pytest.mark.slow

@@ -321,6 +321,18 @@ def test_losses_from_a_store_are_those_with_the_target(
             assert offline != online
 
 
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
+def test_sinks_and_states_change_nothing_about_that(family: str, tmp_path: Path) -> None:
+    inputs = save_inputs(tmp_path, family)
+    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
+    online = curve(EagleRun(target=given.target, data=given.data, out_dir=str(tmp_path / "online")))
+    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 0}
+    data = DataConfig(features=str(captured(inputs, tmp_path / "store", **same)))
+    assert curve(EagleRun(data=data, out_dir=str(tmp_path / "offline"))) == online
+
+
 def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
     for name, changes in (("tied", {"tie_word_embeddings": True}), ("biased", {})):
         folder = save_target(tmp_path / name, **changes)

@@ -96,6 +96,8 @@ def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     settings = {**SMALL, **FAMILIES[family], **changes}
     for name in {"layer_types", "no_rope_layers"} & set(settings):
         settings[name] = list(islice(cycle(settings[name]), settings["num_hidden_layers"]))
+    if "vocab_size_per_layer_input" in settings:
+        settings["vocab_size_per_layer_input"] = settings["vocab_size"]
     config = AutoConfig.for_model(family, **settings)
     attention = attentions_for(config)[0]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
