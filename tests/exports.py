@@ -32,12 +32,12 @@ CELLS = [
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 
 
-def toy_target(**changes: Any) -> Target:
+def toy_target(family: str = "llama", **changes: Any) -> Target:
     """Eight layers, so that the default features are those that the authors' code reads."""
-    made = random_target(num_hidden_layers=8, **changes)
+    made = random_target(family, num_hidden_layers=8, **changes)
     made.name = "me/toy"
     # As a saved model has it.
-    made.config.architectures = ["LlamaForCausalLM"]
+    made.config.architectures = [type(made.model).__name__]
     return made
 
 

@@ -301,3 +301,30 @@ def test_an_independent_reader_computes_the_trained_logits(
 ) -> None:
     verdict = check_parity(exported(make(target, kind), target, engine, tmp_path / "out"))
     assert verdict.max_difference < 1e-4 * verdict.scale
+
+
+# gpt-oss has YaRN without rounding, and its heads as well.
+YARN = {
+    ("trtllm", "eagle3"),
+    ("trtllm", "eagle3.1"),
+    ("original", "eagle1"),
+    ("original", "eagle3"),
+}
+
+
+@pytest.mark.parametrize(("family", "refused"), [("gpt_oss", YARN), ("lfm2", set())])
+def test_heads_of_targets_with_sinks_and_states_are_exported_as_well(
+    tmp_path: Path, family: str, refused: set[tuple[str, str]]
+) -> None:
+    made = toy_target(family)
+    for engine, kind in CELLS:
+        head = make(made, kind)
+        if (engine, kind) in refused:
+            with pytest.raises(
+                InputError, match=r"does not read truncate of RoPE|knows plain RoPE"
+            ):
+                check_format(head, ExportFormat(engine))
+            continue
+        check_target(head, ExportFormat(engine))
+        verdict = check_parity(exported(head, made, engine, tmp_path / f"{engine}-{kind}"))
+        assert verdict.max_difference < 1e-4 * verdict.scale

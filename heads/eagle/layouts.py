@@ -57,6 +57,7 @@ class EagleLayout:
         equal_widths: takes features as wide as the head alone.
         old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
             size but hidden / heads.
+        unread_rope: settings of RoPE that it does not read.
     """
 
     architecture: str
@@ -73,6 +74,7 @@ class EagleLayout:
     exclusive_norms: bool = False
     equal_widths: bool = False
     old_rope: bool = False
+    unread_rope: tuple[str, ...] = ()
 
 
 LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
@@ -112,6 +114,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             d2t=torch.int32,
             t2d=False,
             exclusive_norms=True,
+            unread_rope=("attention_factor", "truncate"),
         ),
     },
     ExportFormat.speculators: {
@@ -187,6 +190,9 @@ def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
 def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
     llama = head.config.llama
     rope: dict = llama.rope_parameters
+    for key in layout.unread_rope:
+        if rope.get(key) is not None:
+            return f"does not read {key} of RoPE's settings, and this head has {key}={rope[key]}"
     if not layout.old_rope:
         return None
     kind, theta = rope["rope_type"], rope["rope_theta"]
