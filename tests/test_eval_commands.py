@@ -2,20 +2,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from toys import noisy_head, save_target
 
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
-from conf.schema_measure import AcceptanceRun, Mode, SpeedupRun
-from eval import acceptance, speedup
+from conf.schema_measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
+from eval import acceptance, speedup, tree_search
 from heads.target.load import load_target
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory) -> dict:
-    import torch
+    return made(tmp_path_factory.mktemp("eval"), "llama")
 
-    folder = tmp_path_factory.mktemp("eval")
-    path = str(save_target(folder / "target"))
+
+def made(folder: Path, family: str) -> dict:
+    path = str(save_target(folder / "target", family))
     target = load_target(TargetConfig(path=path), torch.device("cpu"))
     noisy_head(target).save(folder / "head")
     rows = [
@@ -55,6 +57,22 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
     assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
     assert replayed["versions"]["torch"]
     assert replayed["data"]["form"] == "turns"
+
+
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_so_they_do_on_recurrent_layers(tmp_path: Path, family: str) -> None:
+    own = made(tmp_path, family)
+    replayed, decoded = (measured(own, tmp_path / each.value, each) for each in Mode)
+    figures = ("tau", "alpha", "per_position", "by_category", "num_tokens", "static_tree")
+    assert {k: replayed[k] for k in figures} == {k: decoded[k] for k in figures}
+
+
+@pytest.mark.slow
+def test_trees_are_searched_on_recurrent_layers(tmp_path: Path) -> None:
+    small = {"max_nodes": 8, "num_repeats": 1, "batch_sizes": [1, 4]}
+    tree_search.main(TreeSearchRun(**settings(made(tmp_path, "lfm2"), tmp_path / "o"), **small))
+    found = json.loads((tmp_path / "o/tree_search.json").read_text())
+    assert found["found"]["tau"] >= 1 <= found["default"]["tau"]
 
 
 def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> None:

@@ -16,9 +16,12 @@ from tests.toys import random_model, tokenizer
 
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
+    return saved(tmp_path_factory.mktemp("target"), "llama")
+
+
+def saved(folder: Path, family: str) -> Path:
     words = tokenizer()
-    model = random_model("llama", vocab_size=len(words))
+    model = random_model(family, vocab_size=len(words))
     # A shipped penalty that would change greedy text if it were obeyed.
     model.generation_config.repetition_penalty = 1.5
     model.save_pretrained(folder)
@@ -38,7 +41,11 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
     return rows_in(out_dir)
 
 
-def test_batched_answers_equal_plain_greedy_decoding(target_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
+def test_batched_answers_equal_plain_greedy_decoding(tmp_path: Path, family: str) -> None:
+    target_path = saved(tmp_path / "target", family)
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     batched = run_local(target_path, data, tmp_path / "out4", batch_size=4)
     assert batched == run_local(target_path, data, tmp_path / "out1", batch_size=1)
