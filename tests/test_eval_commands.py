@@ -59,7 +59,8 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
     assert replayed["data"]["form"] == "turns"
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_so_they_do_on_recurrent_layers(tmp_path: Path, family: str) -> None:
     own = made(tmp_path, family)
     replayed, decoded = (measured(own, tmp_path / each.value, each) for each in Mode)
