@@ -57,6 +57,9 @@ def check_served(target: Target) -> None:
             f"({type(target.model).__name__}) cannot be served: {reason}"
         )
     target.needs_masks = _documents(target, text)
+    if target.is_recurrent:
+        given = _decoded_logits(target, text, NUM_BEHIND), _own_logits(target, text, NUM_BEHIND)
+        target.drift = _difference_of(target, *given)
 
 
 def _text(target: Target) -> Tensor:
@@ -175,7 +178,10 @@ class _Check:
 
 def _difference(target: Target, hidden: Tensor, expected: Tensor) -> str:
     """How the logits after hidden states differ from the model's own; empty if they do not."""
-    found = target.logits(hidden).float()
+    return _difference_of(target, target.logits(hidden).float(), expected)
+
+
+def _difference_of(target: Target, found: Tensor, expected: Tensor) -> str:
     # int8 rounds activations by the batch that they come in.
     exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
     tolerance = 1e-3 if exact else 0.3

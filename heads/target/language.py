@@ -22,6 +22,7 @@ WRITERS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
 )
 ENCODER = "MODEL_FOR_MASKED_LM_MAPPING"
+REFUSED = {"paligemma": "it reads its prompt in both directions, and what follows it in one"}
 
 
 def language_class(model_config: Any, towers: bool = False) -> Any:
@@ -37,7 +38,7 @@ def language_class(model_config: Any, towers: bool = False) -> Any:
     whole = _class_in(WRITERS, model_config)
     if whole is None and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or ()):
         return AutoModelForCausalLM  # of the repository's own code
-    reason = _reason(model_config, whole)
+    reason = REFUSED.get(model_config.model_type) or _reason(model_config, whole)
     if reason:
         raise ValueError(f"{model_config.model_type} cannot be a target: {reason}")
     return whole if towers else text_only(whole)

@@ -79,6 +79,8 @@ class Target(TargetEnds):
         state_bytes: what they keep after each draft token of a text, as the check saw it.
         rope: knows whether texts beyond some length are read in another way.
         attended: window and kernel of each attention layer, as the last `read` met them.
+        drift: how what it decodes differs from what it reads, if a recurrent layer of transformers
+            does not do the same to a token and to many; replay then differs from decoding too.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
 
@@ -105,7 +107,7 @@ class Target(TargetEnds):
         self.rope = LongRope(self.decoder)
         scale_by_position(self.decoder)
         self.attended: list[tuple[int | None, str]] = []
-        self.needs_masks = ""
+        self.needs_masks = self.drift = ""
 
     def _wrap_mixers(self) -> None:
         try:
@@ -316,7 +318,8 @@ class Target(TargetEnds):
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
         kernels = {kernel for _, kernel in self.attended}
-        return ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
+        how = ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
+        return f"{how}; transformers' decoding of it {self.drift}" if self.drift else how
 
     def read_text(self, token_ids: list[int], reads: Reads | None = None) -> TargetOutput:
         """States [1, S, D] of one text of S tokens."""

@@ -21,7 +21,7 @@ from heads.target.model import Target
 
 WORTH_S = 2.0
 """Seconds from which a check is remembered."""
-KEPT = ("needs_masks", "attended", "state_bytes")
+KEPT = ("needs_masks", "drift", "attended", "state_bytes")
 
 
 def check_once(target: Target, config: TargetConfig) -> None:

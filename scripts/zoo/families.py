@@ -77,6 +77,11 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
         {"layer_types": [FULL, "minimax_m3_sparse"] * 2},
     ),
     ("no window by default", "mistral mixtral starcoder2", {"sliding_window": 12}),
+    (
+        "transformers raises time steps to the least in a pass, and not where it decodes",
+        "nemotron_h zamba2",
+        {"time_step_min": 1e-6},
+    ),
     ("not LongRoPE by default", "phi3 phi4_multimodal", {"rope_parameters": LONG_ROPE}),
     (
         "not LongRoPE by default",
@@ -245,7 +250,7 @@ _SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
 BY_HAND: dict[str, dict[str, Any]] = {}
 for _why, _names, _settings in _SETTINGS:
     for _name in _names.split():
-        BY_HAND[_name] = _settings
+        BY_HAND[_name] = BY_HAND.get(_name, {}) | _settings
 
 _NO_TARGET: list[tuple[str, str]] = [
     (
