@@ -70,7 +70,8 @@ FOREIGN = {"eagle_export_rope_scaling"}
 # Words in code that are neither a setting, a value of one, nor a method: figures that commands
 # write, fields of rows, tensors and keys of published heads.
 NAMES = """
-    tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless target_state_bytes
+    tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
+    target_attention target_state_bytes
     top1 draft_seconds parity category from value role content tool_calls save_to_disk null
     d2t lm_head token_map output_hidden_states
 """
