@@ -61,7 +61,7 @@ def _replayed(
     agreeing: list[list[list[bool]]] = []
     responses = greedy_responses(target, bench.prompts, config.max_new_tokens)
     for prompt, response in zip(bench.prompts, responses, strict=True):
-        output = target.read_text(prompt.token_ids + response[:-1], head.head.reads)
+        output = target.read_response(prompt.token_ids, response, head.head.reads)
         for name, tree in static.items():
             ranked = ranked_drafts(head.head, tree, output, prompt.token_ids, response)
             steps[name].append(steps_along(tree, ranked, response))

@@ -248,7 +248,7 @@ def replay(
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]
     for prompt, text in tqdm(answers, desc="replay", unit="prompt"):
-        output = target.read_text(prompt + text[:-1], heads[0].reads)
+        output = target.read_response(prompt, text, heads[0].reads)
         for head, prompts in zip(heads, found, strict=True):
             ranked = ranked_drafts(head, chain, output, prompt, text)
             prompts.append(PromptSteps("heldout", steps_along(chain, ranked, text)))

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from test_eval_engine import Oracle
-from toys import noisy_head, random_model, random_target
+from toys import eagle_head, noisy_head, random_model, random_target
 
+from conf.schema_eagle import EagleForm
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
 from heads.documents import Documents
+from heads.eagle.drafter import EagleChain
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.check import check_served
 from heads.target.model import Target
@@ -134,12 +136,18 @@ def test_nothing_is_accepted_across_it(target: Target, texts: list[list[int]]) -
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_replay_equals_decoding_behind_it_and_before_it(
-    target: Target, texts: list[list[int]], number: int
-) -> None:
-    prompt = PROMPTS[number]
-    text = texts[number][: SWITCH - len(prompt)] if len(prompt) < SWITCH else texts[number]
+def test_replay_equals_decoding(target: Target, texts: list[list[int]], number: int) -> None:
+    prompt, text = PROMPTS[number], texts[number]
     head = noisy_head(target)
-    if text:
-        steps = decode(target, MedusaDrafter(head, TREE), prompt, len(text)).steps
-        assert replay(target, head, TREE, prompt, text) == steps
+    steps = decode(target, MedusaDrafter(head, TREE), prompt, len(text)).steps
+    assert replay(target, head, TREE, prompt, text) == steps
+    assert sum(step.num_accepted for step in steps) > 0
+
+
+def test_replay_of_features_equals_decoding() -> None:
+    target = random_target("phi3", **LONGROPE, num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    head = eagle_head(target, EagleForm.eagle3, num_updates=20)
+    for prompt in PROMPTS:
+        found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
+        assert replay(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps

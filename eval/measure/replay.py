@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.decode.engine import Step
+from heads.drafting import PAD
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Tree
 
@@ -40,7 +41,7 @@ def replay(
         prompt_ids: the rendered prompt.
         response_ids: [n] the target's greedy continuation, stop token included.
     """
-    output = target.read_text(prompt_ids + response_ids[:-1], head.reads)
+    output = target.read_response(prompt_ids, response_ids, head.reads)
     ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
     return steps_along(tree, ranked, response_ids)
 
@@ -68,7 +69,13 @@ def ranked_drafts(
     """
     first = len(prompt_ids) - 1
     candidates = head.candidates(output, prompt_ids + response_ids, first, tree.depth, tree.width)
-    return candidates.transpose(0, 1).tolist()
+    ranked = candidates.transpose(0, 1).tolist()
+    switch, begin = output.switch or 0, len(prompt_ids)
+    # What is drafted across a switch is not accepted.
+    for root in range(begin, min(switch, begin + len(ranked))):
+        for depth in range(switch - root, tree.depth + 1):
+            ranked[root - begin][depth - 1] = [PAD] * tree.width
+    return ranked
 
 
 def accepted_lengths(

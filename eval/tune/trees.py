@@ -55,7 +55,7 @@ class StaticTexts:
         """Texts after some prompts, and candidates enough for a tree."""
         responses, ranked = greedy_responses(target, prompts, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
-            output = target.read_text(prompt.token_ids + response[:-1], head.reads)
+            output = target.read_response(prompt.token_ids, response, head.reads)
             ranked.append(ranked_drafts(head, tree, output, prompt.token_ids, response))
         return cls(responses, ranked)
 

@@ -47,6 +47,8 @@ class TargetOutput:
     """[B, Q, D], last layer, after the final norm."""
     layers: dict[int, Tensor] = field(default_factory=dict)
     """[B, Q, D] per index of `Reads.layers`."""
+    switch: int | None = None
+    """Position from which a text that crosses it was read in another way; see `Target.rope`."""
 
     def at(self, tokens: Tensor) -> "TargetOutput":
         """The states [B, n, D] of some tokens, [B, n] int64."""
@@ -326,6 +328,22 @@ class Target(TargetEnds):
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
         return self.read(ids, positions, Documents.single(ids.shape[1], self.device), reads)
+
+    def read_response(
+        self, prompt_ids: list[int], response_ids: list[int], reads: Reads | None = None
+    ) -> TargetOutput:
+        """States [1, S, D] of a prompt and a response but its last token, as decoding read them."""
+        token_ids, switch = prompt_ids + response_ids[:-1], self.rope.switch
+        output = self.read_text(token_ids, reads)
+        if switch is None or not len(prompt_ids) <= switch < len(token_ids):
+            return output
+        before = self.read_text(token_ids[:switch], reads)
+
+        def joined(first: Tensor, whole: Tensor) -> Tensor:
+            return torch.cat([first, whole[:, switch:]], dim=1)
+
+        layers = {n: joined(before.layers[n], states) for n, states in output.layers.items()}
+        return TargetOutput(joined(before.hidden_states, output.hidden_states), layers, switch)
 
     def _tap(self, index: int) -> None:
         """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""

@@ -77,7 +77,7 @@ class HeldoutReplay(Replay):
         found = []
         for prompt in self.prompts:
             answer = greedy_answer(self.target, prompt)
-            found.append((answer, self.target.read_text(prompt + answer[:-1], self.reads)))
+            found.append((answer, self.target.read_response(prompt, answer, self.reads)))
         return found
 
 
