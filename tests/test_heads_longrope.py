@@ -151,3 +151,18 @@ def test_replay_of_features_equals_decoding() -> None:
     for prompt in PROMPTS:
         found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
         assert replay(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps
+
+
+@torch.no_grad()
+def test_a_response_is_read_as_decoding_read_it(target: Target, texts: list[list[int]]) -> None:
+    prompt, text = PROMPTS[0], texts[0]
+    whole = target.read_text(prompt + text[:-1]).hidden_states
+    found = target.read_response(prompt, text).hidden_states
+    short = target.read_text((prompt + text)[:SWITCH]).hidden_states
+    assert torch.equal(found, torch.cat([short, whole[:, SWITCH:]], dim=1))
+    assert (found - whole)[:, :SWITCH].abs().max() > 1e-2
+    long = PROMPTS[-1]
+    assert torch.equal(
+        target.read_response(long, texts[-1]).hidden_states,
+        target.read_text(long + texts[-1][:-1]).hidden_states,
+    )
