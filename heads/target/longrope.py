@@ -49,14 +49,10 @@ class LongRope:
             if self._long is None:
                 return forward(x, position_ids)
             assert self.switch is not None
-            # By the largest position of a call the module decides for all of it.
-            beyond = torch.full_like(position_ids[:, :1], self.switch)
-            found = forward(x, torch.cat([position_ids, beyond], dim=1))
-            short = forward(x, position_ids.clamp_max(self.switch - 1))
+            # By the largest position of a call, which a long text has, the module decides for all.
+            found = forward(x, position_ids), forward(x, position_ids.clamp_max(self.switch - 1))
             long = self._long.unsqueeze(2)
-            cos, sin = (
-                torch.where(long, far[:, :-1], near) for far, near in zip(found, short, strict=True)
-            )
+            cos, sin = (torch.where(long, far, near) for far, near in zip(*found, strict=True))
             return cos, sin
 
         return rotate
