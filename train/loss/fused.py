@@ -35,7 +35,7 @@ CHUNK_BYTES = 256 * 2**20
 PIECE_BYTES = 64 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time."""
 CPU_CHUNK_BYTES = 96 * 2**20
-CPU_PIECE_BYTES = 4 * 2**20
+CPU_PIECE_BYTES = 2 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Of a piece of a projection's gradient, or of what it is made of, in float32."""
