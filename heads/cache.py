@@ -8,6 +8,7 @@ forgetting it.
 Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,17 +42,21 @@ class SlotBuffer:
         self.values: Tensor | None = None
 
     def write(
-        self, keys: Tensor, values: Tensor, slots: Tensor, width: int
+        self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int
     ) -> tuple[Tensor, Tensor]:
-        """Stores [B, K, n, d] at slots [B, n]; gives everything up to slot `width`."""
+        """Stores [B, K, n, d] at slots [B, n], or from one on; gives everything up to `width`."""
         self._reserve(keys, values, width)
         assert self.keys is not None
         assert self.values is not None
-        texts, slots = _index(slots, self.keys)
-        self.keys[texts, :, slots] = keys.transpose(1, 2)
-        self.values[texts, :, slots] = values.transpose(1, 2)
+        if isinstance(slots, int):
+            self.keys.narrow(2, slots, keys.shape[2]).copy_(keys)
+            self.values.narrow(2, slots, keys.shape[2]).copy_(values)
+        else:
+            texts, slots = _index(slots, self.keys)
+            self.keys[texts, :, slots] = keys.transpose(1, 2)
+            self.values[texts, :, slots] = values.transpose(1, 2)
         width = self.capacity or width
-        return self.keys[:, :, :width], self.values[:, :, :width]
+        return self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
 
     def move(self, source: Tensor, to: Tensor) -> None:
         """Copies slots [B, A] to slots [B, A]."""
@@ -95,8 +100,12 @@ def _enlarged(old: Tensor | None, like: Tensor, size: int) -> Tensor:
 
 def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [B, 1] and slots [B, n] of a buffer; whole vectors move, unlike with `scatter`."""
-    slots = slots.to(buffer.device)
-    return torch.arange(len(slots), device=slots.device).unsqueeze(1), slots
+    return _texts(len(slots), buffer.device), slots.to(buffer.device)
+
+
+@lru_cache(maxsize=64)
+def _texts(num_texts: int, device: torch.device) -> Tensor:
+    return torch.arange(num_texts, device=device).unsqueeze(1)
 
 
 class Slots:
@@ -136,12 +145,12 @@ class Slots:
         to = self.place(num_pending, num_pending).unsqueeze(1).expand(-1, num_new, -1)
         return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
 
-    def positions(self, depths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Positions [B, P] of the pending tokens by depth [B or 1, P], and [B, S] of all slots."""
+    def positions(self, depths: Tensor, width: int) -> Tensor:
+        """[B, S] int64, of the tokens in all slots, the pending ones by depth [B or 1, P]."""
         pending = self.committed + depths
         everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
         num_pending = pending.shape[1]
-        return pending, everything.scatter_(1, self.place(num_pending, num_pending), pending)
+        return everything.scatter_(1, self.place(num_pending, num_pending), pending)
 
     def commit(self, kept: list[list[int]], *buffers: SlotBuffer) -> None:
         """Makes pending tokens part of the texts and forgets the others.
@@ -215,6 +224,8 @@ class TreeCache(Cache):
         slots: what is committed.
         sure: how many of the pending tokens belong to each text whatever comes; empty for a
             draft.
+        ends: how many tokens each text has for sure, once those to come have been read.
+        even: whether the new tokens stand at the same slots in every text that has any.
     """
 
     def __init__(
@@ -229,19 +240,29 @@ class TreeCache(Cache):
         self.slots = Slots(num_texts, device)
         self.states = states
         self.sure: list[int] = []
-        self.to = torch.empty(0)
+        self.ends: list[int] = []
+        self.even = True
+        self.to: Tensor | int = 0
         self.width = 0
         self._own = [_Layer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._own))
 
     def begin(self, num_new: int, num_pending: int) -> None:
         """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
-        self.to = self.slots.place(num_new, num_pending)
+        lengths = self.slots.lengths
+        ends = {n for n, new in zip(lengths, self.sure or [1] * len(lengths), strict=True) if new}
+        # Numbers would be constants of what is compiled for fixed shapes.
+        self.even = self.capacity is None and len(ends) == 1
+        if self.even:
+            # What a text without new tokens is filled up with is forgotten.
+            self.to = ends.pop() + num_pending - num_new
+        else:
+            self.to = self.slots.place(num_new, num_pending)
         self.width = self.capacity or self.slots.width(num_pending)
 
-    def announce(self, sure: list[int]) -> None:
-        """Says before a pass how many of its tokens will be committed, from the first on."""
-        self.sure = sure
+    def announce(self, sure: list[int], ends: list[int]) -> None:
+        """Says before a pass what is sure; see the attributes."""
+        self.sure, self.ends = sure, ends
 
     def commit(self, kept: list[list[int]]) -> None:
         """See `Slots.commit`."""

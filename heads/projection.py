@@ -33,20 +33,6 @@ class Projection(NamedTuple):
     scale: float = 1.0
     cap: float | None = None
 
-    @classmethod
-    def of_target(cls, output_head: Any, model_config: Any) -> "Projection":
-        """A target's output head, with the scalings that the config of the whole model names."""
-        config, scale = model_config.get_text_config(), 1.0
-        if model_config.model_type not in UNSCALED:
-            for name in MULTIPLIERS:
-                scale *= getattr(config, name, None) or 1.0
-        for name in DIVISORS:
-            divisor = getattr(config, name, None) or 1.0
-            scale = scale * divisor if config.model_type == MULTIPLIED else scale / divisor
-        caps = [getattr(config, name, None) for name in CAPS]
-        cap = next((each for each in caps if each), None)
-        return cls(output_head.weight, getattr(output_head, "bias", None), scale, cap)
-
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, V] of hidden states [N, D], in the dtype of the weight; in `out` [N, V] if given."""
         logits = torch.matmul(hidden, self.weight.T, out=out)
@@ -62,3 +48,16 @@ class Projection(NamedTuple):
         if self.cap is not None:
             grad = grad * (1 - (logits.to(grad.dtype) / self.cap).square())
         return grad if self.scale == 1.0 else grad * self.scale
+
+
+def scaling_of(model_config: Any) -> tuple[float, float | None]:
+    """`scale` and `cap` of a target's `Projection`, as the config of the whole model names them."""
+    config, scale = model_config.get_text_config(), 1.0
+    if model_config.model_type not in UNSCALED:
+        for name in MULTIPLIERS:
+            scale *= getattr(config, name, None) or 1.0
+    for name in DIVISORS:
+        divisor = getattr(config, name, None) or 1.0
+        scale = scale * divisor if config.model_type == MULTIPLIED else scale / divisor
+    caps = [getattr(config, name, None) for name in CAPS]
+    return scale, next((each for each in caps if each), None)

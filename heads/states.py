@@ -81,12 +81,15 @@ class States:
         tables = (states for table in self._tables.values() for states in table.values())
         return sum(states[0, 0].nbytes for states in tables)
 
-    def begin(self, mask: Tensor, depths: Tensor, sure: list[int]) -> None:
-        """Says what the next pass runs; arguments as of `levels` and the attribute."""
+    def begin(self, sure: list[int], draft: tuple[Tensor, Tensor] | None) -> None:
+        """Says what the next pass runs: tokens that are sure, or those that `levels` is told of."""
+        assert sure or draft
         self.sure = sure
-        self.levels = [] if sure else levels(mask, depths)
-        num_new, self._num_pending = mask.shape[1:]
-        self.num_earlier = self._num_pending - num_new
+        self.levels, self._num_pending, self.num_earlier = [], 0, 0
+        if draft is not None and not sure:
+            self.levels = levels(*draft)
+            num_new, self._num_pending = draft[0].shape[1:]
+            self.num_earlier = self._num_pending - num_new
 
     def after(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
         """The states [m, ...] that a mixer has left behind; nothing before it has run.

@@ -113,7 +113,7 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
     target, clock, passes, behind = random_target(), Clock(), [0], [""]
     rounds = 2 + 2 * 2 * (NUM_PLAIN + 3)  # passes: two that read, then two rounds of two drafters
 
-    def pass_seconds(_cache, tokens: torch.Tensor, *_: object) -> float:
+    def pass_seconds(_cache, tokens: torch.Tensor, *_: object, **__: object) -> float:
         passes[0] += 1
         num_tokens = tokens.shape[1]
         extra = behind[0] == "b" and num_tokens > 1
@@ -234,7 +234,7 @@ def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None
     prompts, clock = [PROMPT, [9, 10, 11]], Clock()
     with monkeypatch.context() as patch:  # passes of a second
         patch.setattr(eval_clock, "time", clock)
-        patch.setattr(target, "extend", clock.taking(lambda *_: 1.0, target.extend))
+        patch.setattr(target, "extend", clock.taking(lambda *_, **__: 1.0, target.extend))
         # The prompts give the first token of each.
         assert full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)
     drafter = MedusaDrafter(noisy_head(target), Tree.chain(3))

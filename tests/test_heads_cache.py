@@ -45,8 +45,7 @@ def test_a_pending_token_sees_its_text_and_its_ancestors() -> None:
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]],
     ]
-    pending, everything = slots.positions(torch.tensor([[0, 1, 1]]), 5)
-    assert pending.tolist() == [[2, 3, 3], [0, 1, 1]]
+    everything = slots.positions(torch.tensor([[0, 1, 1]]), 5)
     assert everything.tolist() == [[0, 1, 2, 3, 3], [0, 1, 1, 3, 4]]
     # One more, below the second.
     deeper = torch.tensor([[[1, 1, 0, 1]]], dtype=torch.bool)

@@ -82,8 +82,7 @@ def held(states: States, texts: list[int], tokens: list[int]) -> list[float]:
 def prefilled() -> States:
     """Texts of 3 and 2 tokens have left 10 and 20."""
     states = States(random_model("lfm2").config, 2)
-    causal, depths = torch.ones(1, 3, 3).tril().bool(), torch.arange(3)[None]
-    states.begin(causal, depths, [3, 2])
+    states.begin([3, 2], None)
     assert states.levels == []
     assert states.after(MIXER, BOTH, FIRST) == {}
     states.put(MIXER, BOTH, FIRST, state(10.0, 20.0))
@@ -94,7 +93,7 @@ def prefilled() -> States:
 def drafted() -> States:
     """A root and two children have left 11, 12, 13 and 21, 22, 23."""
     states = prefilled()
-    states.begin(rows("100 110 101").bool(), torch.tensor([[0, 1, 1]]), [])
+    states.begin([], (rows("100 110 101").bool(), torch.tensor([[0, 1, 1]])))
     assert states.num_earlier == 0
     assert held(states, [1, 0], [0, 0]) == [20.0, 10.0]
     for node in range(3):
@@ -117,7 +116,7 @@ def test_a_text_that_keeps_nothing_stays_where_it_was() -> None:
 
 def test_more_may_be_drafted_below_what_is_pending() -> None:
     states = drafted()
-    states.begin(rows("1011").bool(), torch.tensor([[0, 1, 1, 2]]), [])
+    states.begin([], (rows("1011").bool(), torch.tensor([[0, 1, 1, 2]])))
     assert states.num_earlier == 3
     assert [level.parents.tolist() for level in states.levels] == [[[3]]]
     states.put(MIXER, BOTH, FIRST + 4, state(14.0, 24.0))
@@ -131,7 +130,7 @@ def test_a_text_that_ends_takes_its_states_with_it() -> None:
     states.commit([[0], [0, 1]])
     states.keep([1])
     assert held(states, [0], [0]) == [22.0]
-    states.begin(rows("1").bool(), torch.tensor([[0]]), [])
+    states.begin([], (rows("1").bool(), torch.tensor([[0]])))
     states.put(MIXER, torch.tensor([0]), torch.tensor([1]), state(30.0))
     states.commit([[0]])
     assert held(states, [0], [0]) == [30.0]

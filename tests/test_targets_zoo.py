@@ -147,8 +147,9 @@ def test_a_tree_whose_siblings_see_each_other_differs(zoo, monkeypatch) -> None:
     def change(target) -> None:
         extend = target.extend
 
-        def causal(cache, ids, mask, *rest):
-            return extend(cache, ids, torch.ones_like(mask).tril(), *rest)
+        def causal(cache, ids, mask=None, *rest, **named):
+            mask = None if mask is None else torch.ones_like(mask).tril()
+            return extend(cache, ids, mask, *rest, **named)
 
         target.extend = causal
 

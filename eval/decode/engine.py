@@ -152,7 +152,7 @@ class _Batch:
         self.generators = Generators.seeded(seeds or [0] * len(prompts), target.device)
         self.crossing = Crossing(target, prompts)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self) -> Iterator[dict[int, list[int]]]:
         """Tokens by text, after the prompts and after every step."""
         with self.clock.part("prefill"):

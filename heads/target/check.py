@@ -47,19 +47,27 @@ def check_served(target: Target) -> None:
             "lies beside it; target.device_map has to keep it on a device"
         )
     text = _text(target)
-    try:
-        reason = _Check(target, text).run()
-    except EVERY_WAY as error:
-        reason = f"{type(error).__name__}: {error}"
+    target.needs_masks = _documents(target, text)
+    reason = _behind(target, text)
+    if reason and not target.needs_masks:
+        target.needs_masks = reason
+        reason = _behind(target, text)
     if reason:
         raise InputError(
             f"target.path={target.name}: {target.config.model_type} "
             f"({type(target.model).__name__}) cannot be served: {reason}"
         )
-    target.needs_masks = _documents(target, text)
     if target.is_recurrent:
         given = _decoded_logits(target, text, NUM_BEHIND), _own_logits(target, text, NUM_BEHIND)
         target.drift = _difference_of(target, *given)
+
+
+def _behind(target: Target, text: Tensor) -> str:
+    """How prompts and what is drafted behind them differ; empty if they do not."""
+    try:
+        return _Check(target, text).run()
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _text(target: Target) -> Tensor:

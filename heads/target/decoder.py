@@ -1,5 +1,6 @@
 """The decoder of any architecture, and how it is called."""
 
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -39,9 +40,15 @@ def call_decoder(
         masks: additive, by kind of layer where there are several.
         cache: of keys, values and states.
     """
-    known = signature(getattr(decoder, "_orig_mod", decoder).forward).parameters
+    kind: Any = type(getattr(decoder, "_orig_mod", decoder))
+    known = _arguments(kind)
     given = {"position_ids": position_ids, "attention_mask": masks}
     # State spaces have no positions and no masks, and call their cache by another name.
     name = "past_key_values" if "past_key_values" in known else "cache_params"
     given = {key: value for key, value in given.items() if key in known}
     return decoder(input_ids=input_ids, use_cache=cache is not None, **{name: cache}, **given)
+
+
+@cache
+def _arguments(kind: Any) -> frozenset[str]:
+    return frozenset(signature(kind.forward).parameters)

@@ -4,6 +4,7 @@ Training a head on stored hidden states needs no more of it. Letters: D hidden, 
 some of its rows.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from conf.schema import InputError
-from heads.projection import Projection
+from heads.projection import Projection, scaling_of
 from heads.storage import load_tensors, write_folder
 from heads.target import sizes
 
@@ -127,7 +128,12 @@ class TargetEnds:
     @property
     def projection(self) -> Projection:
         """The output head as numbers, which a quantised one is not."""
-        return Projection.of_target(self.output_head, self._model_config)
+        head = self.output_head
+        return Projection(head.weight, getattr(head, "bias", None), *self._scaling)
+
+    @cached_property
+    def _scaling(self) -> tuple[float, float | None]:
+        return scaling_of(self._model_config)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that `load` reads, whole or not at all.

@@ -17,10 +17,11 @@ from conf.schema import InputError
 from heads.cache import TreeCache, upload
 from heads.documents import Documents
 from heads.states import States
-from heads.target.attention import Reading, current, dense, reading
+from heads.target.attention import Reading, current, dense, under_way
 from heads.target.blocks import find_blocks, num_handed, tap
 from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of
 from heads.target.ends import TargetEnds, beside
+from heads.target.extension import Extension
 from heads.target.longrope import LongRope
 from heads.target.recurrent import MIXERS, wrap_mixers
 from heads.target.sights import Masks, Sights
@@ -58,6 +59,16 @@ class TargetOutput:
     def rows(self, texts: Tensor) -> "TargetOutput":
         """The states [b, Q, D] of some texts, [b] int64."""
         return self._each(lambda states: states[texts])
+
+    @classmethod
+    def joined(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
+        """The states of passes one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        states = torch.cat([part.hidden_states for part in parts], dim=1)
+        indices = parts[0].layers
+        layers = {n: torch.cat([part.layers[n] for part in parts], dim=1) for n in indices}
+        return cls(states, layers)
 
     def to(self, device: torch.device) -> "TargetOutput":
         """The same on a device; a target over several leaves states where its layers are."""
@@ -169,7 +180,7 @@ class Target(TargetEnds):
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if now is None:
                 return nullcontext(), nullcontext()
-            return nullcontext(), reading(now)
+            return nullcontext(), under_way(now)
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -185,8 +196,8 @@ class Target(TargetEnds):
         self,
         cache: TreeCache,
         input_ids: Tensor,
-        mask: Tensor,
-        depths: Tensor,
+        mask: Tensor | None = None,
+        depths: Tensor | None = None,
         reads: Reads | None = None,
         skip: Sequence[int] = (),
     ) -> TargetOutput:
@@ -196,24 +207,34 @@ class Target(TargetEnds):
             cache: of B texts.
             input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
             mask: [B or 1, n, P] bool, the pending tokens that each new one sees, itself
-                included; every committed token of its text is seen anyway.
-            depths: [B or 1, P] int64, positions behind the last committed token, from 0.
+                included; every committed token of its text is seen anyway. None for what was
+                announced as sure: each token sees those before it.
+            depths: [B or 1, P] int64, positions behind the last committed token, from 0; as
+                `mask`.
             reads: the layers to tap.
             skip: decoder layers, from 0, that are left out.
         """
-        num_new, num_pending = mask.shape[1:]
-        cache.begin(num_new, num_pending)
+        draft = None if mask is None or depths is None else (mask, depths)
+        num_new = input_ids.shape[1]
+        cache.begin(num_new, num_new if mask is None else mask.shape[2])
         if cache.states is not None:
-            cache.states.begin(mask, depths, cache.sure)
-        pending, keys = cache.slots.positions(depths, cache.width)
-        allowed = cache.slots.attention_mask(mask, cache.width)
+            cache.states.begin(cache.sure, draft)
         with ExitStack() as undo:
             if self.rope.switch is not None:
-                length = cache.slots.committed + upload(cache.sure or [1], self.device)[:, None]
-                undo.enter_context(self.rope.reading(length > self.rope.switch))
+                ends = (
+                    upload(cache.ends, self.device)
+                    if cache.sure
+                    else cache.slots.committed[:, 0] + 1
+                )
+                undo.enter_context(self.rope.reading(ends.unsqueeze(1) > self.rope.switch))
             for layer in skip:
                 undo.enter_context(self._skipped(layer))
-            return self.forward(input_ids, pending[:, -num_new:], allowed, keys, cache, reads)
+            found = Extension(self.decoder.config, cache, num_new, draft, self.sights.chunks)
+            if self.needs_masks or self._compiled is not None:
+                allowed, keys = found.allowed()
+                return self.forward(input_ids, found.positions, allowed, keys, cache, reads)
+            undo.enter_context(under_way(found))
+            return self._run(input_ids, found.positions, None, cache, reads)
 
     @contextmanager
     def _skipped(self, layer: int) -> Iterator[None]:
@@ -305,11 +326,11 @@ class Target(TargetEnds):
                 long = documents.longer_than(self.rope.switch).view(input_ids.shape)
                 undo.enter_context(self.rope.reading(long))
             if self.needs_masks:
-                undo.enter_context(reading(Reading(documents)))
+                undo.enter_context(under_way(Reading(documents)))
                 allowed = dense(documents, len(input_ids))
                 return self.forward(input_ids, position_ids, allowed, position_ids, reads=reads)
             found = Reading(documents, self.decoder.config, self.sights.chunks)
-            undo.enter_context(reading(found))
+            undo.enter_context(under_way(found))
             output = self._run(input_ids, position_ids, None, None, reads)
         self.attended = found.calls
         return output

@@ -1,15 +1,15 @@
 """Reading tokens that are sure: prompts, and what a drafter has not read of a text yet."""
 
-import torch
-
 from heads.cache import TreeCache, upload
 from heads.target.model import Reads, Target, TargetOutput
+
+CHUNK = 512  # tokens of a pass
 
 
 def prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], reads: Reads | None = None
 ) -> TargetOutput:
-    """One pass over tokens behind what a cache holds, which commits them.
+    """Passes over tokens behind what a cache holds, which commit them.
 
     Args:
         target: or a draft model.
@@ -21,11 +21,14 @@ def prefill(
         The states [B, n, D]; a shorter row is filled up.
     """
     longest = max(map(len, rows))
-    # What fills up a shorter row comes after its tokens, which cannot see it.
-    ids = upload([row + [0] * (longest - len(row)) for row in rows], target.device)
-    causal = torch.ones(1, longest, longest, dtype=torch.bool, device=target.device).tril()
-    depths = torch.arange(longest, device=target.device).unsqueeze(0)
-    cache.announce([len(row) for row in rows])
-    output = target.extend(cache, ids, causal, depths, reads or Reads())
-    cache.commit([list(range(len(row))) for row in rows])
-    return output
+    ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
+    found = []
+    for start in range(0, longest, CHUNK):
+        new = [row[start : start + CHUNK] for row in rows]
+        width = max(map(len, new))
+        # What fills up a shorter row comes after its tokens, which cannot see it.
+        ids = upload([row + [0] * (width - len(row)) for row in new], target.device)
+        cache.announce([len(row) for row in new], ends)
+        found.append(target.extend(cache, ids, reads=reads))
+        cache.commit([list(range(len(row))) for row in new])
+    return TargetOutput.joined(found)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from heads.cache import TreeCache
 from heads.states import States
-from heads.target.attention import current
+from heads.target.attention import Reading, current
 from heads.target.decoder import call_decoder
 
 MIXERS = "recurrent layers, document by document"
@@ -92,14 +92,14 @@ class Mixer:
             assert cache.states is not None
             run = self._texts if cache.states.sure else self._tree
             return run(_Call(self.forward, args, kwargs), cache.states)
-        if cache is None and reading is not None:
+        if cache is None and isinstance(reading, Reading):
             return _documents(_Call(self.forward, args, kwargs), reading.documents.lengths)
         return self.forward(*args, **kwargs)
 
     def _texts(self, call: "_Call", states: States) -> Any:
         """Tokens that are sure; texts with as many are one run."""
         lengths = torch.tensor(states.sure)
-        for length in lengths.unique().tolist():
+        for length in lengths[lengths > 0].unique().tolist():
             texts = (lengths == length).nonzero().to(call.device)
             tokens = torch.arange(length, device=call.device).expand(len(texts), -1)
             committed = torch.zeros_like(texts)

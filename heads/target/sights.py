@@ -106,14 +106,11 @@ class Sights:
             key_positions: [B, S] int64.
             dtype: of the mask.
         """
-        queries, keys = query_positions.unsqueeze(2), key_positions.unsqueeze(1)
 
         def seen(kind: str) -> Tensor:
-            if kind == SLIDING and self.window is not None:
-                return allowed & (queries - keys < self.window)
-            if kind == CHUNKED and self.chunk is not None:
-                return allowed & (queries // self.chunk == keys // self.chunk)
-            return allowed
+            window = self.window if kind == SLIDING else None
+            chunk = self.chunk if kind == CHUNKED else None
+            return within(allowed, query_positions, key_positions, window, chunk)
 
         attending = {kind: ATTENTION.get(kind, kind) for kind in self.kinds}
         kinds = {own for own in attending.values() if own in (FULL, SLIDING, CHUNKED)}
@@ -122,6 +119,26 @@ class Sights:
             return next(iter(made.values()), None)
         recurrent: dict[str, Tensor | None] = dict.fromkeys(RECURRENT)
         return recurrent | made | {kind: made.get(own) for kind, own in attending.items()}
+
+
+def within(
+    allowed: Tensor, queries: Tensor, keys: Tensor, window: int | None, chunk: int | None
+) -> Tensor:
+    """[B, Q, S] bool: where queries may look and a window, or their chunk, reaches.
+
+    Args:
+        allowed: [B, Q, S] bool.
+        queries: [B, Q] int64, their positions.
+        keys: [B, S] int64, theirs.
+        window: tokens that a query sees, its own included.
+        chunk: tokens of a chunk.
+    """
+    queries, keys = queries.unsqueeze(2), keys.unsqueeze(1)
+    if window is not None:
+        allowed = allowed & (queries - keys < window)
+    if chunk is not None:
+        allowed = allowed & (queries // chunk == keys // chunk)
+    return allowed
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:

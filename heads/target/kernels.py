@@ -1,0 +1,178 @@
+"""Attention as layers of any architecture want it, never with a tensor of tokens by tokens.
+
+Grouped heads are never copied: the queries of those that share keys are rows of one head.
+
+Letters: B texts, n queries, m keys, Q heads, K key-value heads, d head size.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 << 20  # of float32 scores
+LONGEST_CHUNK = 256
+
+
+class Scores(NamedTuple):
+    """How a layer scores keys, and which.
+
+    Attributes:
+        window: tokens that a query sees, its own included; None for all before it.
+        scale: of the scores; None for 1 / sqrt(d).
+        cap: scores become cap * tanh(score / cap); None leaves them.
+        sinks: [Q], the score per head of a key that has no value; None for no such key.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether softmax over them is all there is."""
+        return self.cap is None and self.sinks is None
+
+
+def causal(
+    query: Tensor, keys: Tensor, values: Tensor, scores: Scores, chunk: int | None = None
+) -> Tensor:
+    """Of the last tokens of texts, each of which sees what comes before it, and itself.
+
+    Args:
+        query: [B, Q, n, d], of the last n tokens.
+        keys: [B, K, m, d], of all.
+        values: [B, K, m, d], or another size than d.
+        scores: of the layer.
+        chunk: tokens of a chunk, if nothing before its own is seen.
+
+    Returns:
+        [B, Q, n, d], d of the values.
+    """
+    num_texts, num_heads, num_queries = query.shape[:3]
+    length = keys.shape[2]
+    window = min(scores.window or length, length)
+    everything = window == length and (chunk or length) >= length
+    if everything and scores.plain and query.shape[-1] == values.shape[-1]:
+        if num_queries == length:
+            return _whole(query, keys, values, scores)
+        if query.device.type == "cpu" and not torch.is_grad_enabled():
+            return _joined(query, keys, values, scores)
+    rows = max(1, min(LONGEST_CHUNK, CHUNK_BYTES // (4 * num_texts * num_heads * window)))
+    found = []
+    for start in range(length - num_queries, length, rows):
+        end, first = min(start + rows, length), max(0, start - window + 1)
+        if chunk is not None:
+            first = max(first, start // chunk * chunk)
+        mask = _mask(range(start, end), range(first, end), window, chunk or length, query.device)
+        own = query[:, :, start - length + num_queries : end - length + num_queries]
+        seen = keys[:, :, first:end], values[:, :, first:end]
+        found.append(_by_mask(own, *seen, mask, scores))
+    return torch.cat(found, dim=2)
+
+
+def masked(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    """Of queries that each see some keys, or all.
+
+    Args:
+        query: [B, Q, n, d].
+        keys: [B, K, m, d].
+        values: [B, K, m, d], or another size than d.
+        mask: [B or 1, 1, Q / K * n, m] additive, as `folded_mask` makes it; None sees all.
+        scores: of the layer.
+
+    Returns:
+        [B, Q, n, d], d of the values.
+    """
+    rows = _folded(query, keys)
+    if scores.plain:
+        output = scaled_dot_product_attention(
+            rows, keys, values, attn_mask=mask, scale=scores.scale
+        )
+    else:
+        output = _scored(rows, keys, values, mask, scores)
+    return output.reshape(*query.shape[:3], -1)
+
+
+def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """What `masked` takes, of [B or 1, n, m] bool: where a query may look."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    mask = mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+    return mask.repeat(1, 1, groups, 1)
+
+
+def _folded(query: Tensor, keys: Tensor) -> Tensor:
+    """[B, K, Q / K * n, d], the queries of the heads that share keys behind each other."""
+    return query.reshape(len(query), keys.shape[1], -1, query.shape[3])
+
+
+def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    """Causal attention of the last n of m tokens: to those before, and to themselves."""
+    start = keys.shape[2] - query.shape[2]
+    flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows = _folded(query, keys)
+    before, norm = flash(rows, keys[:, :, :start], values[:, :, :start], scale=scores.scale)
+    groups = query.shape[1] // keys.shape[1]
+    own = (each[:, :, start:].repeat_interleave(groups, 1) for each in (keys, values))
+    behind, own_norm = flash(query, *own, is_causal=True, scale=scores.scale)
+    share = torch.sigmoid(norm.reshape_as(own_norm) - own_norm).unsqueeze(-1).to(behind.dtype)
+    return torch.lerp(behind, before.reshape_as(behind), share)
+
+
+def _mask(queries: range, keys: range, window: int, chunk: int, device: torch.device) -> Tensor:
+    """[n, m] bool, whom each query sees."""
+    places = [torch.arange(each.start, each.stop, device=device) for each in (queries, keys)]
+    distance = places[0].unsqueeze(1) - places[1]
+    same = places[0].unsqueeze(1) // chunk == places[1] // chunk
+    return (distance >= 0) & (distance < window) & same
+
+
+def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Of a part of the queries, by a mask [n, m] bool."""
+
+    def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        groups = query.shape[1] // keys.shape[1]
+        return masked(query, keys, values, folded_mask(mask[None], groups, query.dtype), scores)
+
+    if scores.plain or not torch.is_grad_enabled():
+        return run(query, keys, values)
+    # Kept for a gradient, the scores of all parts together would be tokens by tokens.
+    found: Any = checkpoint(run, query, keys, values, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    """Causal attention of as many queries as keys, by PyTorch's own kernels."""
+    groups = query.shape[1] // keys.shape[1]
+    if query.is_cuda and groups > 1:
+        # There grouped heads in float32 have no kernel that writes no scores.
+        keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
+        groups = 1
+    return scaled_dot_product_attention(
+        query, keys, values, is_causal=True, scale=scores.scale, enable_gqa=groups > 1
+    )
+
+
+def _scored(
+    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    """The same of folded queries with soft caps and sinks, as transformers computes them."""
+    found = rows @ keys.mT
+    found = found * (rows.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.cap is not None:
+        found = torch.tanh(found / scores.cap) * scores.cap
+    if mask is not None:
+        found = found + mask
+    if scores.sinks is not None:
+        groups = scores.sinks.shape[0] // keys.shape[1]
+        sinks = scores.sinks.to(found.dtype).view(1, -1, groups, 1)
+        sinks = sinks.expand(len(found), -1, -1, found.shape[2] // groups).flatten(2)
+        found = torch.cat([found, sinks.unsqueeze(-1)], dim=-1)
+    weights = found.softmax(-1, dtype=torch.float32).to(rows.dtype)[..., : keys.shape[2]]
+    return weights @ values
