@@ -65,12 +65,11 @@ class SlotBuffer:
             texts, from_slots = _index(source, buffer)
             buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
 
-    def keep(self, rows: Tensor) -> None:
-        """Goes on with some rows only, [b] int64."""
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some rows only."""
         assert self.keys is not None
         assert self.values is not None
-        rows = rows.to(self.keys.device)
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keys, self.values = (_kept(each, rows) for each in (self.keys, self.values))
 
     def replace(self, row: int, other: "SlotBuffer", num_slots: int) -> None:
         """Takes the first slots of one row from a buffer of one row."""
@@ -96,6 +95,16 @@ def _enlarged(old: Tensor | None, like: Tensor, size: int) -> Tensor:
     if old is not None:
         new[:, :, : old.shape[2]] = old
     return new
+
+
+def _kept(buffer: Tensor, rows: list[int]) -> Tensor:
+    moved = [(to, row) for to, row in enumerate(rows) if to != row]
+    if any(row < len(rows) for _, row in moved):
+        return buffer[rows]
+    # Rows from the end fill the gaps, so that the others stay where they are.
+    for to, row in moved:
+        buffer[to].copy_(buffer[row])
+    return buffer[: len(rows)]
 
 
 def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,9 +179,8 @@ class Slots:
 
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
-        index = upload(rows, self.device)
         for buffer in buffers:
-            buffer.keep(index)
+            buffer.keep(rows)
         self._set([self.lengths[row] for row in rows])
 
 

@@ -232,12 +232,14 @@ class _Batch:
         ]
 
     def _drop(self, going: list[int], seen: Seen) -> Seen:
-        """Goes on with some texts only, everywhere."""
-        rows = [self.alive.index(text) for text in going]
+        """Goes on with some texts only, everywhere; the last take the places that are free."""
+        last = [row for row in range(len(going), len(self.alive)) if self.alive[row] in going]
+        first = range(len(going))
+        rows = [row if self.alive[row] in going else last.pop() for row in first]
         seen.cache.keep(rows)
         self.drafter.keep(rows)
         self.generators = self.generators.rows(rows)
-        self.alive = going
+        self.alive = [self.alive[row] for row in rows]
         index = upload(rows, self.target.device)
         logits = None if seen.logits is None else seen.logits[index]
         kept = [seen.token_ids[row] for row in rows]

@@ -85,13 +85,20 @@ class Extension:
         alone = self.depths.shape[1] == 1 and self.cache.even
         if alone and window is None and chunk is None:
             return None
-        allowed, keys = self.allowed()
-        allowed = within(allowed, self.positions, keys, window, chunk)
+        allowed = self.allowed
+        if window is not None or chunk is not None:
+            allowed = within(allowed, self.positions, self.key_positions, window, chunk)
         return folded_mask(allowed.to(device), groups, dtype)
 
-    def allowed(self) -> tuple[Tensor, Tensor]:
-        """Where new tokens may look, [B, n, S] bool, and the positions [B, S] of all slots."""
-        mask, width = self.mask, self.cache.width
+    @property
+    def allowed(self) -> Tensor:
+        """[B, n, S] bool, where new tokens may look."""
+        mask = self.mask
         if mask is None:
             mask = (self.depths.mT >= self.depths).unsqueeze(0)
-        return self.slots.attention_mask(mask, width), self.slots.positions(self.depths, width)
+        return self.slots.attention_mask(mask, self.cache.width)
+
+    @property
+    def key_positions(self) -> Tensor:
+        """[B, S] int64, of what is in the slots."""
+        return self.slots.positions(self.depths, self.cache.width)

@@ -231,8 +231,8 @@ class Target(TargetEnds):
                 undo.enter_context(self._skipped(layer))
             found = Extension(self.decoder.config, cache, num_new, draft, self.sights.chunks)
             if self.needs_masks or self._compiled is not None:
-                allowed, keys = found.allowed()
-                return self.forward(input_ids, found.positions, allowed, keys, cache, reads)
+                where = found.positions, found.allowed, found.key_positions
+                return self.forward(input_ids, *where, cache, reads)
             undo.enter_context(under_way(found))
             return self._run(input_ids, found.positions, None, cache, reads)
 
