@@ -8,8 +8,9 @@ forgetting it.
 Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +118,18 @@ def _texts(num_texts: int, device: torch.device) -> Tensor:
     return torch.arange(num_texts, device=device).unsqueeze(1)
 
 
+class Kept(NamedTuple):
+    """What stays of a draft, on the device.
+
+    Attributes:
+        nodes: [B, A] int64, pending tokens; a shorter row is filled up with any.
+        counts: [B] int64, how many of them.
+    """
+
+    nodes: Tensor
+    counts: Tensor
+
+
 class Slots:
     """Where tokens stand in a batch, and who sees whom.
 
@@ -161,21 +174,31 @@ class Slots:
         num_pending = pending.shape[1]
         return everything.scatter_(1, self.place(num_pending, num_pending), pending)
 
-    def commit(self, kept: list[list[int]], *buffers: SlotBuffer) -> None:
+    def commit(
+        self, kept: list[list[int]], buffers: Sequence[SlotBuffer] = (), found: Kept | None = None
+    ) -> None:
         """Makes pending tokens part of the texts and forgets the others.
 
         Args:
             kept: per text the pending tokens that stay, in their order.
             buffers: those whose entries move along.
+            found: the same on the device, if it is there already.
         """
         if any(nodes != list(range(len(nodes))) for nodes in kept):
             longest = max(map(len, kept))
-            # A shorter row goes on with slots that are forgotten anyway.
-            rows = [nodes + list(range(len(nodes), longest)) for nodes in kept]
-            source = self.committed + upload(rows, self.device)
+            if found is None:
+                # A shorter row goes on with slots that are forgotten anyway.
+                rows = [nodes + list(range(len(nodes), longest)) for nodes in kept]
+                source = self.committed + upload(rows, self.device)
+            else:
+                source = self.committed + found.nodes[:, :longest]
             for buffer in buffers:
                 buffer.move(source, self.place(longest, longest))
-        self._set([old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)])
+        lengths = [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
+        if found is None:
+            self._set(lengths)
+        else:
+            self.lengths, self.committed = lengths, self.committed + found.counts.unsqueeze(1)
 
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
@@ -272,10 +295,10 @@ class TreeCache(Cache):
         """Says before a pass what is sure; see the attributes."""
         self.sure, self.ends = sure, ends
 
-    def commit(self, kept: list[list[int]]) -> None:
+    def commit(self, kept: list[list[int]], found: Kept | None = None) -> None:
         """See `Slots.commit`."""
         self.sure = []
-        self.slots.commit(kept, *self._buffers())
+        self.slots.commit(kept, self._buffers(), found)
         if self.states is not None:
             self.states.commit(kept)
 

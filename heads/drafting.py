@@ -103,18 +103,36 @@ class Seen:
         output: the target's states at them, [B, n, D]; a shorter row is filled up.
         cache: the target's own, these tokens included.
         logits: [B, N, V], after every node that was drafted; None after the prompts.
+        found: `token_ids` on the device, if they are there already: [B, n] int64, filled up, and
+            how many, [B] int64.
     """
 
     token_ids: list[list[int]]
     output: TargetOutput
     cache: TreeCache
     logits: Tensor | None = None
+    found: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, n] int64, `token_ids` on the device; a shorter row is filled up."""
+        if self.found is not None:
+            return self.found[0]
+        longest = max(map(len, self.token_ids))
+        rows = [row + [0] * (longest - len(row)) for row in self.token_ids]
+        return upload(rows, self.output.hidden_states.device)
+
+    @property
+    def counts(self) -> Tensor:
+        """[B] int64, how many there are of each text."""
+        if self.found is not None:
+            return self.found[1]
+        return upload(list(map(len, self.token_ids)), self.output.hidden_states.device)
 
     @property
     def last(self) -> TargetOutput:
         """The states [B, 1, D] at the last token committed."""
-        ends = [[len(tokens) - 1] for tokens in self.token_ids]
-        return self.output.at(upload(ends, self.output.hidden_states.device))
+        return self.output.at(self.counts.unsqueeze(1) - 1)
 
 
 class Drafter(Protocol):

@@ -21,12 +21,12 @@ def test_accepted_nodes_move_to_their_places_and_the_rest_is_forgotten() -> None
     # Prompts of 3 and 1 tokens, the shorter one filled up.
     new = states([1, 2, 3], [7, 0, 0])
     buffer.write(new, new, slots.place(3, 3), slots.width(3))
-    slots.commit([[0, 1, 2], [0]], buffer)
+    slots.commit([[0, 1, 2], [0]], [buffer])
     # Trees of 4 nodes behind them.
     new = states([10, 11, 12, 13], [20, 21, 22, 23])
     keys, _ = buffer.write(new, new, slots.place(4, 4), slots.width(4))
     assert rows(keys) == [[1, 2, 3, 10, 11, 12, 13], [7, 20, 21, 22, 23, 0, 0]]
-    slots.commit([[0, 2], [0, 1, 3]], buffer)
+    slots.commit([[0, 2], [0, 1, 3]], [buffer])
     assert slots.lengths == [5, 4]
     assert [row[:5] for row in rows(buffer.keys)] == [[1, 2, 3, 10, 12], [7, 20, 21, 23, 23]]
     new = states([30], [40])

@@ -16,7 +16,7 @@ from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
 from eval.decode.crossing import Crossing
 from eval.decode.texts import truncated
-from heads.cache import TreeCache, upload
+from heads.cache import Kept, TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
@@ -188,13 +188,12 @@ class _Batch:
         output = prefill(self.target, cache, list(self.prompts), self.drafter.reads)
         seen = Seen(list(self.prompts), output, cache)
         logits = self.target.logits(seen.last.hidden_states[:, 0])
-        roots = sample_tokens(logits, self.sampling, self.generators).tolist()
-        return seen, {text: [root] for text, root in enumerate(roots)}
+        self.roots = sample_tokens(logits, self.sampling, self.generators)
+        return seen, {text: [root] for text, root in enumerate(self.roots.tolist())}
 
     def _read(self, draft: Draft, cache: TreeCache) -> "_Nodes":
         """One target pass over the trees."""
-        roots = [self.texts[text][-1:] for text in self.alive]
-        tokens = torch.cat([upload(roots, self.target.device), draft.tokens], dim=1)
+        tokens = torch.cat([self.roots.unsqueeze(1), draft.tokens], dim=1)
         layout = draft.layout()
         tokens = self.crossing.cut(tokens, layout.depths, cache)
         output = self.target.extend(
@@ -207,9 +206,12 @@ class _Batch:
     ) -> tuple[Seen, dict[int, list[int]]]:
         """What is committed of the trees, and the new tokens by text."""
         accepted = verify(draft, nodes.tokens, nodes.logits, self.sampling, self.generators)
-        paths, on_path, bonus = _fetch(accepted, nodes.tokens)
-        cache.commit(paths)
-        kept = [tokens[: len(path)] for tokens, path in zip(on_path, paths, strict=True)]
+        on_path = nodes.tokens.gather(1, accepted.nodes)
+        paths, tokens_on_path, bonus = _fetch(accepted, on_path)
+        counts, longest = accepted.num_accepted + 1, max(map(len, paths))
+        cache.commit(paths, Kept(accepted.nodes, counts))
+        self.roots = accepted.bonus
+        kept = [tokens[: len(path)] for tokens, path in zip(tokens_on_path, paths, strict=True)]
         new = {}
         for text, path, tokens, token in zip(self.alive, paths, kept, bonus, strict=True):
             num_left = self.max_new_tokens - len(self.texts[text])
@@ -217,8 +219,8 @@ class _Batch:
             num_accepted = min(len(path) - 1, len(new[text]))
             self.steps[text].append(Step(num_accepted, len(new[text]), num_left))
             self.paths[text].append(tuple(path[1:]))
-        output = nodes.output.at(accepted.nodes[:, : max(map(len, paths))])
-        return Seen(kept, output, cache, nodes.logits), new
+        output = nodes.output.at(accepted.nodes[:, :longest])
+        return Seen(kept, output, cache, nodes.logits, (on_path[:, :longest], counts)), new
 
     def _emit(self, new: dict[int, list[int]]) -> list[int]:
         """Adds tokens to the texts; the texts that go on."""
@@ -243,7 +245,9 @@ class _Batch:
         index = upload(rows, self.target.device)
         logits = None if seen.logits is None else seen.logits[index]
         kept = [seen.token_ids[row] for row in rows]
-        return Seen(kept, seen.output.rows(index), seen.cache, logits)
+        self.roots = self.roots[index]
+        found = None if seen.found is None else (seen.found[0][index], seen.found[1][index])
+        return Seen(kept, seen.output.rows(index), seen.cache, logits, found)
 
 
 @dataclass(frozen=True)
@@ -262,11 +266,11 @@ class _Nodes:
 
 
 def _fetch(
-    accepted: Accepted, tokens: Tensor
+    accepted: Accepted, on_path: Tensor
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """The accepted path and its tokens per text, and the bonus tokens: the wait of a step."""
     parts = [
-        accepted.nodes, tokens.gather(1, accepted.nodes),
+        accepted.nodes, on_path,
         accepted.num_accepted.unsqueeze(1), accepted.bonus.unsqueeze(1),
     ]  # fmt: skip
     rows = torch.cat(parts, dim=1).tolist()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.cache import SlotBuffer, Slots, upload
+from heads.cache import Kept, SlotBuffer, Slots, upload
 from heads.drafting import Draft, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead
@@ -50,8 +50,9 @@ class _EagleDrafter:
         device = features.device
         if self.slots is None:
             self.slots = Slots(num_texts, device)
-        tokens = [[*ids[1:], root] for ids, root in zip(self.seen.token_ids, roots, strict=True)]
-        ids = upload([row + [0] * (length - len(row)) for row in tokens], device)
+        counts = self.seen.counts
+        ids = self.seen.tokens.roll(-1, dims=1)
+        ids = ids.scatter(1, counts.unsqueeze(1) - 1, upload(roots, device).unsqueeze(1))
         places = self.slots.place(length, length)
         fused = self.head.fuse(features).flatten(0, 1)
         text = self.head.read(fused, ids.flatten(), places.flatten())
@@ -59,11 +60,11 @@ class _EagleDrafter:
         new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
         width = self.slots.width(length)
         keys, values = self.buffer.write(new_keys, new_values, places, width)
-        self.slots.commit([list(range(len(row))) for row in tokens], self.buffer)
+        kept = [list(range(len(row))) for row in self.seen.token_ids]
+        self.slots.commit(kept, found=Kept(places, counts))
         seen = Stretch.up_to(self.slots.committed[:, 0])
         branches = Branches(keys.transpose(1, 2), values.transpose(1, 2), seen)
-        last = upload([len(row) - 1 for row in tokens], device)
-        rows = last + torch.arange(num_texts, device=device) * length
+        rows = counts - 1 + torch.arange(num_texts, device=device) * length
         return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches
 
 

@@ -59,10 +59,12 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "DeviceTensor":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
-            dtype=held.dtype, layout=held.layout, device=device,
-        )  # fmt: skip
+        # Inference mode refuses views of such tensors that were made in it.
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+                dtype=held.dtype, layout=held.layout, device=device,
+            )  # fmt: skip
         made.held = held
         return made
 
@@ -164,6 +166,10 @@ def _line() -> str:
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """One operation: checked, counted, computed on the CPU."""
+    if torch.is_inference_mode_enabled() and func._can_decompose():
+        # Autograd, which is off, is what takes such operations apart.
+        with Mode():
+            return func.decompose(*args, **kwargs)
     tensors = list(_tensors([*args, *kwargs.values()]))
     here = [each for each in tensors if isinstance(each, DeviceTensor)]
     wanted = numbered(kwargs.get("device"))
