@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.states import States
 
-ROUND_TO = 64  # slots; a buffer that is too small doubles
+ROUND_TO = 64  # slots; a buffer has an eighth more than it needed when it was made
 
 
 def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
@@ -43,10 +43,13 @@ class SlotBuffer:
         self.values: Tensor | None = None
 
     def write(
-        self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int
+        self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int, needed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Stores [B, K, n, d] at slots [B, n], or from one on; gives everything up to `width`."""
-        self._reserve(keys, values, width)
+        """Stores [B, K, n, d] at slots [B, n], or from one on; gives everything up to `width`.
+
+        Slots that will be needed may be told before.
+        """
+        self._reserve(keys, values, max(width, needed))
         assert self.keys is not None
         assert self.values is not None
         if isinstance(slots, int):
@@ -83,7 +86,7 @@ class SlotBuffer:
         held = 0 if self.keys is None else self.keys.shape[2]
         if width <= held:
             return
-        size = self.capacity or -(-max(width, 2 * held) // ROUND_TO) * ROUND_TO
+        size = self.capacity or -(-(width + width // 8) // ROUND_TO) * ROUND_TO
         if width > size:
             raise RuntimeError(f"{width} slots needed in a cache of {size}")
         self.keys = _enlarged(self.keys, keys, size)
@@ -221,7 +224,9 @@ class _Layer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores the new tokens' keys and values [B, K, n, d]; gives those of all slots."""
-        return self.buffer.write(key_states, value_states, self.cache.to, self.cache.width)
+        cache = self.cache
+        needed = max(cache.ends, default=0)
+        return self.buffer.write(key_states, value_states, cache.to, cache.width, needed)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Buffers are made when they are first written."""

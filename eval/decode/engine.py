@@ -20,7 +20,7 @@ from heads.cache import Kept, TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
-from heads.target.prefill import prefill
+from heads.target.prefill import parts, prefill
 from heads.tree import Tree
 
 
@@ -184,12 +184,23 @@ class _Batch:
 
     def _prefill(self) -> tuple[Seen, dict[int, list[int]]]:
         """What the prompts gave, and the first token of each text."""
-        cache = self.target.new_cache(len(self.prompts))
-        output = prefill(self.target, cache, list(self.prompts), self.drafter.reads)
-        seen = Seen(list(self.prompts), output, cache)
+        cache, rows = self.target.new_cache(len(self.prompts)), list(self.prompts)
+        if len(rows) == 1:
+            seen = self._in_parts(cache, rows)
+        else:
+            seen = Seen(rows, prefill(self.target, cache, rows, self.drafter.reads), cache)
         logits = self.target.logits(seen.last.hidden_states[:, 0])
         self.roots = sample_tokens(logits, self.sampling, self.generators)
         return seen, {text: [root] for text, root in enumerate(self.roots.tolist())}
+
+    def _in_parts(self, cache: TreeCache, rows: list[list[int]]) -> Seen:
+        """The last part of a prompt; the drafter has seen the others, and nobody keeps them."""
+        found: list[Seen] = []
+        for tokens, output in parts(self.target, cache, rows, self.drafter.reads):
+            if found:
+                self.drafter.observe(found.pop())
+            found.append(Seen(tokens, output, cache))
+        return found.pop()
 
     def _read(self, draft: Draft, cache: TreeCache) -> "_Nodes":
         """One target pass over the trees."""

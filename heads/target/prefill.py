@@ -20,15 +20,21 @@ def prefill(
     Returns:
         The states [B, n, D]; a shorter row is filled up.
     """
+    return TargetOutput.joined([output for _, output in parts(target, cache, rows, reads)])
+
+
+def parts(
+    target: Target, cache: TreeCache, rows: list[list[int]], reads: Reads | None = None
+) -> Iterator[tuple[list[list[int]], TargetOutput]]:
+    """`prefill` part by part: the tokens of each, and the states."""
     longest = max(map(len, rows))
     ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
-    found = []
     for start in range(0, longest, CHUNK):
         new = [row[start : start + CHUNK] for row in rows]
         width = max(map(len, new))
         # What fills up a shorter row comes after its tokens, which cannot see it.
         ids = upload([row + [0] * (width - len(row)) for row in new], target.device)
         cache.announce([len(row) for row in new], ends)
-        found.append(target.extend(cache, ids, reads=reads))
+        output = target.extend(cache, ids, reads=reads)
         cache.commit([list(range(len(row))) for row in new])
-    return TargetOutput.joined(found)
+        yield new, output

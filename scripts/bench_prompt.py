@@ -1,0 +1,103 @@
+"""What a long prompt needs: peak memory beyond weights and cache, by drafter.
+
+`python scripts/bench_prompt.py --tokens 8192 32768 131072` decodes two tokens behind random prompts
+with a random target of four layers and holds each peak against that of a prompt of one part
+(`heads/target/prefill.py`). Memory that grows with tokens times tokens would show at once.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conf.schema_eagle import EagleConfig
+from eval.decode.engine import NoDraft, decode
+from heads.drafting import Drafter
+from heads.eagle.drafter import EagleChain
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.target.model import Target
+from heads.target.prefill import CHUNK
+from heads.tree import Tree
+from heads.vocab import DraftVocab
+from scripts.bench.apart import markdown
+from scripts.bench.footprint import add_sizes, best_device, peak_bytes, where
+
+MIB = 2**20
+NUM_NEW = 2
+
+
+def arguments() -> argparse.Namespace:
+    """The sizes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of prompts")
+    add_sizes(parser, hidden=64, layers=4, vocab=512, threads=1)
+    return parser.parse_args()
+
+
+def random_target(options: argparse.Namespace) -> Target:
+    """A Llama of two heads that share one of keys and values."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocab, hidden_size=options.hidden, num_hidden_layers=options.layers,
+        intermediate_size=3 * options.hidden, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=max(options.tokens) + 64, eos_token_id=None,
+    )  # fmt: skip
+    with best_device():
+        return Target(LlamaForCausalLM(config), None, "random")
+
+
+def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
+    """Makers of those that are measured."""
+    medusa = MedusaHead.from_target(target, num_heads=2, num_layers=1)
+    config = EagleConfig(layers=[1, 2, 3])
+    eagle = EagleHead.from_target(target, config, DraftVocab.everything(target.vocab_size), seed=0)
+    return {
+        "none": NoDraft,
+        "Medusa, chain of 2": lambda: MedusaDrafter(medusa, Tree.chain(2)),
+        "EAGLE-3, chain of 2": lambda: EagleChain(eagle, 2),
+    }
+
+
+def peak(target: Target, make: Callable[[], Drafter], num_tokens: int) -> int:
+    """Bytes that decoding behind a random prompt takes beyond the weights."""
+    drawn = torch.randint(target.vocab_size, (num_tokens,), generator=torch.Generator())
+    prompt = drawn.tolist()
+    return peak_bytes(lambda: decode(target, make(), prompt, NUM_NEW), target.device)
+
+
+def cache_bytes(target: Target, num_tokens: int) -> int:
+    """Of the target's keys and values."""
+    config = target.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return numbers * num_tokens * target.dtype.itemsize
+
+
+def main() -> None:
+    """Prints the table."""
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    target = random_target(options)
+    rows = []
+    for name, make in drafters(target).items():
+        one = peak(target, make, CHUNK) - cache_bytes(target, CHUNK)
+        for num_tokens in tqdm(options.tokens, desc=name, unit="prompt"):
+            cache = cache_bytes(target, num_tokens)
+            beyond = peak(target, make, num_tokens) - cache
+            cells = f"{num_tokens:,}", f"{cache / MIB:.1f}", f"{beyond / MIB:.1f}"
+            rows.append((name, *cells, f"{beyond / one:.2f}"))
+    columns = ("drafter", "tokens", "cache, MiB", "beyond it, MiB", f"of {CHUNK} tokens'")
+    print(f"{where(target.device)}, {options.layers} layers, hidden size {options.hidden}\n")
+    print(markdown(columns, rows))
+
+
+if __name__ == "__main__":
+    main()
