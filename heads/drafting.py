@@ -116,6 +116,23 @@ class Seen:
         ends = [[len(tokens) - 1] for tokens in self.token_ids]
         return self.output.at(upload(ends, self.output.hidden_states.device))
 
+    def then(self, later: "Seen") -> "Seen":
+        """Both passes as one."""
+        pairs = list(zip(self.token_ids, later.token_ids, strict=True))
+        width = self.output.hidden_states.shape[1]
+        places = [[*range(len(a)), *range(width, width + len(b))] for a, b in pairs]
+        longest = max(map(len, places))
+        filled = [row + [0] * (longest - len(row)) for row in places]
+        output = self.output.joined(later.output)
+        index = upload(filled, output.hidden_states.device)
+        return Seen([a + b for a, b in pairs], output.at(index), later.cache, later.logits)
+
+    def rows(self, rows: list[int]) -> "Seen":
+        """Of some texts only; their cache is another matter."""
+        index = upload(rows, self.output.hidden_states.device)
+        logits = None if self.logits is None else self.logits[index]
+        return Seen([self.token_ids[r] for r in rows], self.output.rows(index), self.cache, logits)
+
 
 class Drafter(Protocol):
     """Proposes trees for a batch. A new way to draft is a new class with these members."""

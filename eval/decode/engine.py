@@ -238,10 +238,7 @@ class _Batch:
         self.drafter.keep(rows)
         self.generators = self.generators.rows(rows)
         self.alive = going
-        index = upload(rows, self.target.device)
-        logits = None if seen.logits is None else seen.logits[index]
-        kept = [seen.token_ids[row] for row in rows]
-        return Seen(kept, seen.output.rows(index), seen.cache, logits)
+        return seen.rows(rows)
 
 
 @dataclass(frozen=True)

@@ -34,23 +34,26 @@ class _EagleDrafter:
         self.seen: Seen | None = None
 
     def observe(self, seen: Seen) -> None:
-        """Keeps what was committed until the token after it is known."""
-        self.seen = seen
+        """Keeps what was committed until a draft is wanted; then the token after it is known."""
+        self.seen = seen if self.seen is None else self.seen.then(seen)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
+        if self.seen is not None:
+            self.seen = self.seen.rows(rows)
         if self.slots is not None:
             self.slots.keep(rows, self.buffer)
 
     def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
         """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
         assert self.seen is not None
-        features = self.head.features(self.seen.output)
+        seen, self.seen = self.seen, None
+        features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         device = features.device
         if self.slots is None:
             self.slots = Slots(num_texts, device)
-        tokens = [[*ids[1:], root] for ids, root in zip(self.seen.token_ids, roots, strict=True)]
+        tokens = [[*ids[1:], root] for ids, root in zip(seen.token_ids, roots, strict=True)]
         ids = upload([row + [0] * (length - len(row)) for row in tokens], device)
         places = self.slots.place(length, length)
         fused = self.head.fuse(features).flatten(0, 1)
@@ -60,8 +63,8 @@ class _EagleDrafter:
         width = self.slots.width(length)
         keys, values = self.buffer.write(new_keys, new_values, places, width)
         self.slots.commit([list(range(len(row))) for row in tokens], self.buffer)
-        seen = Stretch.up_to(self.slots.committed[:, 0])
-        branches = Branches(keys.transpose(1, 2), values.transpose(1, 2), seen)
+        stretch = Stretch.up_to(self.slots.committed[:, 0])
+        branches = Branches(keys.transpose(1, 2), values.transpose(1, 2), stretch)
         last = upload([len(row) - 1 for row in tokens], device)
         rows = last + torch.arange(num_texts, device=device) * length
         return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches

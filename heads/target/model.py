@@ -59,6 +59,11 @@ class TargetOutput:
         """The states [b, Q, D] of some texts, [b] int64."""
         return self._each(lambda states: states[texts])
 
+    def joined(self, later: "TargetOutput") -> "TargetOutput":
+        """The states of this pass, then those of a later one."""
+        layers = {i: torch.cat([own, later.layers[i]], 1) for i, own in self.layers.items()}
+        return TargetOutput(torch.cat([self.hidden_states, later.hidden_states], 1), layers)
+
     def to(self, device: torch.device) -> "TargetOutput":
         """The same on a device; a target over several leaves states where its layers are."""
         return self._each(lambda states: states.to(device))
