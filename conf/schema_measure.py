@@ -122,6 +122,34 @@ class LookupConfig:
 
 
 @dataclass
+class SuffixConfig:
+    """Suffix decoding (arXiv 2411.04975); the defaults are vLLM's."""
+
+    num_tokens: int = 24
+    max_ngram: int = 24
+    """Longest run of last tokens that is continued."""
+    factor: float = 1.0
+    """Tokens drafted per token of the run, at most."""
+    min_prob: float = 0.1
+    """A draft ends where it is less likely to be right."""
+
+    def __post_init__(self) -> None:
+        positive("suffix", self, "num_tokens", "max_ngram", "factor")
+        below_one("suffix", self, "min_prob")
+
+
+@dataclass
+class RecyclingConfig:
+    """Token recycling (arXiv 2408.08696)."""
+
+    num_tokens: int | None = None
+    """Nodes of the tree without the root; unset takes 8 on CPU, 80 on CUDA (the paper's)."""
+
+    def __post_init__(self) -> None:
+        positive("recycling", self, "num_tokens")
+
+
+@dataclass
 class LookaheadConfig:
     """Lookahead decoding (arXiv 2402.02057)."""
 
@@ -174,6 +202,8 @@ class SpeedupRun(MeasureRun):
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
+    suffix: SuffixConfig = field(default_factory=SuffixConfig)
+    recycling: RecyclingConfig = field(default_factory=RecyclingConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     self_draft: SelfDraftConfig = field(default_factory=SelfDraftConfig)
     typical: TypicalConfig = field(default_factory=TypicalConfig)

@@ -134,6 +134,25 @@ class Seen:
         """The states [B, 1, D] at the last token committed."""
         return self.output.at(self.counts.unsqueeze(1) - 1)
 
+    def then(self, later: "Seen") -> "Seen":
+        """Both passes as one."""
+        pairs = list(zip(self.token_ids, later.token_ids, strict=True))
+        width = self.output.hidden_states.shape[1]
+        places = [[*range(len(a)), *range(width, width + len(b))] for a, b in pairs]
+        longest = max(map(len, places))
+        filled = [row + [0] * (longest - len(row)) for row in places]
+        output = TargetOutput.joined([self.output, later.output])
+        index = upload(filled, output.hidden_states.device)
+        return Seen([a + b for a, b in pairs], output.at(index), later.cache, later.logits)
+
+    def rows(self, rows: list[int]) -> "Seen":
+        """Of some texts only; their cache is another matter."""
+        index = upload(rows, self.output.hidden_states.device)
+        logits = None if self.logits is None else self.logits[index]
+        kept = [self.token_ids[row] for row in rows]
+        found = None if self.found is None else (self.found[0][index], self.found[1][index])
+        return Seen(kept, self.output.rows(index), self.cache, logits, found)
+
 
 class Drafter(Protocol):
     """Proposes trees for a batch. A new way to draft is a new class with these members."""

@@ -80,8 +80,8 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> Non
     speedup.main(SpeedupRun(**settings(setting, tmp_path), num_repeats=1, num_warmups=0))
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert list(result["methods"]) == [
-        "vanilla", "generate", "generate_lookup", "medusa_chain", "medusa_tree", "prompt_lookup",
-        "ngram", "lookahead", "early_exit", "skip_layers",
+        "vanilla", "generate", "generate_lookup", "medusa_chain", "medusa_tree", "medusa_suffix",
+        "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit", "skip_layers",
     ]  # fmt: skip
     assert result["baseline"] == "vanilla"
     assert result["methods"]["vanilla"]["speedup"] == 1.0

@@ -12,7 +12,7 @@ from heads.eagle.branches import Branches, Stretch
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.sampling import Sampling
-from heads.target.model import Target
+from heads.target.model import Target, TargetOutput
 from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
 
@@ -223,3 +223,42 @@ def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict
         for second, q in enumerate(after([*prompt, first]))
         if q > 0
     }
+
+
+def piece(target: Target, head: EagleHead, texts: list[list[int]], start: int, end: int) -> Seen:
+    """What the engine would show of texts of one length when it has read on."""
+    outputs = [target.read_text(text, head.reads) for text in texts]
+    shown = TargetOutput(
+        torch.cat([output.hidden_states[:, start:end] for output in outputs]),
+        {
+            i: torch.cat([output.layers[i][:, start:end] for output in outputs])
+            for i in head.reads.layers
+        },
+    )
+    return Seen([text[start:end] for text in texts], shown, target.new_cache(len(texts)))
+
+
+@torch.no_grad()
+def test_what_was_seen_without_a_draft_is_read_later(target, heads) -> None:
+    head, both = heads["eagle3.1"], texts(target, 2, 11)
+    whole, later = (EagleTree(head, DynamicShape(3, 3, 8)) for _ in range(2))
+    whole.observe(piece(target, head, both[1:], 0, 14))
+    later.observe(piece(target, head, both, 0, 5))
+    later.observe(piece(target, head, both, 5, 8))
+    later.keep([1])
+    later.observe(piece(target, head, both[1:], 8, 14))
+    drafts = [drafter.propose(both[1][14:15]) for drafter in (whole, later)]
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    assert drafts[0].tree.tolist() == drafts[1].tree.tolist()
+
+
+def test_rows_of_different_lengths_are_joined() -> None:
+    def states(*rows: list[float]) -> TargetOutput:
+        return TargetOutput(torch.tensor(rows).unsqueeze(2))
+
+    first = Seen([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
+    second = Seen([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
+    joined = first.then(second)
+    assert joined.token_ids == [[1, 2, 4], [3, 5, 6]]
+    expected = torch.tensor([[0.1, 0.2, 0.4], [0.3, 0.5, 0.6]])
+    assert torch.equal(joined.output.hidden_states[:, :, 0], expected)

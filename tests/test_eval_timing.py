@@ -112,6 +112,20 @@ def test_methods_take_turns_after_warm_ups_on_the_first_batch() -> None:
     assert [batch.seconds("tree") for batch in found] == [[6.0, 10.0], [8.0, 12.0]]
 
 
+def test_a_repeat_knows_nothing_of_the_answers_of_earlier_ones() -> None:
+    known: list[int] = []
+
+    def run(_ids: list[list[int]], seeds: list[int]) -> list[Generation]:
+        known.extend(seeds)
+        return [text(len(known), 1.0) for _ in seeds]
+
+    bench = Bench(None, [], [prompt("a", 0), prompt("b", 1)], GREEDY, {}, True)
+    config = SpeedupRun(num_warmups=2, num_repeats=2)
+    found = time_methods(bench, config, {"vanilla": Method(run, forget=known.clear)})
+    lengths = [[len(g.token_ids) for [g] in batch.runs["vanilla"]] for batch in found]
+    assert lengths == [[1, 1], [2, 2]]
+
+
 def test_where_texts_part_and_how_sure_the_target_was() -> None:
     target = random_target()
     target.model.generation_config.eos_token_id = None

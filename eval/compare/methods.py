@@ -1,18 +1,28 @@
 """Every way to decode that `eval/speedup.py` compares: name, what it needs, how it is made."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from rich.console import Console
 
 from conf.schema import InputError, TargetConfig
 from conf.schema_measure import SpeedupRun
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
+from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.recycling import (
+    CPU_NODES,
+    GPU_NODES,
+    Recycling,
+    Successors,
+    recycling_tree,
+)
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.decode.generate import hf_generate
 from eval.measure import processes
@@ -22,7 +32,7 @@ from eval.tune.skip_search import search_layers
 from heads.drafting import Drafter
 from heads.kinds import KINDS
 from heads.lowrank import low_rank_ends
-from heads.sampling import Sampling, Typical, drafter_seeds
+from heads.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
 from heads.target.model import Target
@@ -38,6 +48,8 @@ METHODS = {
     "draft_tree": "draft.path with the target's tokenizer",
     "prompt_lookup": "nothing",
     "ngram": "nothing",
+    "suffix": "nothing",
+    "recycling": "nothing",
     "lookahead": "nothing",
     "early_exit": "a target whose layers all have keys of their own",
     "skip_layers": "a target whose layers all have keys of their own",
@@ -45,6 +57,8 @@ METHODS = {
 """What each method without a head is or needs."""
 
 NUM_SEARCH_PROMPTS = 8
+
+Store = TypeVar("Store")
 
 
 @dataclass(frozen=True)
@@ -55,11 +69,13 @@ class Method:
         run: texts of prompts, given one seed each.
         tree: the static shape of its drafts, if they have one.
         lossy: whether texts may differ in distribution from the target's own.
+        forget: drops what its drafters learnt from earlier texts.
     """
 
     run: Callable[[Sequence[list[int]], Sequence[int]], list[Generation]]
     tree: Tree | None = None
     lossy: bool = False
+    forget: Callable[[], None] = lambda: None
 
 
 def known_methods() -> dict[str, str]:
@@ -70,7 +86,7 @@ def known_methods() -> dict[str, str]:
     """
     of_heads: dict[str, str] = {}
     for name, kind in KINDS.items():
-        of_heads |= {f"{name}_chain": kind.phrase, f"{name}_tree": kind.phrase}
+        of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
         if kind.static:
             of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
     return METHODS | of_heads
@@ -137,6 +153,7 @@ class Builder:
             family = head.family
             for shape in ("chain", "tree"):
                 found[f"{family}_{shape}{suffix}"] = partial(self._head, head, shape)
+            found[f"{family}_suffix{suffix}"] = partial(self._hybrid, head)
             if KINDS[family].static and not self.sampling.greedy:
                 found[f"{family}_typical{suffix}"] = partial(self._typical, head)
         if self.config.draft.path is not None:
@@ -144,6 +161,8 @@ class Builder:
         found |= {
             "prompt_lookup": partial(self._lookup, PromptLookup),
             "ngram": partial(self._lookup, Ngram),
+            "suffix": self._suffix,
+            "recycling": self._recycling,
             "lookahead": self._lookahead,
         }
         if not self.target.sights.shares_keys:
@@ -172,6 +191,21 @@ class Builder:
             return decode_batch(self.target, make(list(seeds)), prompts, length, how, seeds)
 
         return Method(run, tree, how.lossy)
+
+    def _remembering(
+        self,
+        store: Callable[[], Store],
+        make: Callable[[list[int], Store], Drafter],
+        tree: Tree | None = None,
+    ) -> Method:
+        """Of drafters that share what they learnt from earlier texts."""
+        shared = [store()]
+
+        def forget() -> None:
+            shared[0] = store()
+
+        found = self._engine(lambda seeds: make(seeds, shared[0]), tree)
+        return replace(found, forget=forget)
 
     def _generate(self, **assistance: object) -> Method:
         def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
@@ -246,6 +280,29 @@ class Builder:
     def _lookup(self, kind: type[PromptLookup | Ngram]) -> Method:
         how = self.config.lookup
         return self._engine(lambda _: kind(how.num_tokens, how.max_ngram, how.min_ngram))
+
+    def _suffix(self) -> Method:
+        return self._remembering(self._answers, lambda _, answers: self._suffix_drafter(answers))
+
+    def _hybrid(self, head: BenchHead) -> Method:
+        def make(seeds: list[int], answers: SuffixTree) -> Drafter:
+            # Greedy: candidates that were drawn could not stand beside a copy.
+            drafter = head.drafter("tree", GREEDY, seeds)
+            return Hybrid(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
+
+        return self._remembering(self._answers, make)
+
+    def _answers(self) -> SuffixTree:
+        return SuffixTree(self.config.suffix.max_ngram)
+
+    def _suffix_drafter(self, answers: SuffixTree) -> Suffix:
+        how = self.config.suffix
+        return Suffix(answers, how.num_tokens, how.factor, how.min_prob)
+
+    def _recycling(self) -> Method:
+        usual = GPU_NODES if self.target.device.type == "cuda" else CPU_NODES
+        tree = recycling_tree(self.config.recycling.num_tokens or usual)
+        return self._remembering(Successors, lambda _, store: Recycling(store, tree), tree)
 
     def _lookahead(self) -> Method:
         settings = self.config.lookahead

@@ -50,7 +50,11 @@ class BatchRun:
 
 
 def time_methods(bench: Bench, config: SpeedupRun, methods: dict[str, Method]) -> list[BatchRun]:
-    """Every method on every batch, interleaved, after warm-ups; of all processes."""
+    """Every method on every batch, interleaved, after warm-ups; of all processes.
+
+    What a method remembers of texts starts anew with every repeat: a prompt asked again would
+    only copy its own answer.
+    """
     groups = list(batches(bench.prompts, config.batch_size))
     found = [BatchRun([bench.prompts[i] for i in g], {n: [] for n in methods}) for g in groups]
     for _ in range(config.num_warmups):
@@ -59,6 +63,8 @@ def time_methods(bench: Bench, config: SpeedupRun, methods: dict[str, Method]) -
     total = config.num_repeats * len(found)
     with tqdm(total=total, desc="decoding", unit="batch", disable=not bench.main) as progress:
         for _ in range(config.num_repeats):
+            for method in methods.values():
+                method.forget()
             for batch in found:
                 for name, method in methods.items():
                     batch.runs[name].append(_run(method, batch.prompts, config.seed))

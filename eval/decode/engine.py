@@ -253,12 +253,8 @@ class _Batch:
         self.drafter.keep(rows)
         self.generators = self.generators.rows(rows)
         self.alive = [self.alive[row] for row in rows]
-        index = upload(rows, self.target.device)
-        logits = None if seen.logits is None else seen.logits[index]
-        kept = [seen.token_ids[row] for row in rows]
-        self.roots = self.roots[index]
-        found = None if seen.found is None else (seen.found[0][index], seen.found[1][index])
-        return Seen(kept, seen.output.rows(index), seen.cache, logits, found)
+        self.roots = self.roots[upload(rows, self.target.device)]
+        return seen.rows(rows)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads.cache import Kept, SlotBuffer, Slots, upload
 from heads.drafting import Draft, Seen
-from heads.eagle.branches import Branches, Stretch
+from heads.eagle.branches import Branches, Stretch, Text
 from heads.eagle.head import EagleHead
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
@@ -34,25 +34,43 @@ class _EagleDrafter:
         self.seen: Seen | None = None
 
     def observe(self, seen: Seen) -> None:
-        """Keeps what was committed until the token after it is known."""
-        self.seen = seen
+        """Keeps what was committed until a draft is wanted; then the token after it is known."""
+        if self.seen is None:
+            self.seen = seen
+        elif seen.logits is None:
+            # The parts of a prompt are read as they come, which bounds what is kept.
+            before, self.seen = self.seen, seen
+            self._read(before, [tokens[0] for tokens in seen.token_ids])
+        else:
+            self.seen = self.seen.then(seen)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
+        if self.seen is not None:
+            self.seen = self.seen.rows(rows)
         if self.slots is not None:
             self.slots.keep(rows, self.buffer)
 
     def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
         """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
         assert self.seen is not None
-        features = self.head.features(self.seen.output)
+        seen, self.seen = self.seen, None
+        text, branches = self._read(seen, roots)
+        assert self.slots is not None
+        places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
+        rows = places + torch.arange(len(places), device=places.device) * length
+        return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches
+
+    def _read(self, seen: Seen, following: list[int]) -> tuple[Text, Branches]:
+        """Reads tokens, each with the next; after the last of each text comes `following`."""
+        features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         device = features.device
         if self.slots is None:
             self.slots = Slots(num_texts, device)
-        counts = self.seen.counts
-        ids = self.seen.tokens.roll(-1, dims=1)
-        ids = ids.scatter(1, counts.unsqueeze(1) - 1, upload(roots, device).unsqueeze(1))
+        counts = seen.counts
+        last = upload(following, device).unsqueeze(1)
+        ids = seen.tokens.roll(-1, dims=1).scatter(1, counts.unsqueeze(1) - 1, last)
         places = self.slots.place(length, length)
         fused = self.head.fuse(features).flatten(0, 1)
         text = self.head.read(fused, ids.flatten(), places.flatten())
@@ -60,12 +78,10 @@ class _EagleDrafter:
         new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
         width = self.slots.width(length)
         keys, values = self.buffer.write(new_keys, new_values, places, width)
-        kept = [list(range(len(row))) for row in self.seen.token_ids]
+        kept = [list(range(len(row))) for row in seen.token_ids]
         self.slots.commit(kept, found=Kept(places, counts))
-        seen = Stretch.up_to(self.slots.committed[:, 0])
-        branches = Branches(keys.transpose(1, 2), values.transpose(1, 2), seen)
-        rows = counts - 1 + torch.arange(num_texts, device=device) * length
-        return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches
+        stretch = Stretch.up_to(self.slots.committed[:, 0])
+        return text, Branches(keys.transpose(1, 2), values.transpose(1, 2), stretch)
 
 
 class EagleChain(_EagleDrafter):

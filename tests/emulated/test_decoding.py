@@ -11,10 +11,13 @@ from toys import noisy_head, random_model, tokenizer
 
 from conf.schema_eagle import EagleConfig, EagleForm
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
+from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -77,6 +80,11 @@ def other_tokenizer(target: Target, _how: Sampling) -> OtherTokenizer:
     return OtherTokenizer(model, target.tokenizer, 3)
 
 
+def hybrid(target: Target, _how: Sampling) -> Hybrid:
+    head = EagleTree(eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8))
+    return Hybrid(head, Suffix(SuffixTree(8)), 0.5)
+
+
 KINDS = {
     "nothing": Kind(lambda _target, _how: NoDraft()),
     "medusa chain": Kind(lambda target, _: MedusaDrafter(noisy_head(target), Tree.chain(3))),
@@ -87,6 +95,9 @@ KINDS = {
     "eagle-3 tree": tree(EagleForm.eagle3),
     "prompt lookup": Kind(lambda _target, _how: PromptLookup(4)),
     "n-grams": Kind(lambda _target, _how: Ngram(4)),
+    "suffix": Kind(lambda _target, _how: Suffix(SuffixTree(8))),
+    "recycling": Kind(lambda _target, _how: Recycling(Successors(), recycling_tree(6))),
+    "hybrid": Kind(hybrid),
     "draft model": Kind(drafted(Tree.chain(3))),
     "early exit": Kind(
         lambda target, how: SelfDraft(target, early_exit(target, 1), 3, how, [7, 8, 9])

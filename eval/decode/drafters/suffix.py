@@ -1,0 +1,206 @@
+"""Suffix decoding: what followed the longest runs of last tokens, here and in earlier answers.
+
+Every run of tokens that has been met is a path from the root of a tree whose nodes count what
+followed. A draft starts where a run that ends the text leads and goes on to the most frequent
+follower; the more tokens the run has, the more are drafted behind it.
+
+Source: SuffixDecoding, arXiv 2411.04975; snowflakedb/ArcticInference `suffix_decoding`. Differs:
+runs that were met once are not unfolded, so that a text costs a few nodes per token in place of
+one per token and depth.
+"""
+
+from heads.drafting import Draft, Seen
+from heads.target.model import Reads
+
+
+class _Run:
+    """A run of tokens.
+
+    Attributes:
+        token: its last.
+        count: how often it was met.
+        text, end: a text that has it, and the place after it there.
+        followers: the runs one token longer; None while all that is known stands in the text.
+        total: how often any of them was met.
+        best: the most frequent of them, of equals the latest.
+    """
+
+    __slots__ = ("best", "count", "end", "followers", "text", "token", "total")
+
+    def __init__(self, token: int, text: list[int], end: int) -> None:
+        self.token, self.text, self.end = token, text, end
+        self.count = 1
+        self.followers: dict[int, _Run] | None = None
+        self.total = 0
+        self.best: _Run | None = None
+
+    def unfold(self) -> None:
+        """Makes what followed it in its text a run of its own."""
+        self.followers = {}
+        if self.end < len(self.text):
+            token = self.text[self.end]
+            self.followers[token] = self.best = _Run(token, self.text, self.end + 1)
+            self.total = 1
+
+    def follow(self, text: list[int]) -> "_Run | None":
+        """Counts the last token of a text behind it; the longer run, if it was met before."""
+        assert self.followers is not None
+        token = text[-1]
+        known = run = self.followers.get(token)
+        if run is None:
+            run = self.followers[token] = _Run(token, text, len(text))
+        else:
+            run.count += 1
+        self.total += 1
+        if self.best is None or run.count >= self.best.count:
+            self.best = run
+        return known
+
+
+class SuffixTree:
+    """The runs of some texts, which may all be growing.
+
+    Args:
+        max_ngram: tokens of the longest run.
+    """
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
+        self.root = _Run(-1, [], 0)
+        self.root.unfold()
+
+    def grow(self, ends: list[_Run], text: list[int]) -> list[_Run]:
+        """Takes the last token of a text.
+
+        Args:
+            ends: the runs before it that had been met before, the empty one first.
+            text: the text, this token included.
+
+        Returns:
+            The same for the next token.
+        """
+        going = [self.root]
+        for end in ends:
+            run = end.follow(text)
+            if run is None:
+                continue
+            if len(going) < self.max_ngram:
+                if run.followers is None:
+                    run.unfold()
+                going.append(run)
+        return going
+
+
+def _best(
+    ends: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
+) -> tuple[list[int], float]:
+    """What may follow `root`, and how many tokens of it are expected to be right.
+
+    Args:
+        ends: of a text that ends before `root`, see `SuffixTree.grow`.
+        root: its next token.
+        num_tokens: of a draft, at most.
+        factor: tokens drafted per token of the run that is continued, at most.
+        min_prob: a draft ends where it is less likely to be right.
+    """
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in range(len(ends), 0, -1):
+        most = min(num_tokens, int(factor * length))
+        if most <= best[1]:
+            break
+        followers = ends[length - 1].followers
+        assert followers is not None
+        run = followers.get(root)
+        if run is not None:
+            drafted = _continued(run, most, min_prob)
+            best = max(best, drafted, key=lambda each: each[1])
+    return best
+
+
+def _continued(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]:
+    """At most so many tokens behind a run, and the sum of their probabilities."""
+    tokens: list[int] = []
+    probability, score = 1.0, 0.0
+    while run.followers is not None and run.best is not None and len(tokens) < most:
+        probability *= run.best.count / run.total
+        if probability < min_prob:
+            return tokens, score
+        run = run.best
+        tokens.append(run.token)
+        score += probability
+    if run.followers is None:
+        copied = run.text[run.end : run.end + most - len(tokens)]
+        score += probability * len(copied)
+        tokens += copied
+    return tokens, score
+
+
+class Suffix:
+    """Drafts chains from prompt and answer, or from earlier answers, whichever promises more.
+
+    Args:
+        answers: shared with the drafters before and after; gets the texts' answers as they grow.
+        num_tokens: draft tokens at most.
+        factor: see `_best`.
+        min_prob: see `_best`.
+    """
+
+    reads = Reads()
+
+    def __init__(
+        self, answers: SuffixTree, num_tokens: int = 24, factor: float = 1.0, min_prob: float = 0.1
+    ) -> None:
+        self.answers, self.limits = answers, (num_tokens, factor, min_prob)
+        self.texts: list[_Text] = []
+
+    def observe(self, seen: Seen) -> None:
+        """Reads on; a root is in the text since it was proposed from."""
+        self.device = seen.output.hidden_states.device
+        if not self.texts:
+            self.texts = [_Text(prompt, self.answers) for prompt in seen.token_ids]
+            return
+        for text, tokens in zip(self.texts, seen.token_ids, strict=True):
+            for token in tokens[1:]:
+                text.append(token)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Chains of at most `num_tokens`."""
+        return Draft.chains([tokens for tokens, _ in self.drafts(roots)], self.device)
+
+    def drafts(self, roots: list[int]) -> list[tuple[list[int], float]]:
+        """Per text its chain, and how many tokens of it are expected to be right."""
+        pairs = zip(self.texts, roots, strict=True)
+        return [text.draft(root, self.limits) for text, root in pairs]
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if self.texts:
+            self.texts = [self.texts[row] for row in rows]
+
+
+class _Text:
+    """A text in a tree of its own, and its answer among the others."""
+
+    def __init__(self, prompt: list[int], answers: SuffixTree) -> None:
+        self.answers, self.own = answers, SuffixTree(answers.max_ngram)
+        self.tokens: list[int] = []
+        self.ends, self.answer_ends = [self.own.root], [answers.root]
+        for token in prompt:
+            self.tokens.append(token)
+            self.ends = self.own.grow(self.ends, self.tokens)
+
+    def append(self, token: int) -> None:
+        """The answer goes on."""
+        self.tokens.append(token)
+        self._grow()
+
+    def draft(self, root: int, limits: tuple[int, float, float]) -> tuple[list[int], float]:
+        """The answer goes on; what may follow. The run that ends it must not find itself."""
+        self.tokens.append(root)
+        found = [_best(ends, root, *limits) for ends in (self.ends, self.answer_ends)]
+        self._grow()
+        return max(found, key=lambda each: each[1])
+
+    def _grow(self) -> None:
+        self.ends = self.own.grow(self.ends, self.tokens)
+        self.answer_ends = self.answers.grow(self.answer_ends, self.tokens)
