@@ -78,7 +78,7 @@ class Generators:
 
     Attributes:
         per_text: one generator per text.
-        num_steps: calls of `uniform` so far.
+        num_steps: calls of `next_step` so far.
     """
 
     per_text: list[torch.Generator]
@@ -95,19 +95,23 @@ class Generators:
         """Those of some texts."""
         return Generators([self.per_text[row] for row in rows], self.num_steps)
 
-    def uniform(self, num_nodes: int) -> Tensor:
-        """[B, N] float32 in [0, 1), once per step.
+    def next_step(self) -> "Generators":
+        """Generators of one step alone.
 
-        Each step has generators of its own: how many nodes there are depends on the other texts
-        of a batch, and what is drawn later must not.
+        How much a step draws for a text depends on the other texts of a batch, and what is drawn
+        later must not.
         """
         self.num_steps += 1
-        rows = []
+        own = []
         for generator in self.per_text:
             seed = (generator.initial_seed() * 1_000_003 + self.num_steps) % (1 << 63)
-            own = torch.Generator(generator.device).manual_seed(seed)
-            rows.append(torch.rand(num_nodes, generator=own, device=generator.device))
-        return torch.stack(rows)
+            own.append(torch.Generator(generator.device).manual_seed(seed))
+        return Generators(own)
+
+    def uniform(self, num_nodes: int) -> Tensor:
+        """[B, N] float32 in [0, 1), of a step of their own."""
+        own = self.next_step().per_text
+        return torch.stack([torch.rand(num_nodes, generator=g, device=g.device) for g in own])
 
     def exponential(self, like: Tensor) -> Tensor:
         """Exponential draws of the shape [B, ...] of `like`."""

@@ -100,6 +100,9 @@ class DraftModel:
         assert self.cache is not None
         rows = [[*tokens, root] for tokens, root in zip(self.unread, roots, strict=True)]
         logits = read_rows(self.model, self.cache, rows)
+        if not self.sampling.greedy:
+            # The longest draft of a batch decides how much is drawn for each of its texts.
+            self.draws = self.generators.next_step()
         self.drafted, self.depth = list(self.limits), 0
         probs: list[Tensor] = []
         self.tokens = torch.empty(len(roots), 0, dtype=torch.int64, device=logits.device)
@@ -142,7 +145,7 @@ class DraftModel:
             candidates = logits.topk(level.num_candidates).indices
         else:
             probs.append(self.sampling.probabilities(logits))
-            candidates = sample_distinct(probs[-1], level.num_candidates, self.generators)
+            candidates = sample_distinct(probs[-1], level.num_candidates, self.draws)
         tokens = candidates[:, level.parents, level.picks]
         if self.length.confidence > 0:
             q = probs[-1] if probs else logits.float().softmax(-1)
