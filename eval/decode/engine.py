@@ -15,7 +15,7 @@ from torch import Tensor
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
 from eval.decode.crossing import Crossing
-from eval.decode.texts import truncated
+from eval.decode.texts import check_window, truncated
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
@@ -141,6 +141,7 @@ class _Batch:
         sampling: Sampling,
         seeds: Sequence[int] | None,
     ) -> None:
+        check_window(target, prompts, max_new_tokens)
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
         self.stops = set(target.stop_ids)

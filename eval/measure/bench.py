@@ -18,6 +18,7 @@ from data.journal import write_whole
 from data.provenance import provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
+from eval.decode.texts import check_window
 from eval.measure import processes
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
@@ -82,17 +83,18 @@ def open_bench(
         if run.output_rank is not None:
             reduce_rank(head.head, target, run.output_rank)
     chosen = records.records[: run.data.num_prompts]
-    depth = max((head.depth for head in heads), default=0)
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts = first_turns(chosen, encoder)
-    check_window(run.max_new_tokens, prompts, target, depth)
+    check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
+    if state.is_main_process:
+        _tell_windows(heads, prompts, run.max_new_tokens)
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
             f"data.num_prompts={len(chosen)}: fewer dialogues than the {state.num_processes} "
             "processes of this launch"
         )
-    prompts = _later_turns(run, chosen, mine, target, encoder, depth)
+    prompts = _later_turns(run, chosen, mine, target, encoder)
     data = {
         "path": run.data.path,
         "form": records.form.value,
@@ -102,6 +104,21 @@ def open_bench(
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k)
     return Bench(target, heads, prompts, sampling, data, state.is_main_process)
+
+
+def _tell_windows(
+    heads: Sequence[BenchHead], prompts: Sequence[Prompt], max_new_tokens: int
+) -> None:
+    lengths = [len(prompt.token_ids) + max_new_tokens for prompt in prompts]
+    for head in heads:
+        window = head.head.window
+        if window is not None and max(lengths) > window:
+            beyond = sum(length > window for length in lengths)
+            line = (
+                f"{head.path}: knows {window} positions (max_position_embeddings); {beyond} of "
+                f"{len(prompts)} texts may go beyond, where it drafts nothing"
+            )
+            Console(stderr=True).print(line, highlight=False, markup=False)
 
 
 def check_out_dir(run: MeasureRun, result_name: str) -> None:
@@ -128,7 +145,6 @@ def _later_turns(
     prompts: list[Prompt],
     target: Target,
     encoder: Encoder,
-    depth: int,
 ) -> list[Prompt]:
     """The prompts of all turns; every method later gets the same answers in them."""
     found, latest = list(prompts), prompts
@@ -141,28 +157,9 @@ def _later_turns(
             break
         answers = greedy_responses(target, latest, run.max_new_tokens)
         latest = next_turns(records, latest, answers, encoder)
-        check_window(run.max_new_tokens, latest, target, depth)
+        check_window(target, [prompt.token_ids for prompt in latest], run.max_new_tokens)
         found += latest
     return found
-
-
-def check_window(
-    max_new_tokens: int, prompts: Sequence[Prompt], target: Target, depth: int
-) -> None:
-    """Refuses prompts that leave no room for the text.
-
-    Raises:
-        InputError: with the lengths.
-    """
-    window = getattr(target.config, "max_position_embeddings", None)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    needed = longest + max_new_tokens + depth
-    if window is not None and needed > window:
-        raise InputError(
-            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens "
-            f"and drafts of depth {depth} that is {needed}, above the target's window of "
-            f"{window}; lower max_new_tokens or num_turns, or drop long prompts"
-        )
 
 
 def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:

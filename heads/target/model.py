@@ -206,6 +206,9 @@ class Target(TargetEnds):
         if cache.states is not None:
             cache.states.begin(mask, depths, cache.sure)
         pending, keys = cache.slots.positions(depths, cache.width)
+        if self.window is not None:
+            # Nodes beyond are in no draft; they are run where others of their batch have some.
+            pending, keys = (each.clamp_max(self.window - 1) for each in (pending, keys))
         allowed = cache.slots.attention_mask(mask, cache.width)
         with ExitStack() as undo:
             if self.rope.switch is not None:
