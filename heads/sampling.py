@@ -33,12 +33,14 @@ class Sampling:
         top_p: least probability that the likeliest tokens kept must cover; 1 keeps all.
         top_k: likeliest tokens kept, ties with the last of them included; None keeps all.
         typical: accept drafts by Medusa's lossy rule; None keeps the target's distribution.
+        min_p: least probability of a token kept, as a share of the likeliest's; 0 keeps all.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
     typical: Typical | None = None
+    min_p: float = 0.0
 
     @property
     def greedy(self) -> bool:
@@ -53,8 +55,8 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """[..., V] float32, what [..., V] logits are sampled by; not for temperature 0.
 
-        Source: transformers `generation/logits_process.py`, its temperature, top-k and top-p
-        warpers in the order in which `generate` applies them.
+        Source: transformers `generation/logits_process.py`, its temperature, top-k, top-p and
+        min-p warpers in the order in which `generate` applies them.
         """
         assert not self.greedy
         scores = logits.float() / self.temperature
@@ -66,6 +68,10 @@ class Sampling:
             tail = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
             tail[..., -1] = False
             scores = scores.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+        if self.min_p > 0:
+            probs = scores.softmax(-1)
+            least = self.min_p * probs.amax(-1, keepdim=True)
+            scores = scores.masked_fill(probs < least, -torch.inf)
         return scores.softmax(-1)
 
 

@@ -26,10 +26,9 @@ from data.journal import write_whole
 from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
-from eval.decode.texts import check_window
 from eval.entry import run
 from eval.measure import processes
-from eval.measure.bench import greedy_responses
+from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
 from eval.measure.replay import ranked_drafts, steps_along

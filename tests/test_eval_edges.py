@@ -15,6 +15,7 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.measure.bench import check_window
 from eval.measure.replay import replay
 from heads.eagle.drafter import EagleChain
 from heads.sampling import GREEDY
@@ -83,7 +84,8 @@ def test_a_window_is_filled_to_its_last_token() -> None:
         match="max_new_tokens=42: with the longest prompt of 7 tokens that is 49, above the "
         "target's window of 48; lower max_new_tokens or num_turns, or drop long prompts",
     ):
-        decode(target, NoDraft(), prompt, last + 1)
+        check_window(target, [prompt], last + 1)
+    check_window(target, [prompt], last)
 
 
 def test_replay_knows_the_window_of_a_head() -> None:

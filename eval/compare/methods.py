@@ -1,7 +1,7 @@
 """Every way to decode that `eval/speedup.py` compares: name, what it needs, how it is made."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rich.console import Console
@@ -190,8 +190,8 @@ class Builder:
         )
 
     def _typical(self, head: BenchHead) -> Method:
-        rule, how = self.config.typical, self.sampling
-        lossy = Sampling(how.temperature, how.top_p, how.top_k, Typical(rule.threshold, rule.alpha))
+        rule = self.config.typical
+        lossy = replace(self.sampling, typical=Typical(rule.threshold, rule.alpha))
         assert isinstance(head.tree, Tree)
         return self._engine(lambda seeds: head.drafter("tree", lossy, seeds), head.tree, lossy)
 

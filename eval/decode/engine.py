@@ -15,7 +15,8 @@ from torch import Tensor
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
 from eval.decode.crossing import Crossing
-from eval.decode.texts import check_window, truncated
+from eval.decode.rules import Rules
+from eval.decode.texts import Stops
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
@@ -106,7 +107,8 @@ def decode_batch(
     Args:
         target: the frozen target.
         drafter: fresh for these prompts.
-        prompts: rendered prompts, at least one token each.
+        prompts: rendered prompts, at least one token each; with `max_new_tokens` they are within
+            the target's window.
         max_new_tokens: tokens to emit at most per text; a stop token ends earlier and is kept.
         sampling: how the target chooses; greedy unless told.
         seeds: of everything that sampling draws, one per text; 0 unless told.
@@ -141,10 +143,11 @@ class _Batch:
         sampling: Sampling,
         seeds: Sequence[int] | None,
     ) -> None:
-        check_window(target, prompts, max_new_tokens)
+        longest = max(map(len, prompts))
+        assert target.window is None or longest + max_new_tokens <= target.window
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
-        self.stops = set(target.stop_ids)
+        self.stops, self.rules = Stops.of(target), Rules(target.asked, target.stop_ids)
         self.clock = PartClock(target.device)
         self.texts: list[list[int]] = [[] for _ in prompts]
         self.steps: list[list[Step]] = [[] for _ in prompts]
@@ -189,6 +192,7 @@ class _Batch:
         output = prefill(self.target, cache, list(self.prompts), self.drafter.reads)
         seen = Seen(list(self.prompts), output, cache)
         logits = self.target.logits(seen.last.hidden_states[:, 0])
+        logits = self.rules.begin(logits, list(self.prompts))
         roots = sample_tokens(logits, self.sampling, self.generators).tolist()
         return seen, {text: [root] for text, root in enumerate(roots)}
 
@@ -201,7 +205,14 @@ class _Batch:
         output = self.target.extend(
             cache, tokens.clamp_min(0), layout.mask, layout.depths, self.drafter.reads
         )
-        return _Nodes(tokens, output, self.target.logits(output.hidden_states))
+        logits = self.target.logits(output.hidden_states)
+        if self.rules.always:
+            texts = [self.prompts[text] + self.texts[text][:-1] for text in self.alive]
+            longest = max(map(len, texts))
+            rows = [ids + [0] * (longest - len(ids)) for ids in texts]
+            history = upload(rows, self.target.device)
+            logits = self.rules.apply(logits, history, cache.slots.committed, tokens, layout)
+        return _Nodes(tokens, output, logits)
 
     def _accept(
         self, draft: Draft, nodes: "_Nodes", cache: TreeCache
@@ -214,7 +225,7 @@ class _Batch:
         new = {}
         for text, path, tokens, token in zip(self.alive, paths, kept, bonus, strict=True):
             num_left = self.max_new_tokens - len(self.texts[text])
-            new[text] = truncated([*tokens[1:], token][:num_left], self.stops)
+            new[text] = self.stops.cut(self.texts[text], [*tokens[1:], token][:num_left])
             num_accepted = min(len(path) - 1, len(new[text]))
             self.steps[text].append(Step(num_accepted, len(new[text]), num_left))
             self.paths[text].append(tuple(path[1:]))
@@ -229,7 +240,7 @@ class _Batch:
             text
             for text in self.alive
             if len(self.texts[text]) < self.max_new_tokens
-            and self.texts[text][-1] not in self.stops
+            and not self.stops.ended(self.texts[text])
         ]
 
     def _drop(self, going: list[int], seen: Seen) -> Seen:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
@@ -18,8 +19,8 @@ from data.journal import write_whole
 from data.provenance import provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
-from eval.decode.texts import check_window
 from eval.measure import processes
+from eval.measure.asked import asked_of
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.lowrank import reduce_rank
@@ -78,6 +79,7 @@ def open_bench(
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
     target = load_target(run.target, state.device)
+    _follow(target, run)
     for head in heads:
         head.head.attach(target, target.dtype).eval()
         if run.output_rank is not None:
@@ -102,8 +104,19 @@ def open_bench(
         "num_prompts": len(processes.gathered(prompts)),
         "num_bad": len(records.bad),
     }
-    sampling = Sampling(run.temperature, run.top_p, run.top_k)
+    sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     return Bench(target, heads, prompts, sampling, data, state.is_main_process)
+
+
+def _follow(target: Target, run: MeasureRun) -> None:
+    """Takes from the run and the target's generation config what answers are made by."""
+    ours = target.generation_config
+    if run.plain:
+        ours = GenerationConfig(eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id)
+        target.model.generation_config = target.generation_config = ours
+    target.asked = asked_of(target)
+    target.stop_strings = tuple(run.stop or ours.stop_strings or ())
+    target.ignores_stops = run.ignore_eos
 
 
 def _tell_windows(
@@ -162,6 +175,22 @@ def _later_turns(
     return found
 
 
+def check_window(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    """Refuses prompts that leave no room for the text; drafts need none.
+
+    Raises:
+        InputError: with the lengths.
+    """
+    longest = max(map(len, prompts))
+    needed = longest + max_new_tokens
+    if target.window is not None and needed > target.window:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that "
+            f"is {needed}, above the target's window of {target.window}; lower max_new_tokens or "
+            "num_turns, or drop long prompts"
+        )
+
+
 def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:
     """Indices of prompts to decode together: of one turn and category, in order."""
     groups: dict[tuple[int, str], list[int]] = {}
@@ -201,6 +230,10 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "temperature": run.temperature,
         "top_p": run.top_p,
         "top_k": run.top_k,
+        "min_p": run.min_p,
+        "stop": list(bench.target.stop_strings),
+        "ignore_eos": run.ignore_eos,
+        "generation_config": bench.target.asked,
         "num_turns": run.num_turns,
         "tree": bench.heads[0].described() if bench.heads else None,
         **provenance(run, bench.target.name, bench.data),

@@ -83,6 +83,9 @@ class Target(TargetEnds):
         attended: window and kernel of each attention layer, as the last `read` met them.
         drift: how what it decodes differs from what it reads, if a recurrent layer of transformers
             does not do the same to a token and to many; replay then differs from decoding too.
+        asked: what its logits go through, of its generation config, where that is followed.
+        stop_strings: texts that end a response.
+        ignores_stops: whether its stop tokens end none.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
 
@@ -110,6 +113,9 @@ class Target(TargetEnds):
         scale_by_position(self.decoder)
         self.attended: list[tuple[int | None, str]] = []
         self.needs_masks = self.drift = ""
+        self.asked: dict[str, Any] = {}
+        self.stop_strings: tuple[str, ...] = ()
+        self.ignores_stops = False
 
     def _wrap_mixers(self) -> None:
         try:
