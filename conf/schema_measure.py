@@ -41,6 +41,16 @@ class MeasureRun(DataRun):
     """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
     top_k: int | None = None
     """Likeliest tokens kept; unset keeps all."""
+    min_p: float = 0.0
+    """Least probability of a token kept, as a share of the likeliest's; 0 keeps all."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, besides the target's stop tokens; empty takes those that its
+    generation config names."""
+    ignore_eos: bool = False
+    """Answers go on behind stop tokens, to `max_new_tokens` or a text of `stop`."""
+    plain: bool = False
+    """Leave out what the target's generation config asks of its logits, e.g. a repetition penalty;
+    every method and `generate` follow it otherwise."""
     depth: int | None = None
     """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
     tree: list[list[int]] | None = None
@@ -61,6 +71,9 @@ class MeasureRun(DataRun):
         not_negative("", self, "temperature")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        below_one("", self, "min_p")
+        if "" in self.stop:
+            raise InputError(f"stop={self.stop}: an empty text is in every answer; leave it out")
 
 
 @dataclass
@@ -308,6 +321,8 @@ class ServeCheckRun(MeasureRun):
     """Share of the texts that may differ, and share by which drafts and accepted tokens of a
     depth may; 0 fits float32 on both sides."""
     num_turns: int = 1
+    plain: bool = True
+    """The server is told to do so."""
     depth: int | None = None
     """Draft tokens of a chain; unset takes the server's."""
     out_dir: str = "outputs/serve_check"
@@ -318,6 +333,11 @@ class ServeCheckRun(MeasureRun):
         if self.temperature:
             raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
         _unset(_tree_settings(self), "chains are compared")
+        if not self.plain or self.stop or self.ignore_eos:
+            raise InputError(
+                f"plain={self.plain}, stop={self.stop}, ignore_eos={self.ignore_eos}: the server "
+                "is asked for greedy text up to its stop tokens; leave them unset"
+            )
         _unset({"output_rank": self.output_rank}, "the server computes all logits")
 
 

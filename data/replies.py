@@ -52,6 +52,13 @@ def read_reply(written: str, before: Messages, template: ChatTemplate, tools: To
     return {"role": "assistant", "content": body.strip()}
 
 
+def thinking_tags(template: ChatTemplate, tools: Tools = None) -> tuple[tuple[str, str], ...]:
+    """Returns what stands before thinking and what ends it, the template's own ways first."""
+    found = _shapes(template, with_tools=tools is not None).thinking
+    pairs = ((before.strip(), between.strip()) for before, between in found)
+    return tuple((before, between) for before, between in pairs if before and between)
+
+
 def _open(written: str, closing: str, template: ChatTemplate) -> str:
     """Takes the end of its turn off a reply, be it that of a text or of a call."""
     if closing and written.endswith(closing):

@@ -19,10 +19,14 @@ from eval.decode.engine import Step, decode
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses, open_bench, seed_of, write_result
+from eval.measure.prompts import num_thinking
 from eval.measure.replay import agreements, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, summary, tree_figures
 from eval.report.figures import plot_acceptance
 from heads.tree import Tree
+
+Texts = dict[str, list[list[int]]]
+Steps = dict[str, list[list[Step]]]
 
 
 def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
@@ -33,26 +37,28 @@ def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
     """
     more: dict[str, Any] = {}
     if config.mode is Mode.replay:
-        steps, more["agreement"] = _replayed(bench, config)
+        texts, steps, more["agreement"] = _replayed(bench, config)
     else:
-        steps = {"chain": _decoded(bench, config, "chain")}
+        texts, steps = {}, {}
+        texts["chain"], steps["chain"] = _decoded(bench, config, "chain")
     if "tree" not in steps:
-        steps["tree"] = _decoded(bench, config, "tree")
+        texts["tree"], steps["tree"] = _decoded(bench, config, "tree")
     prompts = {
-        name: processes.gathered(
-            [PromptSteps(p.category, s) for p, s in zip(bench.prompts, lists, strict=True)]
-        )
-        for name, lists in steps.items()
+        name: processes.gathered(_of_prompts(bench, texts[name], steps[name])) for name in steps
     }
     result = summary(prompts["chain"], bench.head.chain.depth, config.seed)
     tree = summary(prompts["tree"], bench.head.tree.depth, config.seed)
     return {"mode": config.mode.value, **result, **more, bench.head.tree_name: tree}
 
 
-def _replayed(
-    bench: Bench, config: AcceptanceRun
-) -> tuple[dict[str, list[list[Step]]], list[float]]:
-    """Steps per kind of draft and prompt, and the chain's agreement per depth."""
+def _of_prompts(bench: Bench, texts: list[list[int]], steps: list[list[Step]]) -> list[PromptSteps]:
+    columns = zip(bench.prompts, texts, steps, strict=True)
+    tokenizer = bench.target.tokenizer
+    return [PromptSteps(p.category, s, num_thinking(p, ids, tokenizer)) for p, ids, s in columns]
+
+
+def _replayed(bench: Bench, config: AcceptanceRun) -> tuple[Texts, Steps, list[float]]:
+    """Texts and steps per kind of draft and prompt, and the chain's agreement per depth."""
     head, target = bench.head, bench.target
     static = {"chain": head.chain}
     if isinstance(head.tree, Tree):
@@ -69,17 +75,23 @@ def _replayed(
                 agreeing.append(agreements(ranked, response))
     found = processes.gathered(agreeing)
     per_depth = [[each for text in found for each in text[d]] for d in range(head.chain.depth)]
-    return steps, [sum(depth) / max(1, len(depth)) for depth in per_depth]
+    return (
+        dict.fromkeys(static, responses),
+        steps,
+        [sum(depth) / max(1, len(depth)) for depth in per_depth],
+    )
 
 
-def _decoded(bench: Bench, config: AcceptanceRun, kind: str) -> list[list[Step]]:
+def _decoded(
+    bench: Bench, config: AcceptanceRun, kind: str
+) -> tuple[list[list[int]], list[list[Step]]]:
     found = []
     for prompt in tqdm(bench.prompts, desc=f"decoding, {kind}", unit="prompt"):
         seed = seed_of(prompt, config.seed)
         drafter = bench.head.drafter(kind, bench.sampling, [seed])
         ids, length = prompt.token_ids, config.max_new_tokens
-        found.append(decode(bench.target, drafter, ids, length, bench.sampling, seed).steps)
-    return found
+        found.append(decode(bench.target, drafter, ids, length, bench.sampling, seed))
+    return [text.token_ids for text in found], [text.steps for text in found]
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -97,6 +109,11 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{in_tree['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in row["alpha"]),
         )  # fmt: skip
     console.print(table)
+    for part, row in result["by_part"].items():
+        in_part = tree["by_part"][part]["tau"]
+        console.print(
+            f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
+        )
 
 
 def main(config: AcceptanceRun) -> None:

@@ -36,11 +36,13 @@ class DraftHead(nn.Module, ABC):
         config: of its own kind; `config.target` names the target it was trained for.
         vocab: the ids that it drafts.
         reads: what it needs of a pass of the target.
+        window: positions that it knows; what lies beyond it does not draft. None for all.
     """
 
     config: Any
     vocab: DraftVocab
     reads: Reads
+    window: int | None = None
 
     @property
     def target_name(self) -> str:

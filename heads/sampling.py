@@ -33,12 +33,14 @@ class Sampling:
         top_p: least probability that the likeliest tokens kept must cover; 1 keeps all.
         top_k: likeliest tokens kept, ties with the last of them included; None keeps all.
         typical: accept drafts by Medusa's lossy rule; None keeps the target's distribution.
+        min_p: least probability of a token kept, as a share of the likeliest's; 0 keeps all.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
     typical: Typical | None = None
+    min_p: float = 0.0
 
     @property
     def greedy(self) -> bool:
@@ -53,8 +55,8 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """[..., V] float32, what [..., V] logits are sampled by; not for temperature 0.
 
-        Source: transformers `generation/logits_process.py`, its temperature, top-k and top-p
-        warpers in the order in which `generate` applies them.
+        Source: transformers `generation/logits_process.py`, its temperature, top-k, top-p and
+        min-p warpers in the order in which `generate` applies them.
         """
         assert not self.greedy
         scores = logits.float() / self.temperature
@@ -66,6 +68,10 @@ class Sampling:
             tail = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
             tail[..., -1] = False
             scores = scores.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+        if self.min_p > 0:
+            probs = scores.softmax(-1)
+            least = self.min_p * probs.amax(-1, keepdim=True)
+            scores = scores.masked_fill(probs < least, -torch.inf)
         return scores.softmax(-1)
 
 
@@ -78,7 +84,7 @@ class Generators:
 
     Attributes:
         per_text: one generator per text.
-        num_steps: calls of `uniform` so far.
+        num_steps: calls of `next_step` so far.
     """
 
     per_text: list[torch.Generator]
@@ -95,19 +101,23 @@ class Generators:
         """Those of some texts."""
         return Generators([self.per_text[row] for row in rows], self.num_steps)
 
-    def uniform(self, num_nodes: int) -> Tensor:
-        """[B, N] float32 in [0, 1), once per step.
+    def next_step(self) -> "Generators":
+        """Generators of one step alone.
 
-        Each step has generators of its own: how many nodes there are depends on the other texts
-        of a batch, and what is drawn later must not.
+        How much a step draws for a text depends on the other texts of a batch, and what is drawn
+        later must not.
         """
         self.num_steps += 1
-        rows = []
+        own = []
         for generator in self.per_text:
             seed = (generator.initial_seed() * 1_000_003 + self.num_steps) % (1 << 63)
-            own = torch.Generator(generator.device).manual_seed(seed)
-            rows.append(torch.rand(num_nodes, generator=own, device=generator.device))
-        return torch.stack(rows)
+            own.append(torch.Generator(generator.device).manual_seed(seed))
+        return Generators(own)
+
+    def uniform(self, num_nodes: int) -> Tensor:
+        """[B, N] float32 in [0, 1), of a step of their own."""
+        own = self.next_step().per_text
+        return torch.stack([torch.rand(num_nodes, generator=g, device=g.device) for g in own])
 
     def exponential(self, like: Tensor) -> Tensor:
         """Exponential draws of the shape [B, ...] of `like`."""

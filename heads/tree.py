@@ -80,6 +80,11 @@ class Tree:
                 heapq.heappush(heap, (value * accuracy[len(path)][0], (*path, 0)))
         return cls.from_paths(paths)
 
+    def down_to(self, depth: int) -> "Tree":
+        """Its nodes no deeper than `depth`."""
+        num_nodes = sum(each <= depth for each in self.depths)
+        return Tree(self.parents[:num_nodes], self.ranks[:num_nodes])
+
     @property
     def num_nodes(self) -> int:
         """N, the root included."""

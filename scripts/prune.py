@@ -78,7 +78,7 @@ def main(config: PruneRun) -> None:
     for rank in config.ranks:
         check_rank("ranks", rank, target)
     train, heldout, report = read_data(config, target)
-    answers = answer(config, target, heldout, depth)
+    answers = answer(config, target, heldout)
     counts = target_choices(target, train, config.num_sequences)
     vocabs = [head.vocab.narrowed(counts, n, target.special_ids) for n in config.sizes]
     heads = [head.pruned(vocab) for vocab in vocabs]
@@ -166,7 +166,7 @@ def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDa
     return train, heldout, report
 
 
-def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int) -> list[Answered]:
+def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Answered]:
     """The target's greedy text after held-out prompts.
 
     Raises:
@@ -178,7 +178,7 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset, depth: int)
             "data: every held-out prompt is longer than 256 tokens: name others with data.eval_path"
         )
     prompts = [Prompt("heldout", token_ids) for token_ids in found]
-    check_window(config.max_new_tokens, prompts, target, depth)
+    check_window(target, found, config.max_new_tokens)
     texts = greedy_responses(target, prompts, config.max_new_tokens)
     return list(zip(found, texts, strict=True))
 

@@ -1,18 +1,16 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 from pytest import approx
 from toys import random_target, tokenizer
 
-from conf.schema import InputError
 from conf.schema_measure import SpeedupRun
 from eval.clock import Times
 from eval.compare.methods import Method
 from eval.compare.timing import BatchRun, summarise, time_methods
 from eval.decode.engine import Generation, NoDraft, Step, decode
-from eval.measure.bench import Bench, batches, check_window, seed_of
+from eval.measure.bench import Bench, batches, seed_of
 from eval.measure.prompts import Prompt
 from heads.sampling import GREEDY, Sampling, drafter_seeds
 from heads.tree import Tree
@@ -33,20 +31,6 @@ def text(num_tokens: int, seconds: float, prefill: float = 0.0, **more) -> Gener
 def test_batches_hold_one_turn_and_category() -> None:
     prompts = [prompt("a"), prompt("b"), prompt("a"), prompt("a"), prompt("a", turn=2)]
     assert list(batches(prompts, 2)) == [[0, 2], [3], [1], [4]]
-
-
-def test_a_window_holds_prompt_text_and_the_deepest_draft() -> None:
-    target = random_target(max_position_embeddings=40)
-    prompts = [prompt("a"), replace(prompt("a"), token_ids=[5] * 10)]
-    check_window(25, prompts, target, depth=5)
-    with pytest.raises(
-        InputError,
-        match=r"max_new_tokens=25: with the longest prompt of 10 tokens and drafts of depth 6 that "
-        "is 41, above the target's window of 40",
-    ):
-        check_window(25, prompts, target, depth=6)
-    with pytest.raises(InputError, match=r"max_new_tokens=31: .* that is 41"):
-        check_window(31, prompts, target, depth=0)
 
 
 def test_no_two_texts_share_a_seed() -> None:

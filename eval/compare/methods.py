@@ -224,8 +224,8 @@ class Builder:
         )
 
     def _typical(self, head: BenchHead) -> Method:
-        rule, how = self.config.typical, self.sampling
-        lossy = Sampling(how.temperature, how.top_p, how.top_k, Typical(rule.threshold, rule.alpha))
+        rule = self.config.typical
+        lossy = replace(self.sampling, typical=Typical(rule.threshold, rule.alpha))
         assert isinstance(head.tree, Tree)
         return self._engine(lambda seeds: head.drafter("tree", lossy, seeds), head.tree, lossy)
 

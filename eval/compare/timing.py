@@ -15,7 +15,7 @@ from eval.decode.engine import Generation
 from eval.decode.texts import common_prefix
 from eval.measure import processes
 from eval.measure.bench import Bench, batches, seed_of
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import PromptSteps, interval, summary
 from heads.target.model import Target
 from heads.tree import Tree
@@ -85,7 +85,10 @@ def summarise(
     bench: Bench, config: SpeedupRun, methods: dict[str, Method], found: list[BatchRun]
 ) -> dict[str, Any]:
     """The contents of `speedup.json`."""
-    figures = {name: _figures(name, method, found, config) for name, method in methods.items()}
+    tokenizer = bench.target.tokenizer
+    figures = {
+        name: _figures(name, method, found, config, tokenizer) for name, method in methods.items()
+    }
     # Sampled texts differ by chance; that they keep the distribution is a matter of tests.
     lossless = _lossless(bench, methods, found) if bench.sampling.greedy else None
     return {
@@ -102,10 +105,14 @@ def summarise(
 
 
 def _figures(
-    name: str, method: Method, found: list[BatchRun], config: SpeedupRun
+    name: str, method: Method, found: list[BatchRun], config: SpeedupRun, tokenizer: Any
 ) -> dict[str, Any]:
     texts = [(batch, g) for batch in found for g in batch.runs[name][0]]
-    steps = [PromptSteps(batch.category, g.steps) for batch, g in texts]
+    asked = [prompt for batch in found for prompt in batch.prompts]
+    steps = [
+        PromptSteps(p.category, g.steps, num_thinking(p, g.token_ids, tokenizer))
+        for p, (_, g) in zip(asked, texts, strict=True)
+    ]
     num_passes = sum(_num_passes(batch.runs[name][0]) for batch in found)
     num_tokens = sum(len(g.token_ids) for _, g in texts)
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
@@ -128,7 +135,7 @@ def _figures(
         "efficiency": speedup / mean,
     }
     if watched:
-        names = ("tau_ci95", "alpha", "per_position", "num_steps")
+        names = ("tau_ci95", "alpha", "per_position", "num_steps", "by_part")
         figures |= {key: measured[key] for key in names}
         figures["decode_tokens_per_s"], figures["decode_speedup"] = _speed(name, found, "decode")
     if method.tree is not None and method.tree.num_nodes > 1:

@@ -1,4 +1,4 @@
-"""Texts that come to the length from which their target reads them in another way.
+"""Texts that come to a length from which their target reads them in another way, or not at all.
 
 Up to there a text has the short frequencies of LongRoPE, beyond it the long ones for all of its
 tokens, so its keys are then computed anew; transformers' `generate` does the same. A draft is
@@ -26,7 +26,7 @@ class Crossing:
     """
 
     def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
-        self.target, self.switch = target, target.rope.switch
+        self.target, self.switch, self.window = target, target.rope.switch, target.window
         if self.switch is not None:
             self.long = {n for n, ids in enumerate(prompts) if len(ids) > self.switch}
 
@@ -48,15 +48,18 @@ class Crossing:
                 cache.replace(row, anew)
 
     def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
-        """Tokens [B, N] of trees without those behind the switch of a text that is short.
+        """Tokens [B, N] of trees without those behind the switch of a short text, or the window.
 
         Args:
             tokens: [B, N] int64.
             depths: [B or 1, N] int64.
             cache: of the texts.
         """
+        committed = cache.slots.committed
+        positions = committed + depths
+        if self.window is not None:
+            tokens = tokens.masked_fill(positions >= self.window, PAD)
         if self.switch is None:
             return tokens
-        committed = cache.slots.committed
-        beyond = (committed < self.switch) & (committed + depths >= self.switch)
+        beyond = (committed < self.switch) & (positions >= self.switch)
         return tokens.masked_fill(beyond, PAD)

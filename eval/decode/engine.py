@@ -15,7 +15,8 @@ from torch import Tensor
 from eval.clock import PartClock, Times
 from eval.decode.accept import Accepted, verify
 from eval.decode.crossing import Crossing
-from eval.decode.texts import truncated
+from eval.decode.rules import Rules
+from eval.decode.texts import Stops
 from heads.cache import Kept, TreeCache, upload
 from heads.drafting import Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
@@ -106,7 +107,8 @@ def decode_batch(
     Args:
         target: the frozen target.
         drafter: fresh for these prompts.
-        prompts: rendered prompts, at least one token each.
+        prompts: rendered prompts, at least one token each; with `max_new_tokens` they are within
+            the target's window.
         max_new_tokens: tokens to emit at most per text; a stop token ends earlier and is kept.
         sampling: how the target chooses; greedy unless told.
         seeds: of everything that sampling draws, one per text; 0 unless told.
@@ -141,9 +143,11 @@ class _Batch:
         sampling: Sampling,
         seeds: Sequence[int] | None,
     ) -> None:
+        longest = max(map(len, prompts))
+        assert target.window is None or longest + max_new_tokens <= target.window
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
-        self.stops = set(target.stop_ids)
+        self.stops, self.rules = Stops.of(target), Rules(target.asked, target.stop_ids)
         self.clock = PartClock(target.device)
         self.texts: list[list[int]] = [[] for _ in prompts]
         self.steps: list[list[Step]] = [[] for _ in prompts]
@@ -167,8 +171,9 @@ class _Batch:
             with self.clock.part("accept"):
                 if len(going) < len(self.alive):
                     seen = self._drop(going, seen)
-                whole = [self.prompts[text] + self.texts[text] for text in self.alive]
-                self.crossing.cross(seen.cache, self.alive, whole)
+                if self.crossing.switch is not None:
+                    whole = [self.prompts[text] + self.texts[text] for text in self.alive]
+                    self.crossing.cross(seen.cache, self.alive, whole)
                 self.drafter.observe(seen)
             with self.clock.part("draft"):
                 draft = self.drafter.propose([self.texts[text][-1] for text in self.alive])
@@ -190,6 +195,7 @@ class _Batch:
         else:
             seen = Seen(rows, prefill(self.target, cache, rows, self.drafter.reads), cache)
         logits = self.target.logits(seen.last.hidden_states[:, 0])
+        logits = self.rules.begin(logits, list(self.prompts))
         self.roots = sample_tokens(logits, self.sampling, self.generators)
         return seen, {text: [root] for text, root in enumerate(self.roots.tolist())}
 
@@ -210,7 +216,14 @@ class _Batch:
         output = self.target.extend(
             cache, tokens.clamp_min(0), layout.mask, layout.depths, self.drafter.reads
         )
-        return _Nodes(tokens, output, self.target.logits(output.hidden_states))
+        logits = self.target.logits(output.hidden_states)
+        if self.rules.always:
+            texts = [self.prompts[text] + self.texts[text][:-1] for text in self.alive]
+            longest = max(map(len, texts))
+            rows = [ids + [0] * (longest - len(ids)) for ids in texts]
+            history = upload(rows, self.target.device)
+            logits = self.rules.apply(logits, history, cache.slots.committed, tokens, layout)
+        return _Nodes(tokens, output, logits)
 
     def _accept(
         self, draft: Draft, nodes: "_Nodes", cache: TreeCache
@@ -226,7 +239,7 @@ class _Batch:
         new = {}
         for text, path, tokens, token in zip(self.alive, paths, kept, bonus, strict=True):
             num_left = self.max_new_tokens - len(self.texts[text])
-            new[text] = truncated([*tokens[1:], token][:num_left], self.stops)
+            new[text] = self.stops.cut(self.texts[text], [*tokens[1:], token][:num_left])
             num_accepted = min(len(path) - 1, len(new[text]))
             self.steps[text].append(Step(num_accepted, len(new[text]), num_left))
             self.paths[text].append(tuple(path[1:]))
@@ -241,7 +254,7 @@ class _Batch:
             text
             for text in self.alive
             if len(self.texts[text]) < self.max_new_tokens
-            and self.texts[text][-1] not in self.stops
+            and not self.stops.ended(self.texts[text])
         ]
 
     def _drop(self, going: list[int], seen: Seen) -> Seen:
@@ -276,11 +289,11 @@ def _fetch(
     accepted: Accepted, on_path: Tensor
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """The accepted path and its tokens per text, and the bonus tokens: the wait of a step."""
-    parts = [
+    columns = [
         accepted.nodes, on_path,
         accepted.num_accepted.unsqueeze(1), accepted.bonus.unsqueeze(1),
     ]  # fmt: skip
-    rows = torch.cat(parts, dim=1).tolist()
+    rows = torch.cat(columns, dim=1).tolist()
     width = accepted.nodes.shape[1]
     paths = [row[: row[-2] + 1] for row in rows]
     return paths, [row[width : 2 * width] for row in rows], [row[-1] for row in rows]

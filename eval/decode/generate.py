@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from eval.clock import Stopwatch, Times
 from eval.decode.engine import Generation
-from eval.decode.texts import truncated
+from eval.decode.texts import Stops
 from heads.sampling import Sampling
 from heads.target.model import Target
 
@@ -45,6 +45,8 @@ def hf_generate(
         passes += 1
 
     torch.manual_seed(seed)
+    if target.stop_strings:
+        assistance |= {"tokenizer": target.tokenizer}
     hook = target.decoder.register_forward_hook(count)
     watch = Stopwatch(target.device)
     try:
@@ -57,7 +59,8 @@ def hf_generate(
     finally:
         hook.remove()
     # What fills up a text that ended before others of its batch comes after its stop token.
-    texts = [truncated(row, target.stop_ids) for row in output[:, longest:].tolist()]
+    stops = Stops.of(target)
+    texts = [stops.cut([], row) for row in output[:, longest:].tolist()]
     times = Times(total=watch.seconds())
     return [Generation(text, times=times, num_passes=passes) for text in texts]
 
@@ -65,15 +68,19 @@ def hf_generate(
 def _settings(
     target: Target, max_new_tokens: int, sampling: Sampling, pad: int
 ) -> GenerationConfig:
+    """Of the run; what is None here `generate` takes from the target's generation config."""
     drawn = {
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
     }
+    never = target.vocab_size
     return GenerationConfig(
         **({"do_sample": False} if sampling.greedy else drawn),
         max_new_tokens=max_new_tokens,
-        eos_token_id=target.stop_ids or None,
+        eos_token_id=never if target.ignores_stops else target.stop_ids or never,
         pad_token_id=pad,
+        stop_strings=list(target.stop_strings) or None,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
@@ -19,6 +20,7 @@ from data.provenance import provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
+from eval.measure.asked import asked_of
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.lowrank import reduce_rank
@@ -77,22 +79,24 @@ def open_bench(
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
     target = load_target(run.target, state.device)
+    _follow(target, run)
     for head in heads:
         head.head.attach(target, target.dtype).eval()
         if run.output_rank is not None:
             reduce_rank(head.head, target, run.output_rank)
     chosen = records.records[: run.data.num_prompts]
-    depth = max((head.depth for head in heads), default=0)
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts = first_turns(chosen, encoder)
-    check_window(run.max_new_tokens, prompts, target, depth)
+    check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
+    if state.is_main_process:
+        _tell_windows(heads, prompts, run.max_new_tokens)
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
             f"data.num_prompts={len(chosen)}: fewer dialogues than the {state.num_processes} "
             "processes of this launch"
         )
-    prompts = _later_turns(run, chosen, mine, target, encoder, depth)
+    prompts = _later_turns(run, chosen, mine, target, encoder)
     data = {
         "path": run.data.path,
         "form": records.form.value,
@@ -100,8 +104,34 @@ def open_bench(
         "num_prompts": len(processes.gathered(prompts)),
         "num_bad": len(records.bad),
     }
-    sampling = Sampling(run.temperature, run.top_p, run.top_k)
+    sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     return Bench(target, heads, prompts, sampling, data, state.is_main_process)
+
+
+def _follow(target: Target, run: MeasureRun) -> None:
+    """Takes from the run and the target's generation config what answers are made by."""
+    ours = target.generation_config
+    if run.plain:
+        ours = GenerationConfig(eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id)
+        target.model.generation_config = target.generation_config = ours
+    target.asked = asked_of(target)
+    target.stop_strings = tuple(run.stop or ours.stop_strings or ())
+    target.ignores_stops = run.ignore_eos
+
+
+def _tell_windows(
+    heads: Sequence[BenchHead], prompts: Sequence[Prompt], max_new_tokens: int
+) -> None:
+    lengths = [len(prompt.token_ids) + max_new_tokens for prompt in prompts]
+    for head in heads:
+        window = head.head.window
+        if window is not None and max(lengths) > window:
+            beyond = sum(length > window for length in lengths)
+            line = (
+                f"{head.path}: knows {window} positions (max_position_embeddings); {beyond} of "
+                f"{len(prompts)} texts may go beyond, where it drafts nothing"
+            )
+            Console(stderr=True).print(line, highlight=False, markup=False)
 
 
 def check_out_dir(run: MeasureRun, result_name: str) -> None:
@@ -128,7 +158,6 @@ def _later_turns(
     prompts: list[Prompt],
     target: Target,
     encoder: Encoder,
-    depth: int,
 ) -> list[Prompt]:
     """The prompts of all turns; every method later gets the same answers in them."""
     found, latest = list(prompts), prompts
@@ -141,27 +170,24 @@ def _later_turns(
             break
         answers = greedy_responses(target, latest, run.max_new_tokens)
         latest = next_turns(records, latest, answers, encoder)
-        check_window(run.max_new_tokens, latest, target, depth)
+        check_window(target, [prompt.token_ids for prompt in latest], run.max_new_tokens)
         found += latest
     return found
 
 
-def check_window(
-    max_new_tokens: int, prompts: Sequence[Prompt], target: Target, depth: int
-) -> None:
-    """Refuses prompts that leave no room for the text.
+def check_window(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    """Refuses prompts that leave no room for the text; drafts need none.
 
     Raises:
         InputError: with the lengths.
     """
-    window = getattr(target.config, "max_position_embeddings", None)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    needed = longest + max_new_tokens + depth
-    if window is not None and needed > window:
+    longest = max(map(len, prompts))
+    needed = longest + max_new_tokens
+    if target.window is not None and needed > target.window:
         raise InputError(
-            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens "
-            f"and drafts of depth {depth} that is {needed}, above the target's window of "
-            f"{window}; lower max_new_tokens or num_turns, or drop long prompts"
+            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that "
+            f"is {needed}, above the target's window of {target.window}; lower max_new_tokens or "
+            "num_turns, or drop long prompts"
         )
 
 
@@ -204,6 +230,10 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "temperature": run.temperature,
         "top_p": run.top_p,
         "top_k": run.top_k,
+        "min_p": run.min_p,
+        "stop": list(bench.target.stop_strings),
+        "ignore_eos": run.ignore_eos,
+        "generation_config": bench.target.asked,
         "num_turns": run.num_turns,
         "tree": bench.heads[0].described() if bench.heads else None,
         **provenance(run, bench.target.name, bench.data),

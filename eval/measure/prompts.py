@@ -1,12 +1,16 @@
 """Prompts to measure on: the questions of dialogues, turn by turn, and who answers which."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from conf.schema import InputError
 from data.chat import Encoder
 from data.records import Messages, Record
-from data.replies import read_reply
+from data.replies import read_reply, thinking_tags
+
+OPENING_TOKENS = 32  # of a prompt, among which it may open the thinking
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Prompt:
     """Counted from 1."""
     messages: Messages = field(default_factory=list)
     """What was rendered; the last message is the user's."""
+    thinking: tuple[tuple[str, str], ...] = ()
+    """What begins and what ends thinking in the response, in every way that it may be written."""
 
     @property
     def question(self) -> str:
@@ -92,7 +98,27 @@ def _prompt(
         token_ids = encoder.prompt(messages, record.tools, record.template_kwargs)
     except InputError as error:
         raise InputError(f"{record.where}, turn {turn}: {error}") from None
-    return Prompt(record.category, token_ids, dialogue, turn, messages)
+    tags = thinking_tags(encoder.template(record.template_kwargs, record.tools), record.tools)
+    return Prompt(record.category, token_ids, dialogue, turn, messages, tags)
+
+
+def num_thinking(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
+    """Tokens of a response that are thinking, what ends it included; all where nothing does."""
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    if not prompt.thinking:
+        return 0
+    read, written = text(prompt.token_ids[-OPENING_TOKENS:]).rstrip(), text(token_ids)
+    for begin, end in prompt.thinking:
+        if read.endswith(begin) or written.lstrip().startswith(begin):
+            before, found, _ = written.partition(end)
+            length = len(before + found)
+            return bisect_left(
+                range(len(token_ids)), length, key=lambda n: len(text(token_ids[:n]))
+            )
+    return 0
 
 
 def share(prompts: Sequence[Prompt], process_index: int, num_processes: int) -> list[int]:

@@ -22,6 +22,8 @@ class PromptSteps:
 
     category: str
     steps: Sequence[Step]
+    num_thinking: int = 0
+    """Tokens of its response, from the first on, that are thinking."""
 
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
@@ -48,6 +50,28 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
         sum(step.num_accepted >= d for step in steps) / len(steps) if steps else 0.0
         for d in range(1, depth + 1)
     ]
+
+
+def by_part(prompts: Sequence[PromptSteps]) -> dict[str, dict[str, float]]:
+    """tau and tokens of thinking and of answers; empty where nothing thinks.
+
+    A pass belongs to the part of the first token that it gives.
+    """
+    if not any(prompt.num_thinking for prompt in prompts):
+        return {}
+    parts: dict[str, list[Step]] = {"thinking": [], "answer": []}
+    for prompt in prompts:
+        place = 1  # the prompt's own pass gives the first token
+        for step in prompt.steps:
+            parts["thinking" if place < prompt.num_thinking else "answer"].append(step)
+            place += step.num_emitted
+    return {
+        name: {
+            "tau": tau([PromptSteps("", steps)]),
+            "num_tokens": sum(step.num_emitted for step in steps),
+        }
+        for name, steps in parts.items()
+    }
 
 
 def interval(
@@ -96,6 +120,7 @@ def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, 
             }
             for name, members in by_category.items()
         },
+        "by_part": by_part(prompts),
         "num_prompts": len(prompts),
         "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
         "num_steps": sum(len(prompt.steps) for prompt in prompts),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from heads.cache import Kept, SlotBuffer, Slots, upload
-from heads.drafting import Draft, Seen
-from heads.eagle.branches import Branches, Stretch, Text
-from heads.eagle.head import EagleHead
+from heads.drafting import PAD, Draft, Seen
+from heads.eagle.branches import Branches, Stretch
+from heads.eagle.head import EagleHead, Text
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
 
@@ -73,7 +73,7 @@ class _EagleDrafter:
         ids = seen.tokens.roll(-1, dims=1).scatter(1, counts.unsqueeze(1) - 1, last)
         places = self.slots.place(length, length)
         fused = self.head.fuse(features).flatten(0, 1)
-        text = self.head.read(fused, ids.flatten(), places.flatten())
+        text = self.head.read(fused, ids.flatten(), self._known(places.flatten()))
         shape = (num_texts, length, *text.keys.shape[1:])
         new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
         width = self.slots.width(length)
@@ -82,6 +82,14 @@ class _EagleDrafter:
         self.slots.commit(kept, found=Kept(places, counts))
         stretch = Stretch.up_to(self.slots.committed[:, 0])
         return text, Branches(keys.transpose(1, 2), values.transpose(1, 2), stretch)
+
+    def _known(self, positions: Tensor) -> Tensor:
+        """Positions within the head's window; nothing that is made of others is drafted."""
+        return positions.clamp_max(self.head.window - 1)
+
+    def _drafted(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [B, n] made at positions [B, n or 1], with PAD for those beyond the window."""
+        return tokens.masked_fill(positions >= self.head.window, PAD)
 
 
 class EagleChain(_EagleDrafter):
@@ -113,9 +121,12 @@ class EagleChain(_EagleDrafter):
         probs: list[Tensor] = []
         for step in range(self.tree.depth):
             if step:
-                outputs = self.head.advance(outputs, tokens[-1], positions + step, branches)
+                place = self._known(positions + step)
+                outputs = self.head.advance(outputs, tokens[-1], place, branches)
             tokens.append(self._sample(self.head.logits(outputs), probs))
-        return Draft.of(self.tree, torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+        places = positions.unsqueeze(1) + torch.arange(len(tokens), device=positions.device)
+        drafted = self._drafted(torch.stack(tokens, 1), places)
+        return Draft.of(self.tree, drafted, torch.stack(probs, 1) if probs else None)
 
     def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
         """[B] target ids by [B, W] logits; when sampling, `probs` gets their [B, V] q."""
@@ -182,7 +193,9 @@ class EagleTree(_EagleDrafter):
             best = log_q.topk(width)
             tokens = self.head.vocab.to_target(best.indices).view(num_texts, -1)
             all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
-            drawn.append((tokens, all_scores, nodes.repeat_interleave(width, 1)))
+            drafted = self._drafted(tokens, positions.unsqueeze(1) + level)
+            sure = all_scores.masked_fill(drafted == PAD, -torch.inf)
+            drawn.append((drafted, sure, nodes.repeat_interleave(width, 1)))
             if level + 1 == self.shape.depth:
                 break
             num_rows = nodes.shape[1]
@@ -191,7 +204,7 @@ class EagleTree(_EagleDrafter):
             branches = branches.select(rows)
             fed = tokens.gather(1, chosen).flatten()
             position = (positions + level + 1).repeat_interleave(chosen.shape[1])
-            outputs = self.head.advance(outputs[rows], fed, position, branches)
+            outputs = self.head.advance(outputs[rows], fed, self._known(position), branches)
             nodes = num_nodes + chosen
             num_nodes += all_scores.shape[1]
         columns = zip(*drawn, strict=True)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.documents import Documents
+from heads.drafting import PAD
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import EagleHeadConfig, config_json, default_layers, llama_like
 from heads.eagle.layer import EagleLayer, RmsNorm, normed
@@ -64,6 +65,8 @@ class EagleHead(DraftHead):
         vocab: the ids it can draft.
     """
 
+    window: int
+
     def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
         super().__init__()
         assert config.form is EagleForm.eagle3 or vocab.full
@@ -83,7 +86,7 @@ class EagleHead(DraftHead):
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.reads = Reads(config.layers)
+        self.reads, self.window = Reads(config.layers), llama.max_position_embeddings
         # In a tuple, so that the target does not become a part of the head.
         self._target: tuple[TargetEnds, ...] = ()
 
@@ -302,7 +305,9 @@ class EagleHead(DraftHead):
         rows = places[first:]
         seen = causal_rows(Documents.single(len(places), device), rows)
         unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
-        return torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
+        best = torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
+        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
 
     def _best(self, outputs: Tensor, width: int) -> Tensor:
         """[N, width] the best target ids after outputs [N, H]."""

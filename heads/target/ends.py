@@ -98,6 +98,11 @@ class TargetEnds:
         return sizes.num_layers(self.config)
 
     @property
+    def window(self) -> int | None:
+        """Tokens of the longest text that it reads, where its config says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
     def stop_ids(self) -> list[int]:
         """Token ids that end a response, from the generation config and the tokenizer."""
         ids = self.generation_config.eos_token_id

@@ -94,6 +94,9 @@ class Target(TargetEnds):
         attended: window and kernel of each attention layer, as the last `read` met them.
         drift: how what it decodes differs from what it reads, if a recurrent layer of transformers
             does not do the same to a token and to many; replay then differs from decoding too.
+        asked: what its logits go through, of its generation config, where that is followed.
+        stop_strings: texts that end a response.
+        ignores_stops: whether its stop tokens end none.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
 
@@ -121,6 +124,9 @@ class Target(TargetEnds):
         scale_by_position(self.decoder)
         self.attended: list[tuple[int | None, str]] = []
         self.needs_masks = self.drift = ""
+        self.asked: dict[str, Any] = {}
+        self.stop_strings: tuple[str, ...] = ()
+        self.ignores_stops = False
 
     def _wrap_mixers(self) -> None:
         try:
@@ -221,20 +227,22 @@ class Target(TargetEnds):
             cache.states.begin(cache.sure, draft)
         with ExitStack() as undo:
             if self.rope.switch is not None:
-                ends = (
-                    upload(cache.ends, self.device)
-                    if cache.sure
-                    else cache.slots.committed[:, 0] + 1
-                )
-                undo.enter_context(self.rope.reading(ends.unsqueeze(1) > self.rope.switch))
+                ends = cache.slots.committed + 1
+                if cache.sure:
+                    ends = upload(cache.ends, self.device).unsqueeze(1)
+                undo.enter_context(self.rope.reading(ends > self.rope.switch))
             for layer in skip:
                 undo.enter_context(self._skipped(layer))
             found = Extension(self.decoder.config, cache, num_new, draft, self.sights.chunks)
+            positions = found.positions
+            if self.window is not None and cache.width > self.window:
+                # Nodes beyond are in no draft; they are run where others of their batch have some.
+                positions = positions.clamp_max(self.window - 1)
             if self.needs_masks or self._compiled is not None:
-                where = found.positions, found.allowed, found.key_positions
-                return self.forward(input_ids, *where, cache, reads)
+                masks = found.allowed, found.key_positions
+                return self.forward(input_ids, positions, *masks, cache, reads)
             undo.enter_context(under_way(found))
-            return self._run(input_ids, found.positions, None, cache, reads)
+            return self._run(input_ids, positions, None, cache, reads)
 
     @contextmanager
     def _skipped(self, layer: int) -> Iterator[None]:

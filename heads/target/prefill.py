@@ -1,5 +1,7 @@
 """Reading tokens that are sure: prompts, and what a drafter has not read of a text yet."""
 
+from collections.abc import Iterator
+
 from heads.cache import TreeCache, upload
 from heads.target.model import Reads, Target, TargetOutput
 

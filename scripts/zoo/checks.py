@@ -20,7 +20,7 @@ from data.pack import PackedDataset
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.texts import common_prefix, truncated
+from eval.decode.texts import Stops, common_prefix
 from eval.measure.replay import replay
 from eval.measure.stats import PromptSteps, tau
 from heads.cache import upload
@@ -196,7 +196,7 @@ class _Checks:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
             eos_token_id=self.target.stop_ids or None, pad_token_id=PAD,
         )  # fmt: skip
-        whole = truncated(text[0, ids.shape[1] :].tolist(), self.target.stop_ids)
+        whole = Stops.of(self.target).cut([], text[0, ids.shape[1] :].tolist())
         self._same_texts([Generation(whole)])
 
     def _generated(self) -> list[list[int]]:
@@ -215,10 +215,10 @@ class _Checks:
         return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
 
     def _same_texts(self, found: list[Generation]) -> None:
-        stops = self.target.stop_ids
+        stops = Stops.of(self.target)
         wrong = []
         for prompt, text, one in zip(self.prompts, self.texts, found, strict=False):
-            expected = truncated(text, stops)
+            expected = stops.cut([], text)
             if one.token_ids == expected:
                 continue
             place = common_prefix(one.token_ids, expected)

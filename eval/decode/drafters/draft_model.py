@@ -8,6 +8,7 @@ Letters: B texts, N tree nodes (root included), n nodes read in one pass, P node
 C children, V vocab.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,9 +82,11 @@ class DraftModel:
         if self.cache is None:
             self.cache = self.model.new_cache(len(seen.token_ids))
             self.unread = seen.token_ids
+            self.lengths = [len(tokens) for tokens in seen.token_ids]
             first = min(self.length.start or self.tree.depth, self.tree.depth)
             self.limits = [first] * len(seen.token_ids)
             return
+        self.lengths = [n + len(ids) for n, ids in zip(self.lengths, seen.token_ids, strict=True)]
         kept = [tokens[1:] for tokens in seen.token_ids]
         read = [node for level in self.levels[1 : self.depth] for node in level.nodes]
         paths = [[read.index(n) for n in path if n in read] for path in self._paths(kept)]
@@ -100,7 +103,11 @@ class DraftModel:
         assert self.cache is not None
         rows = [[*tokens, root] for tokens, root in zip(self.unread, roots, strict=True)]
         logits = read_rows(self.model, self.cache, rows)
-        self.drafted, self.depth = list(self.limits), 0
+        if not self.sampling.greedy:
+            # The longest draft of a batch decides how much is drawn for each of its texts.
+            self.draws = self.generators.next_step()
+        rooms = [room(self.model, length + 1) for length in self.lengths]
+        self.drafted, self.depth = list(map(min, self.limits, rooms)), 0
         probs: list[Tensor] = []
         self.tokens = torch.empty(len(roots), 0, dtype=torch.int64, device=logits.device)
         while self.depth < max(self.drafted):
@@ -119,6 +126,7 @@ class DraftModel:
         if self.cache is not None:
             self.cache.keep(rows)
             self.tokens = self.tokens[upload(rows, self.tokens.device)]
+            self.lengths = [self.lengths[row] for row in rows]
             self.limits = [self.limits[row] for row in rows]
             self.drafted = [self.drafted[row] for row in rows]
 
@@ -142,7 +150,7 @@ class DraftModel:
             candidates = logits.topk(level.num_candidates).indices
         else:
             probs.append(self.sampling.probabilities(logits))
-            candidates = sample_distinct(probs[-1], level.num_candidates, self.generators)
+            candidates = sample_distinct(probs[-1], level.num_candidates, self.draws)
         tokens = candidates[:, level.parents, level.picks]
         if self.length.confidence > 0:
             q = probs[-1] if probs else logits.float().softmax(-1)
@@ -157,15 +165,29 @@ class DraftModel:
 
     def _draft(self, probs: list[Tensor]) -> Draft:
         q = _by_node(self.levels, probs) if probs else None
-        if self.length == DraftLength():
+        if min(self.drafted) == self.tree.depth:
             return Draft.of(self.tree, self.tokens, q)
-        places = torch.arange(self.depth, device=self.tokens.device)
-        over = places >= upload(self.drafted, self.tokens.device).unsqueeze(1)
-        return Draft.of(Tree.chain(self.depth), self.tokens.masked_fill(over, PAD), q)
+        tree = self.tree.down_to(self.depth)
+        depths = upload(list(tree.depths[1:]), self.tokens.device)
+        over = depths > upload(self.drafted, self.tokens.device).unsqueeze(1)
+        return Draft.of(tree, self.tokens.masked_fill(over, PAD), q)
+
+
+def room(model: Target, length: int) -> int:
+    """Tokens that a draft model can draft in a row behind a text that long.
+
+    It reads them all but the last.
+    """
+    return sys.maxsize if model.window is None else max(model.window + 1 - length, 0)
 
 
 def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
-    """Commits tokens, at least one per text; [B, 1, V] logits after the last of each."""
+    """Commits tokens, at least one per text; [B, 1, V] logits after the last of each.
+
+    What is beyond the model's window is not read: nothing is drafted there.
+    """
+    rooms = [max(1, room(model, length) - 1) for length in cache.slots.lengths]
+    rows = [row[:most] for row, most in zip(rows, rooms, strict=True)]
     # A token that only the target knows may lie beyond the draft model's vocabulary.
     known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
     output = prefill(model, cache, known)

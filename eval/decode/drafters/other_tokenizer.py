@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eval.decode.drafters.draft_model import read_rows
+from eval.decode.drafters.draft_model import read_rows, room
 from eval.decode.texts import common_prefix
 from heads.cache import Slots, TreeCache
 from heads.drafting import Draft, Seen
@@ -169,6 +169,9 @@ class OtherTokenizer:
     def _draft(self, texts: list[list[int]]) -> list[list[int]]:
         """The likeliest tokens behind the texts, after reading what is new in these."""
         assert self.cache is not None
+        rooms = [min(self.num_tokens, room(self.model, len(text))) for text in texts]
+        if not any(rooms):
+            return [[] for _ in texts]
         # The last token is read in any case, for the logits after it.
         known = [
             min(common_prefix(old, new), len(new) - 1)
@@ -178,13 +181,13 @@ class OtherTokenizer:
         new = [text[num:] for text, num in zip(texts, known, strict=True)]
         chosen = [read_rows(self.model, self.cache, new).argmax(-1)]
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=self.model.device)
-        for _ in range(self.num_tokens - 1):
+        for _ in range(max(rooms) - 1):
             output = self.model.extend(self.cache, chosen[-1], one, torch.zeros_like(chosen[0][:1]))
             self.cache.commit([[0]] * len(texts))
             chosen.append(self.model.logits(output.hidden_states).argmax(-1))
         drafted = torch.cat(chosen, dim=1).tolist()
         self.read = [text + tokens[:-1] for text, tokens in zip(texts, drafted, strict=True)]
-        return drafted
+        return [tokens[:most] for tokens, most in zip(drafted, rooms, strict=True)]
 
 
 def _rewind(cache: TreeCache, lengths: list[int]) -> None:

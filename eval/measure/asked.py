@@ -1,0 +1,50 @@
+"""What is followed of a target's generation config, and what is refused.
+
+How is sampled, and how long, a run says itself. The rest changes what `generate` writes: what
+depends on the text alone is followed (`eval/decode/rules.py`).
+"""
+
+from typing import Any
+
+from conf.schema import InputError
+from eval.decode.rules import APPLIED, Rules
+from heads.target.ends import TargetEnds
+
+NOTHING = {
+    **dict.fromkeys(APPLIED), "repetition_penalty": 1, "no_repeat_ngram_size": 0,
+    "num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "typical_p": 1,
+    "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 1, "penalty_alpha": 0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "token_healing": False, "max_time": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "watermarking_config": None,
+    "exponential_decay_length_penalty": None, "prompt_lookup_num_tokens": None,
+    "num_return_sequences": 1,
+}  # fmt: skip
+"""What changes what `generate` writes, or how, with the value beside None that changes nothing."""
+
+
+def asked_of(target: TargetEnds) -> dict[str, Any]:
+    """What a target's generation config asks of its logits, by its names there.
+
+    Raises:
+        InputError: it asks for what drafts cannot be checked by, or for nonsense.
+    """
+    config = target.generation_config
+    found = {name: getattr(config, name, None) for name in NOTHING}
+    asked = {name: each for name, each in found.items() if each not in (None, [], NOTHING[name])}
+    refused = {name: each for name, each in asked.items() if name not in APPLIED}
+    source = f"target.path={target.name}: its generation config asks for"
+    if refused:
+        raise InputError(
+            f"{source} {_listed(refused)}, which drafts cannot be checked by; allowed besides "
+            f"sampling: {', '.join(APPLIED)}; plain=true does without all of them"
+        )
+    try:
+        Rules(asked, target.stop_ids)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{source} {_listed(asked)}: {error}; plain=true does without") from error
+    return asked
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -1,0 +1,116 @@
+"""Every drafter on one small target, and what its models read."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from toys import eagle_head, noisy_head, random_model, random_target, tokenizer
+
+from conf.schema_eagle import EagleForm
+from eval.decode.drafters.draft_model import DraftLength, DraftModel
+from eval.decode.drafters.lookahead import Lookahead
+from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.self_speculation import SelfDraft
+from eval.decode.engine import NoDraft
+from heads.drafting import Drafter
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.sampling import Sampling, drafter_seeds
+from heads.target.model import Target
+from heads.tree import DynamicShape, Tree
+
+WINDOW, SHORT_WINDOW = 48, 32
+"""Of the target, and of every model that drafts for it."""
+TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 2]])
+Make = Callable[[Sampling, Sequence[int]], Drafter]
+
+
+@cache
+def small_target() -> Target:
+    """A target that never stops by itself, with a tokenizer."""
+    target = random_target(vocab_size=300, num_hidden_layers=3, max_position_embeddings=WINDOW)
+    target.model.generation_config.eos_token_id = None
+    target.tokenizer = tokenizer()
+    target.tokenizer.eos_token = None
+    return target
+
+
+@cache
+def small_models() -> tuple[EagleHead, Target, Target]:
+    """A head, a draft model with the target's tokenizer, and one with another."""
+    target = small_target()
+    head = eagle_head(target, EagleForm.eagle3, 150, num_updates=30, layers=[1, 2, 3])
+    head.window = SHORT_WINDOW
+    model = copy.deepcopy(target.model)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
+    model.config.max_position_embeddings = SHORT_WINDOW
+    other = random_model(vocab_size=300, seed=3, max_position_embeddings=SHORT_WINDOW)
+    return head, Target(model, tokenizer(), "draft"), Target(other, tokenizer(), "other")
+
+
+@cache
+def medusa() -> MedusaHead:
+    """Heads whose drafts are sometimes right."""
+    return noisy_head(small_target())
+
+
+def drafting(tree: Tree, length: DraftLength | None = None) -> Make:
+    """A draft model of the target's vocabulary."""
+    return lambda how, seeds: DraftModel(small_models()[1], tree, how, drafter_seeds(seeds), length)
+
+
+EVERY_DRAFTER: dict[str, Make] = {
+    "none": lambda *_: NoDraft(),
+    "medusa chain": lambda *_: MedusaDrafter(medusa(), Tree.chain(3)),
+    "medusa tree": lambda *_: MedusaDrafter(medusa(), TREE),
+    "eagle chain": lambda how, seeds: EagleChain(small_models()[0], 5, how, drafter_seeds(seeds)),
+    "eagle tree": lambda *_: EagleTree(small_models()[0], DynamicShape(5, 3, 8)),
+    "draft chain": drafting(Tree.chain(5)),
+    "draft tree": drafting(TREE),
+    "heuristic": drafting(Tree.chain(8), DraftLength(start=2)),
+    "confidence": drafting(Tree.chain(8), DraftLength(confidence=0.2)),
+    "both": drafting(Tree.chain(8), DraftLength(start=3, confidence=0.1)),
+    "other tokenizer": lambda *_: OtherTokenizer(small_models()[2], tokenizer(), 4, window=8),
+    "prompt lookup": lambda *_: PromptLookup(),
+    "ngram": lambda *_: Ngram(),
+    "lookahead": lambda *_: Lookahead(),
+    "self draft": lambda how, seeds: SelfDraft(small_target(), [1], 5, how, drafter_seeds(seeds)),
+}
+
+
+@contextmanager
+def positions_read() -> Iterator[dict[str, int]]:
+    """The furthest position that each model has been given."""
+    target, (head, model, other) = small_target(), small_models()
+    furthest: dict[str, int] = {}
+
+    def note(name: str, positions: torch.Tensor) -> None:
+        furthest[name] = max(furthest.get(name, 0), int(positions.max()))
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda _module, _args, inputs: note(name, inputs["position_ids"])
+
+    hooks = [
+        each.decoder.register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name, each in (("target", target), ("draft", model), ("other", other))
+    ]
+    read = head.read
+
+    def reading(fused: Any, ids: Any, positions: torch.Tensor) -> Any:
+        note("eagle", positions)
+        return read(fused, ids, positions)
+
+    head.read = reading  # type: ignore[method-assign]
+    try:
+        yield furthest
+    finally:
+        del head.read
+        for hook in hooks:
+            hook.remove()

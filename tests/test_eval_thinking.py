@@ -1,0 +1,59 @@
+"""Thinking and answer, told apart in what the target wrote."""
+
+import pytest
+from toys import CHATML, tokenizer
+
+from data.chat import Encoder
+from data.forms import Record
+from eval.decode.engine import Step
+from eval.measure.prompts import first_turns, num_thinking
+from eval.measure.stats import PromptSteps, by_part, summary
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if opens is true %}<think>\n{% endif %}{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}[think]{{ m['reasoning_content'] }}[/think]{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "thinking", "answer"),
+    [
+        (THINKS, {}, "<think>\nhow are you?\n</think>", "\n\nfine<|im_end|>"),
+        (THINKS, {}, "<think>\nhow are you", ""),
+        (THINKS, {}, "", "fine</think><|im_end|>"),
+        (THINKS, {"opens": True}, "how are you?\n</think>", "\n\nfine<|im_end|>"),
+        (THINKS, {"enable_thinking": False}, "", "fine<|im_end|>"),
+        (CHANNELS, {}, "[think]how are you?[/think]", "fine<|im_end|>"),
+        (CHATML, {}, "", "fine<|im_end|>"),
+    ],
+)
+def test_thinking_ends_with_what_the_template_puts_behind_it(
+    template: str, kwargs: dict, thinking: str, answer: str
+) -> None:
+    made = tokenizer(template)
+    messages = [{"role": "user", "content": "hello"}]
+    prompt = first_turns([Record(messages, None, "here")], Encoder(made, kwargs))[0]
+    before, after = (made(text, add_special_tokens=False).input_ids for text in (thinking, answer))
+    assert num_thinking(prompt, before + after, made) == len(before)
+
+
+def test_a_pass_belongs_to_the_part_of_its_first_token() -> None:
+    steps = [Step(1, 2, 9), Step(2, 3, 7), Step(0, 1, 4), Step(2, 3, 3)]  # at 1, 3, 6 and 7
+    both = [PromptSteps("a", steps, 4), PromptSteps("a", steps[2:], 0)]
+    assert by_part(both) == {
+        "thinking": {"tau": 2.5, "num_tokens": 5},
+        "answer": {"tau": 2.0, "num_tokens": 8},
+    }
+    assert summary(both, 2, 0)["by_part"] == by_part(both)
+    assert by_part([PromptSteps("a", steps, 3)])["thinking"] == {"tau": 2.0, "num_tokens": 2}
+    assert by_part([PromptSteps("a", steps)]) == {}
