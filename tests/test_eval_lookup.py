@@ -19,10 +19,11 @@ PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 DRAFTERS = [PromptLookup, Ngram]
 
 
-def seen(*token_ids: list[int]) -> Seen:
-    """What the engine would show; drafters that copy look at nothing but the tokens."""
+def seen(*token_ids: list[int], read: bool = False) -> Seen:
+    """What the engine would show of prompts, or of what a pass has read."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
-    return Seen(list(token_ids), output, TreeCache(len(token_ids), torch.device("cpu"), 1))
+    logits = torch.zeros(len(token_ids), 1, 1) if read else None
+    return Seen(list(token_ids), output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
 
 
 def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:
@@ -81,7 +82,7 @@ def test_texts_that_find_less_are_filled_up() -> None:
     gap = PAD
     assert draft.tokens.tolist() == [[2, 3, 4], [8, 7, gap], [gap, gap, gap]]
     drafter.keep([1])
-    drafter.observe(seen([7, 8]))
+    drafter.observe(seen([7, 8], read=True))
     assert drafter.propose([7]).tokens.tolist() == [[8, 7]]
 
 
@@ -119,7 +120,7 @@ def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | typ
         draft = one.propose([text[place]]).tokens[0].tolist()
         assert draft == drafted(drafter(6), text[: place + 1])
         kept = luck.randint(1, 4)
-        one.observe(seen(text[place : place + kept]))
+        one.observe(seen(text[place : place + kept], read=True))
         place += kept
 
 

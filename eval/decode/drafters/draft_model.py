@@ -87,6 +87,10 @@ class DraftModel:
             self.limits = [first] * len(seen.token_ids)
             return
         self.lengths = [n + len(ids) for n, ids in zip(self.lengths, seen.token_ids, strict=True)]
+        if seen.logits is None:
+            pairs = zip(self.unread, seen.token_ids, strict=True)
+            self.unread = [before + tokens for before, tokens in pairs]
+            return
         kept = [tokens[1:] for tokens in seen.token_ids]
         read = [node for level in self.levels[1 : self.depth] for node in level.nodes]
         paths = [[read.index(n) for n in path if n in read] for path in self._paths(kept)]

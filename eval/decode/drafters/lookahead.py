@@ -124,6 +124,10 @@ class Lookahead:
     def observe(self, seen: Seen) -> None:
         """Starts from the prompts, then moves the windows on."""
         self.device = seen.output.hidden_states.device
+        if seen.logits is None and self.windows:
+            for window, tokens in zip(self.windows, seen.token_ids, strict=True):
+                window.read(tokens)
+            return
         if seen.logits is None:
             self.windows = [_Window(p, self.size, self.num_guesses) for p in seen.token_ids]
             return

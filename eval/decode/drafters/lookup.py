@@ -101,11 +101,10 @@ class _FromText:
     def observe(self, seen: Seen) -> None:
         """Reads on; a root is in the table since it was proposed from."""
         self.device = seen.output.hidden_states.device
-        prompts = not self.tables
-        if prompts:
+        if not self.tables:
             self.tables = [self.table(*self.limits) for _ in seen.token_ids]
         for table, tokens in zip(self.tables, seen.token_ids, strict=True):
-            for token in tokens if prompts else tokens[1:]:
+            for token in tokens if seen.logits is None else tokens[1:]:
                 table.append(token)
 
     def propose(self, roots: list[int]) -> Draft:

@@ -157,11 +157,12 @@ class Suffix:
         """Reads on; a root is in the text since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.texts:
-            self.texts = [_Text(prompt, self.answers) for prompt in seen.token_ids]
-            return
+            self.texts = [_Text(self.answers) for _ in seen.token_ids]
         for text, tokens in zip(self.texts, seen.token_ids, strict=True):
-            for token in tokens[1:]:
-                text.append(token)
+            if seen.logits is None:
+                text.read(tokens)
+            else:
+                text.append(tokens[1:])
 
     def propose(self, roots: list[int]) -> Draft:
         """Chains of at most `num_tokens`."""
@@ -181,18 +182,22 @@ class Suffix:
 class _Text:
     """A text in a tree of its own, and its answer among the others."""
 
-    def __init__(self, prompt: list[int], answers: SuffixTree) -> None:
+    def __init__(self, answers: SuffixTree) -> None:
         self.answers, self.own = answers, SuffixTree(answers.max_ngram)
         self.tokens: list[int] = []
         self.ends, self.answer_ends = [self.own.root], [answers.root]
+
+    def read(self, prompt: list[int]) -> None:
+        """The prompt, or a part of it."""
         for token in prompt:
             self.tokens.append(token)
             self.ends = self.own.grow(self.ends, self.tokens)
 
-    def append(self, token: int) -> None:
+    def append(self, tokens: list[int]) -> None:
         """The answer goes on."""
-        self.tokens.append(token)
-        self._grow()
+        for token in tokens:
+            self.tokens.append(token)
+            self._grow()
 
     def draft(self, root: int, limits: tuple[int, float, float]) -> tuple[list[int], float]:
         """The answer goes on; what may follow. The run that ends it must not find itself."""
