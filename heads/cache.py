@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.states import States
 
-ROUND_TO = 64  # slots; a buffer has an eighth more than it needed when it was made
+ROUND_TO = 64  # slots
 
 
 def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
@@ -86,11 +86,16 @@ class SlotBuffer:
         held = 0 if self.keys is None else self.keys.shape[2]
         if width <= held:
             return
-        size = self.capacity or -(-(width + width // 8) // ROUND_TO) * ROUND_TO
+        size = self.capacity or reserved(width)
         if width > size:
             raise RuntimeError(f"{width} slots needed in a cache of {size}")
         self.keys = _enlarged(self.keys, keys, size)
         self.values = _enlarged(self.values, values, size)
+
+
+def reserved(num_slots: int) -> int:
+    """Slots of a buffer that is made where so many are needed: an eighth more."""
+    return -(-(num_slots + num_slots // 8) // ROUND_TO) * ROUND_TO
 
 
 def _enlarged(old: Tensor | None, like: Tensor, size: int) -> Tensor:

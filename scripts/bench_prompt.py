@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import argparse
+import gc
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.schema_eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode
+from heads.cache import reserved
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain
 from heads.eagle.head import EagleHead
@@ -71,14 +73,18 @@ def peak(target: Target, make: Callable[[], Drafter], num_tokens: int) -> int:
     """Bytes that decoding behind a random prompt takes beyond the weights."""
     drawn = torch.randint(target.vocab_size, (num_tokens,), generator=torch.Generator())
     prompt = drawn.tolist()
+    gc.collect()  # what is let go of while it is measured would be taken off
     return peak_bytes(lambda: decode(target, make(), prompt, NUM_NEW), target.device)
 
 
-def cache_bytes(target: Target, num_tokens: int) -> int:
-    """Of the target's keys and values."""
+def cache_bytes(target: Target, make: Callable[[], Drafter], num_tokens: int) -> int:
+    """Of keys and values, the drafter's included, with the slots that are ready for more."""
     config = target.config
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return numbers * num_tokens * target.dtype.itemsize
+    drafter = make()
+    if isinstance(drafter, EagleChain):
+        numbers += 2 * drafter.head.layer.self_attn.k_proj.out_features
+    return numbers * reserved(num_tokens) * target.dtype.itemsize
 
 
 def main() -> None:
@@ -88,9 +94,9 @@ def main() -> None:
     target = random_target(options)
     rows = []
     for name, make in drafters(target).items():
-        one = peak(target, make, CHUNK) - cache_bytes(target, CHUNK)
+        one = peak(target, make, CHUNK) - cache_bytes(target, make, CHUNK)
         for num_tokens in tqdm(options.tokens, desc=name, unit="prompt"):
-            cache = cache_bytes(target, num_tokens)
+            cache = cache_bytes(target, make, num_tokens)
             beyond = peak(target, make, num_tokens) - cache
             cells = f"{num_tokens:,}", f"{cache / MIB:.1f}", f"{beyond / MIB:.1f}"
             rows.append((name, *cells, f"{beyond / one:.2f}"))

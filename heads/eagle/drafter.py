@@ -77,7 +77,8 @@ class _EagleDrafter:
         shape = (num_texts, length, *text.keys.shape[1:])
         new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
         width = self.slots.width(length)
-        keys, values = self.buffer.write(new_keys, new_values, places, width)
+        needed = max(seen.cache.ends, default=0)
+        keys, values = self.buffer.write(new_keys, new_values, places, width, needed)
         kept = [list(range(len(row))) for row in seen.token_ids]
         self.slots.commit(kept, found=Kept(places, counts))
         stretch = Stretch.up_to(self.slots.committed[:, 0])
