@@ -87,6 +87,11 @@ def cache_bytes(target: Target, make: Callable[[], Drafter], num_tokens: int) ->
     return numbers * reserved(num_tokens) * target.dtype.itemsize
 
 
+def beyond(target: Target, make: Callable[[], Drafter], num_tokens: int) -> int:
+    """Bytes of the peak that are neither weights nor cache."""
+    return peak(target, make, num_tokens) - cache_bytes(target, make, num_tokens)
+
+
 def main() -> None:
     """Prints the table."""
     options = arguments()
@@ -94,12 +99,11 @@ def main() -> None:
     target = random_target(options)
     rows = []
     for name, make in drafters(target).items():
-        one = peak(target, make, CHUNK) - cache_bytes(target, make, CHUNK)
+        one = beyond(target, make, CHUNK)
         for num_tokens in tqdm(options.tokens, desc=name, unit="prompt"):
-            cache = cache_bytes(target, make, num_tokens)
-            beyond = peak(target, make, num_tokens) - cache
-            cells = f"{num_tokens:,}", f"{cache / MIB:.1f}", f"{beyond / MIB:.1f}"
-            rows.append((name, *cells, f"{beyond / one:.2f}"))
+            cache, more = cache_bytes(target, make, num_tokens), beyond(target, make, num_tokens)
+            cells = f"{num_tokens:,}", f"{cache / MIB:.1f}", f"{more / MIB:.1f}"
+            rows.append((name, *cells, f"{more / one:.2f}"))
     columns = ("drafter", "tokens", "cache, MiB", "beyond it, MiB", f"of {CHUNK} tokens'")
     print(f"{where(target.device)}, {options.layers} layers, hidden size {options.hidden}\n")
     print(markdown(columns, rows))

@@ -1,0 +1,118 @@
+"""How many operations a decoding step launches, each a kernel on a GPU.
+
+`python scripts/bench_operations.py` decodes with random Qwen3s of any width, whose operations
+are as many as those of a wide one, and prints them by part of a step: views cost the host alone and
+are counted apart.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from conf.schema_eagle import EagleConfig
+from eval.decode.engine import NoDraft, decode
+from heads.drafting import Drafter
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.target.model import Target
+from heads.tree import DynamicShape, usual_tree
+from heads.vocab import DraftVocab
+from scripts.bench.apart import markdown
+from scripts.bench.footprint import add_sizes
+
+VIEWS = {
+    "view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "unsqueeze",
+    "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "alias", "detach", "unfold",
+    "_reshape_alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided",
+}  # fmt: skip
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+LONGER, SHORTER = 24, 12
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name, composite ones by their parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """One operation."""
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Autograd, which is off, is what takes such operations apart.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def random_target(num_layers: int) -> Target:
+    """Grouped heads, norms of queries and keys."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
+    )  # fmt: skip
+    return Target(Qwen3ForCausalLM(config), None, "random")
+
+
+def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
+    """Makers of those that are counted."""
+    medusa = MedusaHead.from_target(target, num_heads=4, num_layers=1)
+    vocab = DraftVocab.everything(target.vocab_size)
+    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    return {
+        "none": NoDraft,
+        "Medusa, tree of 8": lambda: MedusaDrafter(medusa, usual_tree(8)),
+        "EAGLE-3, chain of 4": lambda: EagleChain(eagle, 4),
+        "EAGLE-3, tree of 8 levels, 59 nodes": lambda: EagleTree(eagle, DynamicShape(8, 10, 59)),
+    }
+
+
+def of_a_step(target: Target, make: Callable[[], Drafter]) -> Counter[str]:
+    """Operations of a step by name: what more steps add, by their number."""
+    found: list[tuple[Counter[str], int]] = []
+    for length in (SHORTER, LONGER):
+        with ExitStack() as undo:
+            counted = undo.enter_context(Operations())
+            text = decode(target, make(), PROMPT, length)
+        found.append((counted.counts, len(text.steps)))
+    (few, less), (many, more) = found
+    return Counter({name: round((many[name] - few[name]) / (more - less)) for name in many})
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_sizes(parser, layers=36)
+    options = parser.parse_args()
+    target = random_target(options.layers)
+    rows = []
+    for name, make in drafters(target).items():
+        counts = of_a_step(target, make)
+        views = sum(count for each, count in counts.items() if each in VIEWS)
+        most = ", ".join(
+            f"{each} {count}" for each, count in counts.most_common(12) if each not in VIEWS
+        )
+        rows.append((name, f"{counts.total() - views:,}", f"{views:,}", most))
+    print(f"Qwen3 of {options.layers} layers, one text, a step\n")
+    print(markdown(("drafter", "operations", "views", "most frequent"), rows))
+
+
+if __name__ == "__main__":
+    main()

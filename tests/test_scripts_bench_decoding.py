@@ -1,0 +1,47 @@
+"""What decoding costs in memory and operations, which no clock is needed for."""
+
+import argparse
+
+import pytest
+
+from heads.target import prefill
+from scripts import bench_operations, bench_prompt
+
+
+@pytest.fixture
+def small_parts(monkeypatch) -> None:
+    for module in (prefill, bench_prompt):
+        monkeypatch.setattr(module, "CHUNK", 64)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_memory_beyond_the_cache_does_not_grow_with_a_prompt() -> None:
+    sizes = argparse.Namespace(tokens=[64, 640], hidden=64, layers=4, vocab=128)
+    target = bench_prompt.random_target(sizes)
+    for name, make in bench_prompt.drafters(target).items():
+        one, ten = (bench_prompt.beyond(target, make, size) for size in sizes.tokens)
+        assert 0 < ten < 2 * one, name
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_table_of_prompts(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_prompt.py", "--tokens", "64", "128"])
+    bench_prompt.main()
+    table = capsys.readouterr().out
+    assert "| EAGLE-3, chain of 2 | 128 |" in table
+    assert "| none | 64 | 0.1 |" in table
+
+
+def test_a_plain_step_builds_no_mask_and_scatters_nothing() -> None:
+    target = bench_operations.random_target(4)
+    counts = bench_operations.of_a_step(target, bench_operations.drafters(target)["none"])
+    assert counts["_scaled_dot_product_flash_attention_for_cpu"] == 4
+    assert counts["embedding"] == 1
+    for name in ("masked_fill_", "index_put_", "_index_put_impl_", "scatter_", "where"):
+        assert counts[name] == 0
+
+
+def test_the_table_of_operations(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_operations.py", "--layers", "6"])
+    bench_operations.main()
+    assert "| EAGLE-3, chain of 4 |" in capsys.readouterr().out
