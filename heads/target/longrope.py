@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class LongRope:
@@ -49,10 +50,14 @@ class LongRope:
             if self._long is None:
                 return forward(x, position_ids)
             assert self.switch is not None
-            # By the largest position of a call, which a long text has, the module decides for all.
-            found = forward(x, position_ids), forward(x, position_ids.clamp_max(self.switch - 1))
+            # By the largest position of a call the module decides for all; the first parts of a
+            # long prompt have none that is large.
+            far = (
+                each[:, :-1] for each in forward(x, pad(position_ids, (0, 1), value=self.switch))
+            )
+            near = forward(x, position_ids.clamp_max(self.switch - 1))
             long = self._long.unsqueeze(2)
-            cos, sin = (torch.where(long, far, near) for far, near in zip(*found, strict=True))
+            cos, sin = (torch.where(long, *each) for each in zip(far, near, strict=True))
             return cos, sin
 
         return rotate
