@@ -28,11 +28,13 @@ def prefill(
 def parts(
     target: Target, cache: TreeCache, rows: list[list[int]], reads: Reads | None = None
 ) -> Iterator[tuple[list[list[int]], TargetOutput]]:
-    """`prefill` part by part: the tokens of each, and the states."""
+    """`prefill` part by part: the tokens of each, and the states; one part if it is recurrent."""
     longest = max(map(len, rows))
     ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
-    for start in range(0, longest, CHUNK):
-        new = [row[start : start + CHUNK] for row in rows]
+    # Some recurrent layers of transformers go on from a state with one token only.
+    size = longest if target.is_recurrent else CHUNK
+    for start in range(0, longest, size):
+        new = [row[start : start + size] for row in rows]
         width = max(map(len, new))
         # What fills up a shorter row comes after its tokens, which cannot see it.
         ids = upload([row + [0] * (width - len(row)) for row in new], target.device)
