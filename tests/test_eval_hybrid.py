@@ -50,14 +50,15 @@ def hybrid(expected: float = 1.0) -> Hybrid:
 
 def paths(draft: Draft) -> list[list[tuple[int, ...]]]:
     """Per text its nodes as the path to each."""
-    layout = draft.layout()
-    assert int(layout.depths.max()) <= draft.depth
-    parents = layout.parents.expand(len(draft.tokens), -1)[:, 1:].tolist()
+    layout, num_texts = draft.layout(), len(draft.tokens)
+    parents = layout.parents.expand(num_texts, -1)[:, 1:].tolist()
+    depths = layout.depths.expand(num_texts, -1).tolist()
     found = []
-    for tokens, above in zip(draft.tokens.tolist(), parents, strict=True):
+    for tokens, above, depth in zip(draft.tokens.tolist(), parents, depths, strict=True):
         nodes: list[tuple[int, ...]] = [()]
         for token, parent in zip(tokens, above, strict=True):
             nodes.append((*nodes[parent], token))
+        assert [len(node) for node in nodes] == depth
         found.append([node for node in nodes[1:] if PAD not in node])
     return found
 

@@ -144,7 +144,7 @@ def test_the_interval_of_a_speedup_leaves_out_a_fortieth_at_each_end() -> None:
         seconds = [0.5, 1.0 + number % 2, 9.0]
         plain = [[text(10, s)] for s in seconds]
         found.append(BatchRun([prompt("a")], {"vanilla": plain, "tree": [[text(10, 1.0)]] * 3}))
-    bench = Bench(None, [], [], GREEDY, {}, True)
+    bench = Bench(SimpleNamespace(tokenizer=None), [], [], GREEDY, {}, True)
     methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
     result = summarise(bench, SpeedupRun(num_texts=0, seed=0), methods, found)
     assert result["methods"]["tree"]["speedup"] == 1.5
@@ -158,7 +158,7 @@ def test_all_intervals_are_those_of_the_seed() -> None:
         quick = text(10, 1.0 + number**2, 0.5, steps=steps)
         plain = text(10, 5.0, 0.5, steps=steps)
         found.append(BatchRun([prompt("a")], {"vanilla": [[plain]], "tree": [[quick]]}))
-    bench = Bench(None, [], [], GREEDY, {}, True)
+    bench = Bench(SimpleNamespace(tokenizer=None), [], [], GREEDY, {}, True)
     methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
 
     def intervals(seed: int) -> list[list[float]]:
@@ -196,7 +196,7 @@ def test_figures_by_hand() -> None:
         "root": Method(lambda *_: [], Tree.chain(0)),
         "silent": Method(lambda *_: []),
     }
-    bench = Bench(None, [], [], GREEDY, {}, True)
+    bench = Bench(SimpleNamespace(tokenizer=None), [], [], GREEDY, {}, True)
     config = SpeedupRun(num_texts=0, batch_size=4, num_repeats=3)
     result = summarise(bench, config, methods, found)
     assert (result["baseline"], result["batch_size"], result["num_repeats"]) == ("vanilla", 4, 3)
