@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from rich.console import Console
 from rich.table import Table
+
+from eval.clock import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = [
@@ -71,12 +72,12 @@ def main(out_dir: Path) -> None:
     """Runs what is missing, then sums up."""
     seconds = {}
     for name, result, arguments in stages(out_dir):
-        started = time.perf_counter()
+        watch = Stopwatch()
         seconds[name] = "done before"
         if not result.exists():
             print(f"== {name}: python {' '.join(arguments)}", flush=True)
             run(arguments)
-            seconds[name] = f"{time.perf_counter() - started:.0f} s"
+            seconds[name] = f"{watch.seconds():.0f} s"
         if not result.exists():
             sys.exit(f"{name} was stopped: `make quickstart` again continues")
     Console().print(summary(out_dir, seconds))
