@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -15,71 +16,86 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.schema_measure import AcceptanceRun, Mode
-from eval.decode.engine import Step, decode
+from data.journal import Journal
+from eval.decode.drafters.counted import Counted
+from eval.decode.engine import NoDraft, Step, decode
 from eval.entry import run
 from eval.measure import processes
-from eval.measure.bench import Bench, greedy_responses, open_bench, seed_of, write_result
+from eval.measure.bench import (
+    Bench,
+    open_bench,
+    open_journal,
+    seed_of,
+    write_result,
+)
+from eval.measure.prompts import Prompt
 from eval.measure.replay import agreements, ranked_drafts, steps_along
-from eval.measure.stats import PromptSteps, summary, tree_figures
+from eval.measure.stats import PromptSteps, shown, summary, tree_figures
 from eval.report.figures import plot_acceptance
 from heads.tree import Tree
 
 
-def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
+def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, Any]:
     """The contents of `acceptance.json`: the chain's figures, the tree's under its own key.
 
     What an EAGLE tree holds depends on all that was drawn, right or wrong, so it is decoded in
     either mode.
     """
-    more: dict[str, Any] = {}
-    if config.mode is Mode.replay:
-        steps, more["agreement"] = _replayed(bench, config)
-    else:
-        steps = {"chain": _decoded(bench, config, "chain")}
-    if "tree" not in steps:
-        steps["tree"] = _decoded(bench, config, "tree")
-    prompts = {
-        name: processes.gathered(
-            [PromptSteps(p.category, s) for p, s in zip(bench.prompts, lists, strict=True)]
-        )
-        for name, lists in steps.items()
+    for number, prompt in enumerate(tqdm(bench.prompts, desc=config.mode.value, unit="prompt")):
+        if number not in journal.done:
+            row = _measured(bench, config, prompt)
+            journal.append([{"id": number, **row}])
+    rows = sorted(processes.gathered(journal.rows()), key=_place)
+    found = {
+        name: summary([_prompt_steps(row[name]) for row in rows], depth, config.seed)
+        for name, depth in (("chain", bench.head.chain.depth), ("tree", bench.head.tree.depth))
     }
-    result = summary(prompts["chain"], bench.head.chain.depth, config.seed)
-    tree = summary(prompts["tree"], bench.head.tree.depth, config.seed)
-    return {"mode": config.mode.value, **result, **more, bench.head.tree_name: tree}
+    result = {"mode": config.mode.value, **found["chain"], bench.head.tree_name: found["tree"]}
+    if config.mode is Mode.replay:
+        texts = [row["agreement"] for row in rows]
+        depths = [[each for text in texts for each in text[d]] for d in range(len(texts[0]))]
+        result["agreement"] = [sum(depth) / max(1, len(depth)) for depth in depths]
+    return result
 
 
-def _replayed(
-    bench: Bench, config: AcceptanceRun
-) -> tuple[dict[str, list[list[Step]]], list[float]]:
-    """Steps per kind of draft and prompt, and the chain's agreement per depth."""
-    head, target = bench.head, bench.target
-    static = {"chain": head.chain}
-    if isinstance(head.tree, Tree):
-        static["tree"] = head.tree
-    steps: dict[str, list[list[Step]]] = {name: [] for name in static}
-    agreeing: list[list[list[bool]]] = []
-    responses = greedy_responses(target, bench.prompts, config.max_new_tokens)
-    for prompt, response in zip(bench.prompts, responses, strict=True):
-        output = target.read_response(prompt.token_ids, response, head.head.reads)
-        for name, tree in static.items():
-            ranked = ranked_drafts(head.head, tree, output, prompt.token_ids, response)
-            steps[name].append(steps_along(tree, ranked, response))
-            if name == "chain":
-                agreeing.append(agreements(ranked, response))
-    found = processes.gathered(agreeing)
-    per_depth = [[each for text in found for each in text[d]] for d in range(head.chain.depth)]
-    return steps, [sum(depth) / max(1, len(depth)) for depth in per_depth]
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    return row["chain"]["turn"], row["chain"]["dialogue"]
 
 
-def _decoded(bench: Bench, config: AcceptanceRun, kind: str) -> list[list[Step]]:
-    found = []
-    for prompt in tqdm(bench.prompts, desc=f"decoding, {kind}", unit="prompt"):
-        seed = seed_of(prompt, config.seed)
-        drafter = bench.head.drafter(kind, bench.sampling, [seed])
-        ids, length = prompt.token_ids, config.max_new_tokens
-        found.append(decode(bench.target, drafter, ids, length, bench.sampling, seed).steps)
+def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, Any]:
+    """The steps of chain and tree, and of a replay the chain's agreement per depth."""
+    if config.mode is Mode.decode:
+        return {kind: _decoded(bench, config, prompt, kind) for kind in ("chain", "tree")}
+    head, shapes = bench.head, {"chain": bench.head.chain, "tree": bench.head.tree}
+    response = decode(bench.target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids
+    output = bench.target.read_response(prompt.token_ids, response, head.head.reads)
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        if not isinstance(shape, Tree):
+            found[name] = _decoded(bench, config, prompt, name)
+            continue
+        ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, response)
+        steps = steps_along(shape, ranked, response)
+        found[name] = _kept(prompt, steps, [shape.num_nodes - 1] * len(steps))
+        if name == "chain":
+            found["agreement"] = agreements(ranked, response)
     return found
+
+
+def _decoded(bench: Bench, config: AcceptanceRun, prompt: Prompt, kind: str) -> dict[str, Any]:
+    seed = seed_of(prompt, config.seed)
+    drafter = Counted(bench.head.drafter(kind, bench.sampling, [seed]), 1)
+    length = config.max_new_tokens
+    text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
+    return _kept(prompt, text.steps, drafter.counts()[0])
+
+
+def _kept(prompt: Prompt, steps: list[Step], drafted: list[int]) -> dict[str, Any]:
+    return asdict(PromptSteps(prompt.category, steps, drafted, prompt.dialogue, prompt.turn))
+
+
+def _prompt_steps(row: dict[str, Any]) -> PromptSteps:
+    return PromptSteps(**{**row, "steps": [Step(**step) for step in row["steps"]]})
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -91,9 +107,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
     for name, row in rows.items():
         in_tree = tree if name == "all" else tree["by_category"][name]
-        low, high = row["ci95"]
         table.add_row(
-            name, str(row["num_prompts"]), f"{row['tau']:.3f}", f"{low:.2f}-{high:.2f}",
+            name, str(row["num_prompts"]), f"{row['tau']:.3f}", shown(row["ci95"]),
             f"{in_tree['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in row["alpha"]),
         )  # fmt: skip
     console.print(table)
@@ -102,7 +117,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(config: AcceptanceRun) -> None:
     """Measures, prints, writes `acceptance.json` and `acceptance.png`."""
     bench = open_bench(config, "acceptance.json")
-    result = measure(bench, config)
+    with open_journal(config, "acceptance.json", bench) as journal:
+        result = measure(bench, config, journal)
     if not bench.main:
         return
     console = Console()
