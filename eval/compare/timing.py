@@ -92,7 +92,7 @@ def time_methods(
             if journal is not None:
                 journal.append([{"id": job.id, "texts": [asdict(g) for g in kept[job.id]]}])
     found = [BatchRun(each, {name: [] for name in methods}) for each in prompts]
-    for job in sorted(jobs, key=lambda job: job.id):
+    for job in jobs:
         found[job.batch].runs[job.method].append(kept[job.id])
     if bench.target is not None and bench.target.device.type == "cuda":
         for name, method in methods.items():
