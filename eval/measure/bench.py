@@ -85,15 +85,7 @@ def open_bench(
     heads = [open_head(run, ref) for ref in refs]
     target = load_target(run.target, state.device)
     for head in heads:
-        if head.searched_on and head.searched_on == records.sha256:
-            Console(stderr=True).print(
-                f"{head.path}: its draft tree was searched for on data.path itself, so that the "
-                "tree's figures flatter it; measure on other prompts",
-                markup=False,
-            )
-        head.head.attach(target, target.dtype).eval()
-        if run.output_rank is not None:
-            reduce_rank(head.head, target, run.output_rank)
+        _attach(run, head, target, records)
     chosen = records.records[: run.data.num_prompts]
     depth = max((head.depth for head in heads), default=0)
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
@@ -116,6 +108,19 @@ def open_bench(
     sampling = Sampling(run.temperature, run.top_p, run.top_k)
     spare = _spare(run, records.records, target, encoder, depth)
     return Bench(target, heads, prompts, sampling, data, state.is_main_process, spare)
+
+
+def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) -> None:
+    """Makes a head ready to draft; says so where its tree was fitted to these very prompts."""
+    if head.searched_on and head.searched_on == records.sha256:
+        Console(stderr=True).print(
+            f"{head.path}: its draft tree was searched for on data.path itself, so that the "
+            "tree's figures flatter it; measure on other prompts",
+            markup=False,
+        )
+    head.head.attach(target, target.dtype).eval()
+    if run.output_rank is not None:
+        reduce_rank(head.head, target, run.output_rank)
 
 
 def check_out_dir(run: MeasureRun, result_name: str) -> None:
