@@ -186,7 +186,8 @@ class SelfDraftConfig:
     num_layers: int | None = None
     """Layers of `early_exit`; unset takes half of them."""
     skip: list[int] | None = None
-    """Layers that `skip_layers` leaves out, from 0; unset searches on the first prompts."""
+    """Layers that `skip_layers` leaves out, from 0; unset searches on up to 8 prompts behind the
+    first `data.num_prompts`, which are not measured."""
     num_tokens: int | None = None
     """Draft tokens of a chain; unset takes 4, or what the search found."""
 
@@ -210,7 +211,8 @@ class SpeedupRun(MeasureRun):
     """`eval/speedup.py`."""
 
     methods: Any = "all"
-    """A name or a list of them, see `eval/compare/methods.py`; or `all` that are possible."""
+    """A name or a list of them, see `eval/compare/methods.py`; or `all` that are possible. The
+    baselines `vanilla` and `generate` always run."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -228,7 +230,7 @@ class SpeedupRun(MeasureRun):
     num_warmups: int = 3
     """Untimed passes of every method over the first batch."""
     num_repeats: int = 3
-    """Timed passes over the prompts, methods interleaved; medians are reported."""
+    """Timed passes over the prompts, methods in an order drawn for each; medians are reported."""
     num_texts: int = 6
     """Prompts whose texts the report shows, spread over the categories."""
     out_dir: str = "outputs/speedup"

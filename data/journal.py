@@ -25,25 +25,28 @@ class Journal:
         num_torn: bytes of a half-written last line that were dropped at the start.
     """
 
-    def __init__(self, out_dir: Path, manifest: dict[str, object]) -> None:
+    def __init__(
+        self, out_dir: Path, manifest: dict[str, object], rows_name: str = ROWS_NAME
+    ) -> None:
         """Opens the rows of an earlier start, or begins.
 
         Args:
             out_dir: created if absent.
             manifest: everything that decides what a row holds; JSON values.
+            rows_name: of the file of rows.
 
         Raises:
             InputError: another process writes here, the folder holds other work, or a row
                 other than the last is damaged.
         """
-        self.path = out_dir / ROWS_NAME
+        self.path = out_dir / rows_name
         self.done: set[int] = set()
         self.num_torn = 0
         out_dir.mkdir(parents=True, exist_ok=True)
         self._lock = locked(out_dir / ".lock")
         with contextlib.ExitStack() as unless_opened:
             unless_opened.callback(self._lock.release)
-            _check_manifest(out_dir, manifest, has_rows=self.path.exists())
+            _check_manifest(self.path, manifest)
             self._recover()
             write_whole(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
             unless_opened.pop_all()
@@ -69,9 +72,14 @@ class Journal:
             ) from error
         self.done.update(row["id"] for row in fresh)
 
+    def rows(self) -> list[dict]:
+        """All that is on disk, in the order of the ids."""
+        found = (row for _, row in _lines(self.path)) if self.path.exists() else ()
+        return sorted(found, key=lambda row: row["id"])
+
     def finish(self) -> list[dict]:
         """Rewrites the file in the order of the ids, at once, and returns its rows."""
-        rows = sorted((row for _, row in _lines(self.path)), key=lambda row: row["id"])
+        rows = self.rows()
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_whole(self.path, "".join(lines))
         return rows
@@ -129,12 +137,12 @@ def _parsed(line: bytes) -> dict | None:
     return None
 
 
-def _check_manifest(out_dir: Path, manifest: dict[str, object], has_rows: bool) -> None:
-    path = out_dir / MANIFEST_NAME
+def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
+    out_dir, path = rows.parent, rows.parent / MANIFEST_NAME
     if not path.exists():
-        if has_rows:
+        if rows.exists():
             raise InputError(
-                f"{out_dir}: holds a {ROWS_NAME} of unknown origin (no {MANIFEST_NAME}): "
+                f"{out_dir}: holds a {rows.name} of unknown origin (no {MANIFEST_NAME}): "
                 "choose another out_dir"
             )
         return

@@ -28,6 +28,16 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else repr(value)
 
 
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    if not isinstance(value, dict):
+        return {key: value}
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        found |= flat(item, f"{key}.{name}" if key else name)
+    return found
+
+
 def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
     """Everything needed to make the head again.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -15,83 +16,91 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.schema_measure import AcceptanceRun, Mode
-from eval.decode.engine import Step, decode
+from data.journal import Journal
+from eval.decode.drafters.counted import Counted
+from eval.decode.engine import NoDraft, Step, decode
 from eval.entry import run
 from eval.measure import processes
-from eval.measure.bench import Bench, greedy_responses, open_bench, seed_of, write_result
-from eval.measure.prompts import num_thinking
+from eval.measure.bench import (
+    Bench,
+    open_bench,
+    open_journal,
+    seed_of,
+    write_result,
+)
+from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, steps_along
-from eval.measure.stats import PromptSteps, summary, tree_figures
+from eval.measure.stats import PromptSteps, shown, summary, tree_figures
 from eval.report.figures import plot_acceptance
 from heads.tree import Tree
 
-Texts = dict[str, list[list[int]]]
-Steps = dict[str, list[list[Step]]]
 
-
-def measure(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
+def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, Any]:
     """The contents of `acceptance.json`: the chain's figures, the tree's under its own key.
 
     What an EAGLE tree holds depends on all that was drawn, right or wrong, so it is decoded in
     either mode.
     """
-    more: dict[str, Any] = {}
-    if config.mode is Mode.replay:
-        texts, steps, more["agreement"] = _replayed(bench, config)
-    else:
-        texts, steps = {}, {}
-        texts["chain"], steps["chain"] = _decoded(bench, config, "chain")
-    if "tree" not in steps:
-        texts["tree"], steps["tree"] = _decoded(bench, config, "tree")
-    prompts = {
-        name: processes.gathered(_of_prompts(bench, texts[name], steps[name])) for name in steps
+    for number, prompt in enumerate(tqdm(bench.prompts, desc=config.mode.value, unit="prompt")):
+        if number not in journal.done:
+            row = _measured(bench, config, prompt)
+            journal.append([{"id": number, **row}])
+    rows = sorted(processes.gathered(journal.rows()), key=_place)
+    found = {
+        name: summary([_prompt_steps(row[name]) for row in rows], depth, config.seed)
+        for name, depth in (("chain", bench.head.chain.depth), ("tree", bench.head.tree.depth))
     }
-    result = summary(prompts["chain"], bench.head.chain.depth, config.seed)
-    tree = summary(prompts["tree"], bench.head.tree.depth, config.seed)
-    return {"mode": config.mode.value, **result, **more, bench.head.tree_name: tree}
+    result = {"mode": config.mode.value, **found["chain"], bench.head.tree_name: found["tree"]}
+    if config.mode is Mode.replay:
+        texts = [row["agreement"] for row in rows]
+        depths = [[each for text in texts for each in text[d]] for d in range(len(texts[0]))]
+        result["agreement"] = [sum(depth) / max(1, len(depth)) for depth in depths]
+    return result
 
 
-def _of_prompts(bench: Bench, texts: list[list[int]], steps: list[list[Step]]) -> list[PromptSteps]:
-    columns = zip(bench.prompts, texts, steps, strict=True)
-    tokenizer = bench.target.tokenizer
-    return [PromptSteps(p.category, s, num_thinking(p, ids, tokenizer)) for p, ids, s in columns]
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    return row["chain"]["turn"], row["chain"]["dialogue"]
 
 
-def _replayed(bench: Bench, config: AcceptanceRun) -> tuple[Texts, Steps, list[float]]:
-    """Texts and steps per kind of draft and prompt, and the chain's agreement per depth."""
-    head, target = bench.head, bench.target
-    static = {"chain": head.chain}
-    if isinstance(head.tree, Tree):
-        static["tree"] = head.tree
-    steps: dict[str, list[list[Step]]] = {name: [] for name in static}
-    agreeing: list[list[list[bool]]] = []
-    responses = greedy_responses(target, bench.prompts, config.max_new_tokens)
-    for prompt, response in zip(bench.prompts, responses, strict=True):
-        output = target.read_response(prompt.token_ids, response, head.head.reads)
-        for name, tree in static.items():
-            ranked = ranked_drafts(head.head, tree, output, prompt.token_ids, response)
-            steps[name].append(steps_along(tree, ranked, response))
-            if name == "chain":
-                agreeing.append(agreements(ranked, response))
-    found = processes.gathered(agreeing)
-    per_depth = [[each for text in found for each in text[d]] for d in range(head.chain.depth)]
-    return (
-        dict.fromkeys(static, responses),
-        steps,
-        [sum(depth) / max(1, len(depth)) for depth in per_depth],
-    )
+def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, Any]:
+    """The steps of chain and tree, and of a replay the chain's agreement per depth."""
+    if config.mode is Mode.decode:
+        return {kind: _decoded(bench, config, prompt, kind) for kind in ("chain", "tree")}
+    head, shapes = bench.head, {"chain": bench.head.chain, "tree": bench.head.tree}
+    response = decode(bench.target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids
+    output = bench.target.read_response(prompt.token_ids, response, head.head.reads)
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        if not isinstance(shape, Tree):
+            found[name] = _decoded(bench, config, prompt, name)
+            continue
+        ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, response)
+        steps = steps_along(shape, ranked, response)
+        drafted = [shape.num_nodes - 1] * len(steps)
+        found[name] = _kept(bench, prompt, response, steps, drafted)
+        if name == "chain":
+            found["agreement"] = agreements(ranked, response)
+    return found
 
 
-def _decoded(
-    bench: Bench, config: AcceptanceRun, kind: str
-) -> tuple[list[list[int]], list[list[Step]]]:
-    found = []
-    for prompt in tqdm(bench.prompts, desc=f"decoding, {kind}", unit="prompt"):
-        seed = seed_of(prompt, config.seed)
-        drafter = bench.head.drafter(kind, bench.sampling, [seed])
-        ids, length = prompt.token_ids, config.max_new_tokens
-        found.append(decode(bench.target, drafter, ids, length, bench.sampling, seed))
-    return [text.token_ids for text in found], [text.steps for text in found]
+def _decoded(bench: Bench, config: AcceptanceRun, prompt: Prompt, kind: str) -> dict[str, Any]:
+    seed = seed_of(prompt, config.seed)
+    drafter = Counted(bench.head.drafter(kind, bench.sampling, [seed]), 1)
+    length = config.max_new_tokens
+    text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
+    return _kept(bench, prompt, text.token_ids, text.steps, drafter.counts()[0])
+
+
+def _kept(
+    bench: Bench, prompt: Prompt, text: list[int], steps: list[Step], drafted: list[int]
+) -> dict[str, Any]:
+    thinking = num_thinking(prompt, text, bench.target.tokenizer)
+    place = (prompt.dialogue, prompt.turn)
+    return asdict(PromptSteps(prompt.category, steps, drafted, *place, thinking))
+
+
+def _prompt_steps(row: dict[str, Any]) -> PromptSteps:
+    return PromptSteps(**{**row, "steps": [Step(**step) for step in row["steps"]]})
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -103,23 +112,24 @@ def show(result: dict[str, Any], console: Console) -> None:
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
     for name, row in rows.items():
         in_tree = tree if name == "all" else tree["by_category"][name]
-        low, high = row["ci95"]
         table.add_row(
-            name, str(row["num_prompts"]), f"{row['tau']:.3f}", f"{low:.2f}-{high:.2f}",
+            name, str(row["num_prompts"]), f"{row['tau']:.3f}", shown(row["ci95"]),
             f"{in_tree['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in row["alpha"]),
         )  # fmt: skip
     console.print(table)
     for part, row in result["by_part"].items():
-        in_part = tree["by_part"][part]["tau"]
-        console.print(
-            f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
-        )
+        if part in tree["by_part"]:  # drawn texts of chain and tree may differ
+            in_part = tree["by_part"][part]["tau"]
+            console.print(
+                f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
+            )
 
 
 def main(config: AcceptanceRun) -> None:
     """Measures, prints, writes `acceptance.json` and `acceptance.png`."""
     bench = open_bench(config, "acceptance.json")
-    result = measure(bench, config)
+    with open_journal(config, "acceptance.json", bench) as journal:
+        result = measure(bench, config, journal)
     if not bench.main:
         return
     console = Console()

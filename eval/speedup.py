@@ -1,4 +1,4 @@
-"""Wall-clock speed-up of real decoding, against the same engine without drafting.
+"""Wall-clock speed-up of real decoding, against the faster of two loops that draft nothing.
 
 `python eval/speedup.py head.path=outputs/medusa/head data.path=prompts.jsonl methods=all`
 """
@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema_measure import SpeedupRun
-from eval.compare.methods import build_methods, check_methods
-from eval.compare.timing import summarise, time_methods
+from eval.compare.figures import summarise
+from eval.compare.methods import build_methods, check_methods, choose_methods
+from eval.compare.timing import time_methods
 from eval.entry import run
-from eval.measure.bench import open_bench, write_result
+from eval.measure.bench import open_bench, open_journal, write_result
+from eval.measure.stats import shown
 from eval.report.figures import plot_speedup
 from eval.report.page import write_report
 
@@ -27,16 +29,15 @@ MAX_NODES = 256  # of any tree, and what a text may overshoot
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints the figures as a table."""
-    table = Table(title="Speed-up over the same engine without drafting (medians)")
+    table = Table(title=f"Speed-up over {result['baseline']} (medians)")
     columns = ("method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency")
     for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right")
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name, row in result["methods"].items():
-        low, high = row["speedup_ci95"]
         table.add_row(
             f"{name} (lossy)" if row["lossy"] else name, f"{row['tau']:.3f}",
-            f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}", f"{low:.2f}-{high:.2f}",
-            f"{row['efficiency']:.2f}",
+            f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}", shown(row["speedup_ci95"]),
+            "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
         )  # fmt: skip
     console.print(table)
     lossless = result["lossless"]
@@ -54,11 +55,13 @@ def main(config: SpeedupRun) -> None:
     """Measures, prints, writes `speedup.json`, `speedup.png` and `speedup.html`."""
     check_methods(config.methods)
     bench = open_bench(config, "speedup.json", config.heads, need_head=False)
-    methods = build_methods(bench, config)
-    if config.compile:
-        longest = max(len(prompt.token_ids) for prompt in bench.prompts)
-        bench.target.compile(longest + config.max_new_tokens + MAX_NODES)
-    found = time_methods(bench, config, methods)
+    chosen = choose_methods(bench, config)
+    with open_journal(config, "speedup.json", bench) as journal:
+        methods = build_methods(bench, config, chosen, journal)
+        if config.compile:
+            longest = max(len(prompt.token_ids) for prompt in bench.prompts)
+            bench.target.compile(longest + config.max_new_tokens + MAX_NODES)
+        found = time_methods(bench, config, methods, journal)
     if not bench.main:
         return
     result = summarise(bench, config, methods, found)

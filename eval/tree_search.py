@@ -22,8 +22,9 @@ from rich.table import Table
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun, TreeSearchRun
 from data.journal import write_whole
-from eval.compare.methods import BASELINE, Method
-from eval.compare.timing import summarise, time_methods
+from eval.compare.figures import summarise
+from eval.compare.methods import VANILLA, Method
+from eval.compare.timing import time_methods
 from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.entry import run
 from eval.measure import processes
@@ -215,7 +216,7 @@ def measure(
 
         return Method(decode, shape if isinstance(shape, Tree) else None)
 
-    methods = {BASELINE: method(None)} | {name: method(shape) for name, shape in tried.items()}
+    methods = {VANILLA: method(None)} | {name: method(shape) for name, shape in tried.items()}
     settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
     checked = replace(bench, prompts=prompts)
     return summarise(checked, settings, methods, time_methods(checked, settings, methods))
@@ -277,11 +278,13 @@ def _shown(figure: float | None) -> str:
     return "-" if figure is None else f"{figure:.3f}"
 
 
-def write_shape(head: BenchHead, best: Candidate, device: str, out_dir: Path) -> Path:
+def write_shape(
+    head: BenchHead, best: Candidate, device: str, data: str | None, out_dir: Path
+) -> Path:
     """Writes SHAPE_FILE beside the head, or into `out_dir` for one that lies on the Hub."""
     folder = Path(head.path) if Path(head.path).is_dir() else out_dir
     path = folder / SHAPE_FILE
-    content = {**described(best.shape), "device": device, "tau": best.tau}
+    content = {**described(best.shape), "device": device, "data": data, "tau": best.tau}
     try:
         write_whole(path, json.dumps(content) + "\n")
     except OSError as error:
@@ -303,7 +306,9 @@ def main(config: TreeSearchRun) -> None:
     if num_processes > 1:
         raise InputError(f"{num_processes} processes: one measures the times; start just that")
     bench = open_bench(config, "tree_search.json")
-    searched, checked = bench.prompts[::2], bench.prompts[1::2]
+    # By dialogue: its second turn holds the first.
+    searched = [prompt for prompt in bench.prompts if prompt.dialogue % 2 == 0]
+    checked = [prompt for prompt in bench.prompts if prompt.dialogue % 2]
     if not checked:
         raise InputError("data.num_prompts=1: searching and checking need a prompt each")
     texts = read_texts(bench, config, searched)
@@ -317,7 +322,8 @@ def main(config: TreeSearchRun) -> None:
     if recorded is None:
         tried = {name: each.shape for name, each in predicted.items()}
         measured = measure(bench, config, checked, tried)
-        advice = check(advise(bench, config, context), bench, config, checked)
+        predicted_advice = advise(replace(bench, prompts=searched), config, context)
+        advice = check(predicted_advice, bench, config, checked)
     result = {
         **report(predicted, simulated, measured),
         "curve": asdict(costs.curve),
@@ -333,7 +339,9 @@ def main(config: TreeSearchRun) -> None:
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     if config.write and recorded is None:
-        where = write_shape(bench.head, best, costs.curve.device, Path(config.out_dir))
+        where = write_shape(
+            bench.head, best, costs.curve.device, bench.data["sha256"], Path(config.out_dir)
+        )
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
 
 

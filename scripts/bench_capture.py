@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from conf.schema import DataConfig, TargetConfig
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import SHARD_BYTES, Shard, Writers
 from data.layout import HIDDEN, Contents
+from eval.clock import Stopwatch
 from eval.measure.processes import start
 from heads.target.load import load_target
 from heads.target.model import Target
@@ -74,12 +74,9 @@ def seconds(run: Callable[[], None]) -> float:
     On processors that other programs share, the clock would tell of those.
     """
     cuda = torch.cuda.is_available()
-    clock = time.perf_counter if cuda else time.process_time
-    started = clock()
+    watch = Stopwatch(torch.device("cuda" if cuda else "cpu"))
     run()
-    if cuda:
-        torch.cuda.synchronize()
-    return clock() - started
+    return watch.seconds() if cuda else watch.processor_seconds()
 
 
 def measured(

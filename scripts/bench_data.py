@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import resource
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from data.chat import Encoder
 from data.pack import PackedDataset, prepare
 from data.preparing import num_cores
 from data.records import load_records
+from eval.clock import Stopwatch
 from scripts.bench.footprint import add_sizes
 from scripts.bench.residence import peak_while, residence
 
@@ -82,11 +82,11 @@ def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
     """The baseline: a loop over the rows, which stay in memory."""
     encoder = Encoder(AutoTokenizer.from_pretrained(target))
     before = residence().pss
-    started, idle = time.perf_counter(), time.process_time()
+    watch = Stopwatch()
     records = load_records(path).records
     samples = (sample for record in records for sample in encoder.encode(record))
     packed = PackedDataset(samples, tokens, seed=0)
-    seconds, busy = time.perf_counter() - started, time.process_time() - idle
+    seconds, busy = watch.seconds(), watch.processor_seconds()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = {"one process, peak RSS": peak, "beyond what it began with": peak - before}
     return Cost(len(records), seconds, busy, memory, packed.checksum)
@@ -98,10 +98,10 @@ def prepared(config: DataConfig, target: str) -> Cost:
     costs: list[Cost] = []
 
     def run() -> None:
-        started = time.perf_counter()
+        watch = Stopwatch()
         train, heldout, report = prepare(config, tokenizer, seed=0, progress=False)
         assert len(heldout)
-        seconds = time.perf_counter() - started
+        seconds = watch.seconds()
         costs.append(Cost(report.num_records, seconds, 0.0, {}, train.checksum))
 
     peak = peak_while(run, os.getpid())
@@ -117,9 +117,9 @@ def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
     tokenizer = AutoTokenizer.from_pretrained(target)
     before = residence()
     meeting.wait()
-    started, idle = time.perf_counter(), time.process_time()
+    watch = Stopwatch()
     train, _, report = prepare(config, tokenizer, seed=0, progress=False)
-    seconds, busy = time.perf_counter() - started, time.process_time() - idle
+    seconds, busy = watch.seconds(), watch.processor_seconds()
     for index in range(len(train)):
         train[index]
     meeting.wait()

@@ -19,7 +19,6 @@ import signal
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from eval.clock import Stopwatch
 from scripts.bench.apart import ROOT, result_of
 from scripts.bench.footprint import best_device, where
 
@@ -232,7 +232,7 @@ def run(name: str, small: bool) -> list[dict[str, Any]]:
     """The rows of a benchmark, or one row that says how it failed."""
     size = ["--small"] if small else []
     command = [sys.executable, __file__, "--figures-of", name, *size]
-    began = time.monotonic()
+    watch = Stopwatch()
     pipe = subprocess.PIPE
     child = subprocess.Popen(
         command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -246,7 +246,7 @@ def run(name: str, small: bool) -> list[dict[str, Any]]:
     if child.returncode:
         print(complaint[-3000:], file=sys.stderr)
         return [_failed(name, (complaint.strip().splitlines() or ["no word"])[-1])]
-    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{name}: {watch.seconds():.0f} s", flush=True)
     return rows_of(name, json.loads(said.splitlines()[-1]), not small)
 
 

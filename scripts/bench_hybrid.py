@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import DataConfig
 from data.pack import PackedDataset, prepare
+from eval.measure.stats import shown
 from heads.documents import Documents
 from heads.storage import write_folder
 from heads.target.model import Target
@@ -172,10 +173,10 @@ def main(given: list[str] | None = None) -> None:
         for head in HEADS:
             result = measured(family, head, options)
             row, same = result["methods"][CHAINS[head]], result["lossless"]
-            low, high = row["speedup_ci95"]
             table.add_row(
                 family, head, f"{row['tau']:.3f}", f"{row['speedup']:.2f}",
-                f"{low:.2f} to {high:.2f}", f"{same['num_equal']} of {same['num_prompts']}",
+                shown(row["speedup_ci95"], between=" to "),
+                f"{same['num_equal']} of {same['num_prompts']}",
             )  # fmt: skip
     Console(width=120).print(table)
 

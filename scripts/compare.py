@@ -1,6 +1,9 @@
 """Puts acceptance results of several heads side by side: a table and a picture.
 
 `python scripts/compare.py results=[outputs/medusa-accept,outputs/eagle3-accept]`
+
+Differences are taken prompt by prompt against the first result, so that what makes prompts easy
+or hard for every head is not in their intervals.
 """
 
 import sys
@@ -9,16 +12,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from conf.schema import InputError
 from conf.schema_measure import CompareRun
 from eval.entry import run
-from eval.measure.stats import tree_figures
+from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.figures import plot_comparison
 
 # What must agree for two rows to say anything about each other.
-SAME = ("num_prompts", "max_new_tokens", "temperature", "target_dtype")
+SAME = (
+    "target_dtype", "mode", "num_prompts", "num_turns",
+    "max_new_tokens", "temperature", "top_p", "top_k",
+)  # fmt: skip
 
 
 def load_results(folders: list[str]) -> dict[str, dict[str, Any]]:
@@ -39,35 +46,71 @@ def load_results(folders: list[str]) -> dict[str, dict[str, Any]]:
             found[name] = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise InputError(f"results: cannot read {path}: {error}") from error
+        if "prompts" not in found[name]:
+            raise InputError(f"results: {path} holds no prompts; measure again")
     _check_alike(found)
     return found
 
 
 def _check_alike(results: dict[str, dict[str, Any]]) -> None:
     (first, reference), *others = results.items()
+    wanted = _facts(reference)
     for name, result in others:
-        facts = [(key, reference.get(key), result.get(key)) for key in SAME]
-        data = (result.get("data") or {}).get("sha256")
-        facts.append(("data.sha256", (reference.get("data") or {}).get("sha256"), data))
-        for key, wanted, got in facts:
-            if wanted != got:
-                raise InputError(f"results: {first} has {key}={wanted}, {name} has {got}")
+        differ = [
+            f"{first} has {key}={wanted.get(key)}, {name} has {found}"
+            for key, found in _facts(result).items()
+            if found != wanted.get(key)
+        ]
+        if differ:
+            raise InputError(f"results: not of the same thing: {'; '.join(differ)}")
+
+
+def _facts(result: dict[str, Any]) -> dict[str, Any]:
+    data, config = result.get("data") or {}, result.get("config") or {}
+    rendered = (config.get("data") or {}).get("chat_template_kwargs")
+    target = result.get("target_identity") or {}
+    # The same target may lie in several places; its checksums say more than its name.
+    names = ("config", "tokenizer", "template", "weights", "adapter_weights", "quantization")
+    known = {f"target.{name}": target[name] for name in names} if target.get("weights") else {}
+    return {
+        **(known or {"target": result.get("target")}),
+        **{key: result.get(key) for key in SAME},
+        "seed": result.get("seed") if result.get("temperature") else None,
+        "data.sha256": data.get("sha256"),
+        "data.chat_template_kwargs": rendered,
+    }
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table: tau of the chain with its interval, of the tree, alpha per depth."""
-    lines = [
-        "| head | tau, chain | 95% interval | tau, tree | alpha per depth of the chain |",
-        "|---|---|---|---|---|",
-    ]
+    """A Markdown table: tau of chain and tree, how much more than the first, alpha per depth."""
+    first = next(iter(results))
+    header = (
+        "head", "tau, chain", "95% interval", f"more than {first}", "tau, tree",
+        f"more than {first}", "alpha per depth of the chain",
+    )  # fmt: skip
+    lines = [_line(header), "|---" * len(header) + "|"]
     for name, result in results.items():
-        low, high = result["tau_ci95"]
-        alpha = " ".join(f"{rate:.2f}" for rate in result["alpha"])
-        lines.append(
-            f"| {name} | {result['tau']:.3f} | {low:.3f} to {high:.3f} "
-            f"| {tree_figures(result)['tau']:.3f} | {alpha} |"
-        )
+        tree, reference = tree_figures(result), results[first]
+        cells = [
+            name,
+            f"{result['tau']:.3f}",
+            shown(result["tau_ci95"], 3, " to "),
+            "" if name == first else _difference(reference, result),
+            f"{tree['tau']:.3f}",
+            "" if name == first else _difference(tree_figures(reference), tree),
+            " ".join(f"{rate:.2f}" for rate in result["alpha"]),
+        ]
+        lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
+    figure, ends = tau_difference(first["prompts"], second["prompts"], seed=0)
+    return f"{figure:+.3f} ({'-' if ends is None else ' to '.join(f'{e:+.3f}' for e in ends)})"
 
 
 def main(config: CompareRun) -> None:

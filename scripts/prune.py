@@ -32,7 +32,7 @@ from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt
 from eval.measure.replay import ranked_drafts, steps_along
-from eval.measure.stats import PromptSteps, alpha, tau, tau_interval
+from eval.measure.stats import PromptSteps, alpha, shown, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
 from heads.kind import DraftHead, check_depth
@@ -247,11 +247,12 @@ def replay(
 ) -> list[list[PromptSteps]]:
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]
-    for prompt, text in tqdm(answers, desc="replay", unit="prompt"):
+    for number, (prompt, text) in enumerate(tqdm(answers, desc="replay", unit="prompt")):
         output = target.read_response(prompt, text, heads[0].reads)
         for head, prompts in zip(heads, found, strict=True):
             ranked = ranked_drafts(head, chain, output, prompt, text)
-            prompts.append(PromptSteps("heldout", steps_along(chain, ranked, text)))
+            steps = steps_along(chain, ranked, text)
+            prompts.append(PromptSteps("heldout", steps, dialogue=number))
     return found
 
 
@@ -290,10 +291,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for row in (*result["pruned"], *result["low_rank"], result["before"]):
-        low, high = row["tau_ci95"]
         table.add_row(
             f"{row['num_ids']:,}", f"{row['rank'] or ''}", f"{row['coverage']:.2%}",
-            f"{row['tau']:.3f}", f"{low:.2f}-{high:.2f}", f"{row['weight_bytes'] / 1e6:.1f}",
+            f"{row['tau']:.3f}", shown(row["tau_ci95"]), f"{row['weight_bytes'] / 1e6:.1f}",
             f"{1000 * row['draft_s']:.2f}", f"{row['speedup']:.2f}",
         )  # fmt: skip
     console.print(table)

@@ -240,7 +240,7 @@ def _measurement(
     found = read_json(path) or {}
     wanted = {
         "acceptance": ("tau", "alpha", "per_position", "by_category", "num_prompts", "mode"),
-        "speedup": ("methods", "baseline", "lossless"),
+        "speedup": ("methods", "baseline", "baselines", "lossless"),
     }[name]
     missing = [key for key in wanted if key not in found]
     if missing:

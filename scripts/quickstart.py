@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from rich.console import Console
 from rich.table import Table
+
+from eval.clock import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = [
@@ -57,8 +58,10 @@ def run(arguments: list[str]) -> None:
 def summary(out_dir: Path, seconds: dict[str, str]) -> Table:
     """The figures of both result files, and what each stage took."""
     keys = ("tau", "tokens_per_s", "speedup", "efficiency")
-    table = Table("method", *keys, title="Medusa on the embedded default, held-out prompts")
-    for name, row in json.loads((out_dir / "speedup.json").read_text())["methods"].items():
+    speedup = json.loads((out_dir / "speedup.json").read_text())
+    title = f"Medusa on the embedded default, held-out prompts; speed-up over {speedup['baseline']}"
+    table = Table("method", *keys, title=title)
+    for name, row in speedup["methods"].items():
         table.add_row(name, *(f"{row[key]:.2f}" for key in keys))
     acceptance = json.loads((out_dir / "acceptance.json").read_text())
     alpha = " ".join(f"{rate:.2f}" for rate in acceptance["alpha"])
@@ -71,12 +74,12 @@ def main(out_dir: Path) -> None:
     """Runs what is missing, then sums up."""
     seconds = {}
     for name, result, arguments in stages(out_dir):
-        started = time.perf_counter()
+        watch = Stopwatch()
         seconds[name] = "done before"
         if not result.exists():
             print(f"== {name}: python {' '.join(arguments)}", flush=True)
             run(arguments)
-            seconds[name] = f"{time.perf_counter() - started:.0f} s"
+            seconds[name] = f"{watch.seconds():.0f} s"
         if not result.exists():
             sys.exit(f"{name} was stopped: `make quickstart` again continues")
     Console().print(summary(out_dir, seconds))

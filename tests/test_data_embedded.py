@@ -232,7 +232,9 @@ def test_quickstart_does_only_what_is_missing(tmp_path):
     (out / "head/config.json").write_text("{}")
     (out / "acceptance.json").write_text('{"tau": 2.0, "alpha": [0.5], "by_category": {}}')
     figures = {"tau": 2.0, "tokens_per_s": 10.0, "speedup": 1.5, "efficiency": 0.75}
-    (out / "speedup.json").write_text(json.dumps({"methods": {"medusa_chain": figures}}))
+    (out / "speedup.json").write_text(
+        json.dumps({"baseline": "generate", "methods": {"medusa_chain": figures}})
+    )
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/quickstart.py", out],
         capture_output=True, text=True, cwd=tmp_path, check=True,

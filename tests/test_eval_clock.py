@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from eval.clock import PartClock, timed
+from eval.clock import PART, PartClock, Stopwatch, Traced, busy_by_part, busy_seconds, timed
 
 
 class Machine:
@@ -35,3 +35,60 @@ def test_parts_add_up_and_the_rest_is_the_hosts(monkeypatch) -> None:
     times = clock.times
     assert (times.prefill, times.draft, times.verify, times.accept) == (8, 3, 4, 0)
     assert (times.total, times.decode, times.host) == (17, 9, 2)
+
+
+def test_processor_time_is_that_of_this_process_alone(monkeypatch) -> None:
+    busy = iter([3.0, 3.5])
+    monkeypatch.setattr(time, "process_time", lambda: next(busy))
+    assert Stopwatch().processor_seconds() == 0.5
+
+
+def test_the_devices_work_belongs_to_the_part_that_launched_it() -> None:
+    """A kernel of 2 s in a part of 5; what runs late, and what no part launched."""
+    second = 1_000_000_000
+    parts = [("draft", 0, 5), ("verify", 6, 10), ("draft", 11, 12)]
+    found = [Traced("user_annotation", PART + n, a * second, b * second, 1) for n, a, b in parts]
+    # An operation of torch counts from 1 as well, and is no launch.
+    found.append(Traced("cpu_op", "aten::add", 7 * second, 8 * second, 1))
+    launches = [(1, 1), (2, 4), (3, 6), (4, 10.5), (5, 11.5)]
+    found += [
+        Traced("cuda_runtime", "cudaLaunchKernel", int(t * second), int(t * second), n)
+        for n, t in launches
+    ]
+    kernels = [(1, 1, 3), (2, 8, 9), (3, 9, 13), (4, 13, 20), (5, 20, 21)]
+    found += [Traced("kernel", "gemm", a * second, b * second, n) for n, a, b in kernels]
+    shown = Traced("gpu_user_annotation", PART + "draft", 0, 21 * second, 1)
+    assert busy_by_part([*found, shown]) == {"draft": 4.0, "verify": 4.0}
+
+
+def test_a_profile_shows_the_parts(monkeypatch) -> None:
+    """On a CPU no device worked; that parts are found is seen by their names."""
+    seen = []
+    monkeypatch.setattr("eval.clock.busy_by_part", lambda events: seen.extend(events) or {})
+
+    def run() -> None:
+        with torch.profiler.record_function(PART + "draft"):
+            torch.ones(2)
+
+    assert busy_seconds(run) == {}
+    assert (seen[0].kind, seen[0].name) == ("user_annotation", "part: draft")
+
+
+@pytest.mark.gpu
+def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
+    device = torch.device("cuda")
+    matrix = torch.randn(4096, 4096, device=device)
+
+    def run(pause: float) -> PartClock:
+        clock = PartClock(device)
+        with clock.part("verify"):
+            for _ in range(10):
+                matrix @ matrix
+                time.sleep(pause)
+        clock.stop()
+        return clock
+
+    run(0)
+    alone, busy = run(0).times.verify, busy_seconds(lambda: run(0.05))["verify"]
+    assert run(0.05).times.verify > 0.5
+    assert busy == pytest.approx(alone, rel=0.3)

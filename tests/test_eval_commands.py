@@ -76,17 +76,21 @@ def test_trees_are_searched_on_recurrent_layers(tmp_path: Path) -> None:
     assert found["found"]["tau"] >= 1 <= found["default"]["tau"]
 
 
-def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path) -> None:
+def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys) -> None:
     speedup.main(SpeedupRun(**settings(setting, tmp_path), num_repeats=1, num_warmups=0))
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert list(result["methods"]) == [
         "vanilla", "generate", "generate_lookup", "medusa_chain", "medusa_tree", "medusa_suffix",
-        "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit", "skip_layers",
+        "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit",
     ]  # fmt: skip
-    assert result["baseline"] == "vanilla"
-    assert result["methods"]["vanilla"]["speedup"] == 1.0
+    assert "skip_layers is left out: its layers are searched for" in capsys.readouterr().err
+    assert result["baselines"] == ["vanilla", "generate"]
+    speeds = {name: result["methods"][name]["speedup"] for name in result["baselines"]}
+    assert speeds[result["baseline"]] == max(speeds.values()) == 1.0
     for row in result["methods"].values():
-        assert row["efficiency"] == pytest.approx(row["speedup"] / row["tau"])
+        assert row["efficiency"] == pytest.approx(row["decode_speedup"] / row["tau"])
+        assert sum(sum(prompt["emitted"]) for prompt in row["prompts"]) + 12 <= row["num_tokens"]
+        assert [p["dialogue"] for p in row["prompts"]] == [*range(6)] * 2
         assert row["breakdown"].keys() == {"prefill", "draft", "verify", "accept", "host"}
     assert result["lossless"] == {"num_prompts": 12, "num_equal": 12, "first_divergences": []}
     assert (tmp_path / "speedup.png").is_file()
@@ -105,7 +109,7 @@ def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
     run = SpeedupRun(**settings(setting, tmp_path), methods=["medusa_tree"], num_repeats=1)
     speedup.main(run)
     result = json.loads((tmp_path / "speedup.json").read_text())
-    assert list(result["methods"]) == ["vanilla", "medusa_tree"]
+    assert list(result["methods"]) == ["vanilla", "generate", "medusa_tree"]
     run.methods = ["eagle_tree"]
     with pytest.raises(InputError, match="already holds"):
         speedup.main(run)

@@ -80,7 +80,7 @@ def test_speedup_runs_eagles_methods_and_is_lossless(setting, tmp_path) -> None:
     run = SpeedupRun(**own, num_repeats=1, dynamic_tree=tree, methods=methods)
     speedup.main(run)
     result = json.loads((tmp_path / "speedup.json").read_text())
-    assert list(result["methods"]) == ["vanilla", "eagle_chain", "eagle_tree"]
+    assert list(result["methods"]) == ["vanilla", "generate", "eagle_chain", "eagle_tree"]
     assert result["lossless"] == {"num_prompts": 2, "num_equal": 2, "first_divergences": []}
     assert result["tree"] == {"depth": 3, "top_k": 2, "num_tokens": 5}
     run = replace(run, temperature=1.0, out_dir=str(tmp_path / "sampled"))

@@ -22,7 +22,7 @@ def measured(settings: dict, out_dir: Path, run: Callable) -> dict:
         sys.executable, str(ROOT / "eval/speedup.py"), "methods=medusa_tree",
         f"target.path={settings['target'].path}", f"data.path={settings['data'].path}",
         f"head.path={settings['head'].path}", f"out_dir={out_dir}", "max_new_tokens=16",
-        "num_repeats=1", "num_warmups=0", "temperature=0.7",
+        "num_repeats=1", "num_warmups=0", "temperature=0.7", "data.num_prompts=4",
     ]  # fmt: skip
     processes = run(command, out_dir.parent, ENV)
     for done in processes:

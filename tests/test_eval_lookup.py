@@ -185,7 +185,7 @@ def test_prompt_lookup_takes_as_many_passes_as_generate(max_ngram: int, num_toke
             prompt_lookup_num_tokens=num_tokens, max_matching_ngram_size=max_ngram,
         )[0]  # fmt: skip
         assert text[:1] + theirs.token_ids == ours.token_ids
-        assert theirs.num_passes == len(ours.steps)
+        assert 1 + len(theirs.steps) == len(ours.steps)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

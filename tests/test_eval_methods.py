@@ -11,7 +11,9 @@ from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import DraftModelConfig, SelfDraftConfig, SpeedupRun
+from data.chat import Encoder
 from eval import speedup
+from eval.compare import methods
 from heads.target.load import load_target
 
 FAMILIES = [
@@ -53,10 +55,11 @@ def given(folder: Path, family: str) -> dict:
     words = ("there", "you", "today", "fine")
     rows = [{"category": "chat", "turns": [f"hello {w}, how are {w}?"]} for w in words]
     rows[0]["turns"].append("and now?")
+    rows += [{"category": "chat", "turns": [f"so {w}?"]} for w in words[:2]]  # to search on
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "target": TargetConfig(path=str(folder / "target")),
-        "data": DataConfig(path=str(folder / "prompts.jsonl")),
+        "data": DataConfig(path=str(folder / "prompts.jsonl"), num_prompts=4),
         "head": HeadRef(path=str(folder / "medusa")),
         "heads": [str(folder / "eagle")],
         "draft": DraftModelConfig(path=str(folder / "draft")),
@@ -98,21 +101,21 @@ def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
     lossy = {name for name, row in result["methods"].items() if row["lossy"]}
     assert lossy == {"medusa_typical"}
     assert "lossy" in (tmp_path / "o/speedup.html").read_text()
-    methods = ["vanilla", "eagle_chain", "draft_tree", "lookahead"]
-    again = measured(llama, tmp_path / "p", temperature=0.8, batch_size=1, methods=methods)
+    names = ["vanilla", "generate", "eagle_chain", "draft_tree", "lookahead"]
+    again = measured(llama, tmp_path / "p", temperature=0.8, batch_size=1, methods=names)
     for name, row in again["methods"].items():
         assert result["methods"][name]["tau"] == pytest.approx(row["tau"])
-    assert list(again["methods"]) == methods
+    assert list(again["methods"]) == names
 
 
 def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("heads.lowrank.NUM_CANDIDATES", 1)
-    methods = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
+    names = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
     settings = llama | {"self_draft": SelfDraftConfig(num_layers=4)}
-    whole = measured(settings, tmp_path / "whole", methods=methods)
-    low = measured(settings, tmp_path / "low", methods=methods, output_rank=1)
+    whole = measured(settings, tmp_path / "whole", methods=names)
+    low = measured(settings, tmp_path / "low", methods=names, output_rank=1)
     assert low["lossless"]["num_equal"] == 5
-    for name in methods[1:]:
+    for name in names[1:]:
         assert low["methods"][name]["tau"] < whole["methods"][name]["tau"]
 
 
@@ -143,3 +146,38 @@ def test_what_is_missing_is_named(llama: dict, tmp_path: Path, changes: dict, me
     with pytest.raises(InputError, match=message):
         measured(llama, tmp_path / "o", **changes)
     assert not (tmp_path / "o").exists()
+
+
+def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_path) -> None:
+    seen: list[list[list[int]]] = []
+    search = methods.search_layers
+
+    def watch(target, texts, lengths):
+        seen.append([text[:n] for text, n in zip(texts, lengths, strict=True)])
+        return search(target, texts, lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "search_layers", watch)
+        result = measured(llama, tmp_path / "o", methods="skip_layers")
+    token_ids = [llama_ids(llama, f"so {word}?") for word in ("there", "you")]
+    assert seen == [token_ids]
+    row = result["methods"]["skip_layers"]
+    assert row["skip"] == result["config"]["self_draft"]["skip"]
+    assert row["chain"] == result["config"]["self_draft"]["num_tokens"]
+
+
+def llama_ids(settings: dict, question: str) -> list[int]:
+    own = load_target(settings["target"], torch.device("cpu")).tokenizer
+    encoder = Encoder(own)
+    return encoder.prompt([{"role": "user", "content": question}])
+
+
+def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) -> None:
+    every = {**llama, "data": DataConfig(path=llama["data"].path)}
+    with pytest.raises(
+        InputError, match=r"needs skip_layers \(as early_exit; prompts beyond data\.num_prompts"
+    ):
+        measured(every, tmp_path / "o", methods="skip_layers")
+    given_layers = every | {"self_draft": SelfDraftConfig(skip=[1])}
+    result = measured(given_layers, tmp_path / "p", methods="skip_layers")
+    assert result["methods"]["skip_layers"]["skip"] == [1]

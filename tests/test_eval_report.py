@@ -72,7 +72,9 @@ def drafting(name: str, rng: random.Random) -> dict[str, Any]:
 def large() -> dict[str, Any]:
     """12 methods, 13 categories, hostile texts."""
     rng = random.Random(5)
-    plain = {"tau": 1.0, "tokens_per_s": 83.0, "speedup": 1.0, "efficiency": 1.0}
+    plain = {
+        "tau": 1.0, "tokens_per_s": 83.0, "speedup": 1.0, "speedup_ci95": None, "efficiency": 1.0,
+    }  # fmt: skip
     vanilla = {
         **plain, "num_tokens": 5120, "num_steps": 5120,
         "breakdown": {"prefill": 0.5, "draft": 0.0, "verify": 60.0, "accept": 0.3, "host": 0.9},
@@ -97,10 +99,13 @@ def large() -> dict[str, Any]:
     )
     story = [[f" {rng.choice(words)}", rng.choice((0, 1, 1, 2, 3, 4, 5))] for _ in range(160)]
     methods = {name: drafting(name, rng) for name in DRAFTING}
+    for ends in ("tau_ci95", "speedup_ci95"):  # of a category with one dialogue
+        methods["ngram"]["by_category"]["qa"][ends] = None
     texts = {name: [*HOSTILE, *story, ["\u202eevil", 0]] for name in methods}
     return {
         "methods": {"vanilla": vanilla, "generate": generate, **methods},
         "baseline": "vanilla",
+        "baselines": ["vanilla", "generate"],
         "lossless": {
             "num_prompts": 80, "num_equal": 78,
             "first_divergences": [
@@ -303,6 +308,14 @@ def test_lossy_methods_do_not_lead(pages) -> None:
     write_report(result, pages["large"].with_name("lossy.html"))
     head = pages["large"].with_name("lossy.html").read_text().split("</header>")[0]
     assert "9.00\u00d7" not in head
+
+
+def test_both_baselines_are_named_and_one_dialogue_has_no_interval(pages) -> None:
+    text = pages["large"].read_text()
+    assert "of vanilla and 83.0 of generate" in text
+    assert "those of vanilla, the faster of vanilla (the same engine" in " ".join(text.split())
+    assert "qa, 10 prompts: speed-up " in text
+    assert "(-), tau" in text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a target's generation config asks for, and what ends a text: as `generate` has it."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ from toys import random_target, tree_of
 from transformers import GenerationConfig
 
 from conf.schema import InputError
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
 from eval.decode.rules import Rules, node_rows
 from eval.decode.texts import Stops
@@ -171,8 +172,25 @@ def test_a_text_ends_with_a_string(target: Target) -> None:
         found = decode_batch(target, EVERY_DRAFTER[name](GREEDY, [1, 2]), prompts, 30)[0]
         assert found.token_ids == whole[:19]
         assert sum(step.num_emitted for step in found.steps) == 18
+    passes: list[int] = []
+    hook = target.decoder.register_forward_hook(lambda *_: passes.append(1))
     generated = hf_generate(target, prompts[:1], 30, GREEDY, 0)[0]
-    assert (generated.token_ids, generated.num_passes) == (whole[:19], 19)
+    hook.remove()
+    assert (generated.token_ids, len(generated.steps), len(passes)) == (whole[:19], 18, 19)
+
+
+def test_what_transformers_writes_beyond_a_string_is_no_step(target: Target) -> None:
+    """Chains of 3, always right: 4 tokens with the prompt's own pass, then 4 a pass."""
+    assistant = copy.deepcopy(target.model)
+    how = assistant.generation_config
+    how.num_assistant_tokens, how.num_assistant_tokens_schedule = 3, "constant"
+    how.assistant_confidence_threshold = 0.0
+    whole = decode(target, NoDraft(), PROMPTS[1], 30).token_ids
+    target.stop_strings = ("= th",)  # with token 19, inside the fourth pass
+    [text] = hf_generate(target, PROMPTS[1:2], 30, GREEDY, 0, assistant_model=assistant)
+    assert text.token_ids == whole[:19]
+    assert text.steps == [Step(3, 4, 15), Step(3, 4, 11), Step(3, 4, 7), Step(2, 3, 3)]
+    assert text.drafted == [3, 3, 3, 3]
 
 
 def test_stops_look_no_further_back_than_they_must() -> None:

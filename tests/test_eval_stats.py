@@ -5,8 +5,10 @@ from eval.measure.stats import (
     PromptSteps,
     alpha,
     per_position,
+    shown,
     summary,
     tau,
+    tau_difference,
     tau_interval,
     tree_figures,
 )
@@ -29,7 +31,7 @@ def test_per_position_counts_every_pass() -> None:
 
 
 def test_categories_are_summed_up_by_themselves() -> None:
-    other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)])
+    other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)], [4, 2], dialogue=1, turn=2)
     result = summary([STEPS, other], 2, seed=0)
     assert result == {
         "tau": pytest.approx(7 / 5),
@@ -39,27 +41,62 @@ def test_categories_are_summed_up_by_themselves() -> None:
         "by_category": {
             "a": {
                 "tau": pytest.approx(5 / 3),
-                "ci95": (pytest.approx(5 / 3), pytest.approx(5 / 3)),
+                "ci95": None,
                 "alpha": [pytest.approx(2 / 3), 1.0],
                 "num_prompts": 1,
             },
-            "b": {"tau": 1.0, "ci95": (1.0, 1.0), "alpha": [0.0, 0.0], "num_prompts": 1},
+            "b": {"tau": 1.0, "ci95": None, "alpha": [0.0, 0.0], "num_prompts": 1},
         },
+        "by_part": {},
         "num_prompts": 2,
         "num_tokens": 7,
         "num_steps": 5,
-    }
+        "num_drafted": 6,
+        "num_accepted": 3,
+        "prompts": [
+            {
+                "dialogue": 0, "turn": 1, "category": "a", "drafted": [], "accepted": [2, 0, 1],
+                "emitted": [3, 1, 1],
+            },
+            {
+                "dialogue": 1, "turn": 2, "category": "b", "drafted": [4, 2], "accepted": [0, 0],
+                "emitted": [1, 1],
+            },
+        ],
+    }  # fmt: skip
 
 
 def test_the_interval_of_tau_leaves_out_a_fortieth_at_each_end() -> None:
     # Eight prompts drawn from four of tau 1 and four of tau 2: tau is 1 + k / 8 with k binomial,
     # of which 0.4% lie below 1, 3.5% below 2 and 14.5% below 3, and as many at the other end.
-    one, two = PromptSteps("a", [Step(0, 1, 9)]), PromptSteps("a", [Step(1, 2, 9)])
-    assert tau_interval([one, two] * 4, seed=0) == (1.125, 1.875)
+    prompts = [PromptSteps("a", [Step(n % 2, n % 2 + 1, 9)], dialogue=n) for n in range(8)]
+    assert tau_interval(prompts, seed=0) == (1.125, 1.875)
+    # Asked twice, a dialogue says no more.
+    assert tau_interval(prompts * 2, seed=0) == (1.125, 1.875)
+
+
+def test_one_dialogue_gives_no_interval() -> None:
+    turns = [PromptSteps("a", [Step(n, n + 1, 9)], turn=n) for n in range(4)]
+    assert tau_interval(turns, seed=0) is None
+    assert (shown(None), shown((1, 2.345), 1), shown([1, 2], 2, " to ")) == (
+        "-", "1.0-2.3", "1.00 to 2.00",
+    )  # fmt: skip
+
+
+def test_heads_are_compared_in_pairs() -> None:
+    """Prompts of tau 1 to 8, and a head that gives half a token more on each."""
+    first = [PromptSteps("a", [Step(0, n, 99)] * 2, dialogue=n).row() for n in range(1, 9)]
+    second = [
+        PromptSteps("a", [Step(0, n, 99), Step(0, n + 1, 99)], dialogue=n).row()
+        for n in range(1, 9)
+    ]
+    assert tau_difference(first, second, seed=0) == (0.5, (0.5, 0.5))
+    assert tau_difference(second, first, seed=0) == (-0.5, (-0.5, -0.5))
+    assert tau_difference(first[:1], second[:1], seed=0) == (0.5, None)
 
 
 def test_the_interval_of_tau_is_that_of_its_seed() -> None:
-    prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)]) for n in range(12)]
+    prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)], dialogue=n) for n in range(12)]
     assert tau_interval(prompts, seed=1) == tau_interval(prompts, seed=1)
     assert tau_interval(prompts, seed=1) != tau_interval(prompts, seed=2)
     found = summary(prompts, 0, seed=1)

@@ -1,31 +1,21 @@
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
-import torch
-from pytest import approx
-from toys import random_target, tokenizer
+import pytest
 
 from conf.schema_measure import SpeedupRun
+from data.journal import Journal
 from eval.clock import Times
 from eval.compare.methods import Method
-from eval.compare.timing import BatchRun, summarise, time_methods
-from eval.decode.engine import Generation, NoDraft, Step, decode
+from eval.compare.timing import BatchRun, time_methods
+from eval.decode.engine import Generation, Step
 from eval.measure.bench import Bench, batches, seed_of
 from eval.measure.prompts import Prompt
-from heads.sampling import GREEDY, Sampling, drafter_seeds
-from heads.tree import Tree
+from heads.sampling import GREEDY, drafter_seeds
 
 
 def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:
     return Prompt(category, [5, 6], dialogue, turn)
-
-
-def asked(category: str, dialogue: int) -> Prompt:
-    return replace(prompt(category, dialogue), messages=[{"content": f"question {dialogue}"}])
-
-
-def text(num_tokens: int, seconds: float, prefill: float = 0.0, **more) -> Generation:
-    return Generation(list(range(num_tokens)), times=Times(prefill, total=seconds), **more)
 
 
 def test_batches_hold_one_turn_and_category() -> None:
@@ -39,189 +29,133 @@ def test_no_two_texts_share_a_seed() -> None:
     assert len({*seeds, *drafter_seeds(seeds)}) == 400
 
 
-def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> None:
-    ids = tokenizer()("z\N{LATIN SMALL LETTER E WITH ACUTE}\N{GRINNING FACE}").input_ids
-    # The prompt's own token; 2 accepted and the bonus; none; 2 accepted where the text ends.
-    steps = [Step(2, 3, 6), Step(0, 1, 3), Step(2, 2, 2)]
-    seconds = Times(total=1.0)
-    texts = {
-        "vanilla": Generation(ids[:1] * 2, [Step(0, 1, 1)], times=seconds),
-        "tree": Generation(ids, steps, times=seconds),
-        "generate": Generation(ids, times=seconds, num_passes=7),
-    }
-    found = [
-        BatchRun([asked(*own) for own in batch], {n: [[g] * len(batch)] for n, g in texts.items()})
-        for batch in ([("a", 0), ("a", 1)], [("a", 2)], [("b", 3)])
-    ]
-    target = SimpleNamespace(tokenizer=tokenizer())
-    methods = {name: Method(lambda *_: []) for name in texts}
-    bench = Bench(target, [], [], Sampling(1.0), {}, True)  # the text of each is its own
-    # The bytes of a character are shown where it is whole.
-    plain = ["z", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "", "", "", "\N{GRINNING FACE}"]
-    tree = list(zip(plain, [0, 1, 2, 0, 0, 1, 2], strict=True))
-    # Of every category in turn; somebody else's loop shows no steps.
-    shown = {"methods": {"vanilla": [("z", 0), ("z", 0)], "tree": tree}}
-    result = summarise(bench, SpeedupRun(num_texts=3), methods, found)
-    assert result["lossless"] is None  # chance alone makes sampled texts differ
-    assert result["texts"] == [
-        {"prompt": 0, "category": "a", "turn": 1, "question": "question 0", **shown},
-        {"prompt": 1, "category": "b", "turn": 1, "question": "question 3", **shown},
-        {"prompt": 2, "category": "a", "turn": 1, "question": "question 1", **shown},
-    ]
+class Machine:
+    """Methods that do nothing but tell of their calls, the first in second 1."""
+
+    def __init__(self, *names: str) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.methods = {name: Method(self.runner(name)) for name in names}
+
+    def runner(self, name: str):
+        def run(ids: list[list[int]], seeds: list[int]) -> list[Generation]:
+            assert ids == [[5, 6]] * len(seeds)
+            self.calls.append((name, seeds))
+            seconds = Times(0.25, 0.5, total=float(len(self.calls)))
+            steps = [Step(1, 2, 2)]
+            return [Generation([7, 8, 9], steps, [(1,)], seconds, [4]) for _ in ids]
+
+        return run
+
+
+BENCH = Bench(None, [], [prompt("a", 1), prompt("a", 2), prompt("b", 3)], GREEDY, {}, True)
+FIRST, SECOND = [17, 33], [49]  # the batches, told by their seeds: 16 per dialogue, 1 per turn
 
 
 def test_methods_take_turns_after_warm_ups_on_the_first_batch() -> None:
-    prompts = [prompt("a", 0), prompt("a", 1), prompt("b", 2)]
-    first, second = [17, 33], [49]  # the batches, told by their seeds: 16 per dialogue, 1 per turn
-    calls = []
-
-    def method(name: str) -> Method:
-        def run(ids: list[list[int]], seeds: list[int]) -> list[Generation]:
-            assert ids == [[5, 6]] * len(seeds)
-            calls.append((name, seeds))
-            return [text(1, float(len(calls))) for _ in ids]
-
-        return Method(run)
-
-    methods = {"vanilla": method("vanilla"), "tree": method("tree")}
-    bench = Bench(
-        None, [], [replace(p, dialogue=p.dialogue + 1) for p in prompts], GREEDY, {}, True
-    )
+    machine = Machine("vanilla", "tree")
     config = SpeedupRun(num_warmups=2, num_repeats=2, batch_size=2, seed=0)
-    found = time_methods(bench, config, methods)
-    warm = [("vanilla", first), ("tree", first)]
-    assert calls == warm * 2 + [*warm, ("vanilla", second), ("tree", second)] * 2
+    found = time_methods(BENCH, config, machine.methods)
+    warm, timed = machine.calls[:4], machine.calls[4:]
+    assert sorted(warm) == [("tree", FIRST)] * 2 + [("vanilla", FIRST)] * 2
+    rounds = [timed[place : place + 2] for place in range(0, 8, 2)]
+    for pair, batch in zip(rounds, [FIRST, SECOND] * 2, strict=True):
+        assert sorted(pair) == [("tree", batch), ("vanilla", batch)]
     assert [batch.category for batch in found] == ["a", "b"]
-    assert [batch.seconds("vanilla") for batch in found] == [[5.0, 9.0], [7.0, 11.0]]
-    assert [batch.seconds("tree") for batch in found] == [[6.0, 10.0], [8.0, 12.0]]
+    for name in ("vanilla", "tree"):
+        places = [5 + place for place, call in enumerate(timed) if call[0] == name]
+        assert found[0].seconds(name) == [places[0], places[2]]
+        assert found[1].seconds(name) == [places[1], places[3]]
 
 
-def test_a_repeat_knows_nothing_of_the_answers_of_earlier_ones() -> None:
-    known: list[int] = []
+def test_no_method_always_comes_after_the_same_one() -> None:
+    names = ("vanilla", "generate", "tree")
 
-    def run(_ids: list[list[int]], seeds: list[int]) -> list[Generation]:
-        known.extend(seeds)
-        return [text(len(known), 1.0) for _ in seeds]
+    def orders(seed: int) -> list[tuple[str, ...]]:
+        machine = Machine(*names)
+        time_methods(BENCH, SpeedupRun(num_warmups=0, num_repeats=20, seed=seed), machine.methods)
+        called = [name for name, _ in machine.calls]
+        return [tuple(called[place : place + 3]) for place in range(0, len(called), 3)]
 
-    bench = Bench(None, [], [prompt("a", 0), prompt("b", 1)], GREEDY, {}, True)
+    found = orders(0)
+    assert all(sorted(order) == sorted(names) for order in found)
+    assert len(set(found)) == 6  # every order there is
+    assert orders(0) == found != orders(1)
+
+
+class KilledError(Exception):
+    """In place of a signal."""
+
+
+class Learner:
+    """Its texts have a token for every text it knows."""
+
+    def __init__(self, num_runs: int = 99) -> None:
+        self.known: list[int] = []
+        self.left = num_runs
+        self.methods = {"vanilla": Method(self.run, forget=self.known.clear)}
+
+    def run(self, _ids: list[list[int]], seeds: list[int]) -> list[Generation]:
+        if not self.left:
+            raise KilledError
+        self.left -= 1
+        self.known.extend(seeds)
+        return [Generation([7] * len(self.known), times=Times(total=1.0)) for _ in seeds]
+
+    def lengths(self, config: SpeedupRun, journal: Journal | None = None) -> list[list[int]]:
+        """[batch][repeat]"""
+        found = time_methods(BENCH, config, self.methods, journal)
+        return [[len(text.token_ids) for text, *_ in batch.runs["vanilla"]] for batch in found]
+
+
+@pytest.mark.parametrize("num_runs", range(2, 8))
+def test_a_repeat_knows_what_it_wrote_itself(tmp_path: Path, num_runs: int) -> None:
+    """Batches of one, two warm-ups: killed after `num_runs` texts, or not at all."""
     config = SpeedupRun(num_warmups=2, num_repeats=2)
-    found = time_methods(bench, config, {"vanilla": Method(run, forget=known.clear)})
-    lengths = [[len(g.token_ids) for [g] in batch.runs["vanilla"]] for batch in found]
-    assert lengths == [[1, 1], [2, 2]]
+    assert Learner().lengths(config) == [[1, 1], [2, 2], [3, 3]]
+    with Journal(tmp_path, {}, "runs.jsonl") as journal, pytest.raises(KilledError):
+        Learner(num_runs).lengths(config, journal)
+    with Journal(tmp_path, {}, "runs.jsonl") as journal:
+        assert len(journal.done) == num_runs - 2
+        assert Learner().lengths(config, journal) == [[1, 1], [2, 2], [3, 3]]
 
 
-def test_where_texts_part_and_how_sure_the_target_was() -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
-    own = decode(target, NoDraft(), [5, 6], 6).token_ids
-    other = [*own[:3], own[3] + 1, *own[4:]]
-    texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}
-    seconds = Times(total=1.0)
-    runs = {n: [[Generation(ids, times=seconds) for ids in two]] for n, two in texts.items()}
-    methods = {name: Method(lambda *_: []) for name in runs}
-    bench = Bench(target, [], [], GREEDY, {}, True)
-    found = [BatchRun([prompt("a"), prompt("a", 1)], runs)]
-    result = summarise(bench, SpeedupRun(num_texts=0), methods, found)["lossless"]
-    margins = []
-    for ids in ([5, 6, *own[:3]], [5, 6, *own[:4]]):
-        logits = target.model(torch.tensor([ids])).logits[0, -1].sort().values
-        margins.append(approx((logits[-1] - logits[-2]).item(), abs=1e-5))
-    assert result == {
-        "num_prompts": 2,
-        "num_equal": 1,
-        "first_divergences": [
-            {"prompt": 1, "method": "tree", "position": 3, "top2_margin": margins[0]},
-            {"prompt": 1, "method": "chain", "position": 4, "top2_margin": margins[1]},
-        ],
-    }
+def test_what_has_run_is_not_run_again(tmp_path: Path) -> None:
+    config = SpeedupRun(num_warmups=1, num_repeats=2, batch_size=2)
+    whole = Machine("vanilla", "tree")
+    expected = time_methods(BENCH, config, whole.methods)
+
+    broken = Machine("vanilla", "tree")
+    run = broken.methods["tree"].run
+
+    def stops(*given) -> list[Generation]:
+        if len(broken.calls) > 6:
+            raise KilledError
+        return run(*given)
+
+    broken.methods["tree"] = Method(stops)
+    with Journal(tmp_path, {}, "runs.jsonl") as journal, pytest.raises(KilledError):
+        time_methods(BENCH, config, broken.methods, journal)
+    with Journal(tmp_path, {}, "runs.jsonl") as journal:
+        num_kept = len(journal.done)
+        assert 0 < num_kept < 8
+        machine = Machine("vanilla", "tree")
+        found = time_methods(BENCH, config, machine.methods, journal)
+    # Nothing is warmed up that does not run.
+    assert len(machine.calls) == 8 - num_kept + len({name for name, _ in machine.calls})
+    for one, other in zip(expected, found, strict=True):
+        for name in ("vanilla", "tree"):
+            assert [[replace(g, times=None) for g in texts] for texts in one.runs[name]] == [
+                [replace(g, times=None) for g in texts] for texts in other.runs[name]
+            ]
+            assert all(isinstance(s, float) for s in other.seconds(name))
+            assert other.seconds(name, "draft") == [0.5, 0.5]
+    with Journal(tmp_path, {}, "runs.jsonl") as journal:
+        machine = Machine("vanilla", "tree")
+        assert time_methods(BENCH, config, machine.methods, journal) == found
+        assert machine.calls == []
 
 
-def test_the_interval_of_a_speedup_leaves_out_a_fortieth_at_each_end() -> None:
-    # Batches without drafting take 1 or 2 seconds in the median, with it 1: like the interval of
-    # tau, 1 + k / 8 with k binomial.
-    found = []
-    for number in range(8):
-        seconds = [0.5, 1.0 + number % 2, 9.0]
-        plain = [[text(10, s)] for s in seconds]
-        found.append(BatchRun([prompt("a")], {"vanilla": plain, "tree": [[text(10, 1.0)]] * 3}))
-    bench = Bench(SimpleNamespace(tokenizer=None), [], [], GREEDY, {}, True)
-    methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
-    result = summarise(bench, SpeedupRun(num_texts=0, seed=0), methods, found)
-    assert result["methods"]["tree"]["speedup"] == 1.5
-    assert result["methods"]["tree"]["speedup_ci95"] == [1.125, 1.875]
-
-
-def test_all_intervals_are_those_of_the_seed() -> None:
-    found = []
-    for number in range(12):
-        steps = [Step(number, number + 1, 99)]
-        quick = text(10, 1.0 + number**2, 0.5, steps=steps)
-        plain = text(10, 5.0, 0.5, steps=steps)
-        found.append(BatchRun([prompt("a")], {"vanilla": [[plain]], "tree": [[quick]]}))
-    bench = Bench(SimpleNamespace(tokenizer=None), [], [], GREEDY, {}, True)
-    methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
-
-    def intervals(seed: int) -> list[list[float]]:
-        config = SpeedupRun(num_texts=0, seed=seed)
-        own = summarise(bench, config, methods, found)["methods"]["tree"]
-        rows = (own, own["by_category"]["a"])
-        return [list(row[name]) for row in rows for name in ("speedup_ci95", "tau_ci95")]
-
-    assert intervals(1) == intervals(1)
-    assert intervals(1)[:2] == intervals(1)[2:]
-    assert all(one != two for one, two in zip(intervals(1), intervals(2), strict=True))
-
-
-def test_figures_by_hand() -> None:
-    """Two batches, three repeats: 10 tokens a second without drafting, 20 with it."""
-    tree = Tree.from_paths([[0], [1], [0, 0]])
-    steps = [Step(2, 3, 9), Step(1, 2, 6), Step(0, 1, 4), Step(2, 3, 3)]
-    drafted = {"steps": steps, "paths": [(1, 3), (2,), (), (1, 3)]}
-    found = []
-    for number, category in enumerate("ab"):
-        plain = [
-            [text(10, s, 0.1, steps=[Step(0, 1, 9 - i) for i in range(9)])] for s in (1, 9, 0.25)
-        ]
-        quick = [[text(10, s, 0.1, **drafted)] for s in (0.5, 0.25, 7)]
-        others = [[text(10, 2.0, num_passes=5)]] * 3
-        one = [[text(10, 1.0, steps=[Step(0, 1, 1)], paths=[(1,)])]] * 3
-        runs = {"vanilla": plain, "tree": quick, "generate": others, "one": one, "root": plain}
-        runs["silent"] = [[text(10, 1.0)]] * 3
-        found.append(BatchRun([prompt(category, number)], runs))
-    methods = {
-        "vanilla": Method(lambda *_: []),
-        "tree": Method(lambda *_: [], tree),
-        "generate": Method(lambda *_: [], lossy=True),
-        "one": Method(lambda *_: [], Tree.chain(1)),
-        "root": Method(lambda *_: [], Tree.chain(0)),
-        "silent": Method(lambda *_: []),
-    }
-    bench = Bench(SimpleNamespace(tokenizer=None), [], [], GREEDY, {}, True)
-    config = SpeedupRun(num_texts=0, batch_size=4, num_repeats=3)
-    result = summarise(bench, config, methods, found)
-    assert (result["baseline"], result["batch_size"], result["num_repeats"]) == ("vanilla", 4, 3)
-    assert result["texts"] == []
-    own = result["methods"]["tree"]
-    assert result["methods"]["vanilla"]["tokens_per_s"] == approx(10)
-    assert own["tokens_per_s"] == approx(20)
-    assert own["speedup"] == approx(2)
-    assert own["speedup_ci95"] == approx([2, 2])
-    assert own["decode_tokens_per_s"] == approx(9 / 0.4)
-    assert own["decode_speedup"] == approx(0.9 / 0.4)
-    assert own["tau"] == approx(9 / 4)
-    assert own["efficiency"] == approx(2 / (9 / 4))
-    assert (own["num_tokens"], own["num_steps"], own["num_passes"]) == (20, 8, 8)
-    spent = {"prefill": 0.2, "draft": 0, "verify": 0, "accept": 0, "host": 0.8}
-    assert own["breakdown"] == approx(spent)
-    shape = {"parents": [-1, 0, 0, 1], "ranks": [-1, 0, 1, 0]}
-    assert own["tree"] == {**shape, "acceptance": [1.0, 0.5, 0.25, 0.5]}
-    chain = {"parents": [-1, 0], "ranks": [-1, 0], "acceptance": [1.0, 1.0]}
-    assert result["methods"]["one"]["tree"] == chain
-    assert not any("tree" in result["methods"][name] for name in ("vanilla", "generate", "root"))
-    assert result["methods"]["silent"]["tau"] == 1.0
-    assert own["by_category"]["a"]["num_prompts"] == 1
-    assert own["by_category"]["a"]["tau"] == approx(9 / 4)
-    assert own["by_category"]["b"]["speedup"] == approx(2)
-    assert result["methods"]["generate"]["tau"] == approx(2)
-    assert result["methods"]["generate"]["lossy"]
-    assert result["lossless"] == {"num_prompts": 2, "num_equal": 2, "first_divergences": []}
+def test_a_batch_counts_what_came_after_the_prompts() -> None:
+    texts = [Generation([7, 8, 9], [Step(1, 2, 2)]), Generation([7])]
+    batch = BatchRun([prompt("a", 0), prompt("a", 1)], {"tree": [texts]})
+    assert (batch.num_tokens("tree"), batch.num_decoded("tree")) == (4, 2)

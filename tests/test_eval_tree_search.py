@@ -205,7 +205,9 @@ def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
 
 
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
-def test_the_command_finds_a_shape_that_decoding_then_uses(setting, tmp_path, family: str) -> None:
+def test_the_command_finds_a_shape_that_decoding_then_uses(
+    setting, tmp_path, family: str, capsys
+) -> None:
     head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
     result = searched(setting, head, tmp_path / "s")
     kind = "tree" if family == "medusa" else "dynamic_tree"
@@ -236,9 +238,37 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(setting, tmp_path, fa
     assert (stored["device"], stored["tau"]) == ("cpu", result["found"]["tau"])
     own = {**settings(setting, tmp_path / "a"), "head": HeadRef(path=str(head))}
     acceptance.main(AcceptanceRun(**own, mode=Mode.replay))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its draft tree was searched for on data.path itself" in said
     used = json.loads((tmp_path / "a/acceptance.json").read_text())["tree"]
     expected = stored[kind]
     assert used == (list(Tree.from_paths(expected).parents) if family == "medusa" else expected)
+
+
+def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -> None:
+    """Both turns of a dialogue stand on one side."""
+    prompts = tmp_path / "turns.jsonl"
+    rows = [{"category": "chat", "turns": [f"hello {n}?", "and now?"]} for n in range(4)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def watch(name: str, place: int) -> None:
+        function = getattr(tree_search, name)
+
+        def watched(*given):
+            of = given[place]
+            each = of.prompts if hasattr(of, "prompts") else of
+            seen.setdefault(name, [(prompt.dialogue, prompt.turn) for prompt in each])
+            return function(*given)
+
+        monkeypatch.setattr(tree_search, name, watched)
+
+    for name, place in (("read_texts", 2), ("advise", 0), ("measure", 2), ("check", 3)):
+        watch(name, place)
+    own = {**setting, "data": str(prompts)}
+    searched(own, setting["folder"] / "medusa", tmp_path / "o", num_turns=2, write=False)
+    assert seen["read_texts"] == seen["advise"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
+    assert seen["measure"] == seen["check"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
 
 
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
@@ -272,13 +302,14 @@ def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
     chain = Tree.chain(1)
     head = BenchHead("somebody/head", noisy_head(random_target()), chain, chain)
     best = Candidate(DynamicShape(3, 2, 4), 2.5, 0.0, 1.0, 2.5)
-    path = tree_search.write_shape(head, best, "cpu", tmp_path)
+    path = tree_search.write_shape(head, best, "cpu", "ab", tmp_path)
     assert path == tmp_path / "draft_tree.json"
     assert json.loads(path.read_text()) == {
-        "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu", "tau": 2.5,
+        "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu", "data": "ab",
+        "tau": 2.5,
     }  # fmt: skip
     with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
-        tree_search.write_shape(head, best, "cpu", tmp_path / "gone")
+        tree_search.write_shape(head, best, "cpu", "ab", tmp_path / "gone")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,9 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def process_time(self) -> float:
+        return self.now
+
     def taking(self, seconds: Callable[..., float], work: Callable[..., Any]) -> Any:
         """`work`, which takes as long as `seconds` says of the same arguments."""
 

@@ -1,14 +1,16 @@
 """Every way to decode that `eval/speedup.py` compares: name, what it needs, how it is made."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from conf.schema import InputError, TargetConfig
 from conf.schema_measure import SpeedupRun
+from data.journal import Journal
+from eval.decode.drafters.counted import Counted
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
@@ -38,9 +40,11 @@ from heads.target.load import load_target
 from heads.target.model import Target
 from heads.tree import Tree, usual_tree
 
-BASELINE = "vanilla"
+VANILLA = "vanilla"
+BASELINES = (VANILLA, "generate")
+"""What drafts nothing: both run whatever is chosen, and speed-ups are over the faster one."""
 METHODS = {
-    BASELINE: "the engine without drafting",
+    VANILLA: "the engine without drafting",
     "generate": "transformers' generate",
     "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1, no recurrent target",
     "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
@@ -52,11 +56,13 @@ METHODS = {
     "recycling": "nothing",
     "lookahead": "nothing",
     "early_exit": "a target whose layers all have keys of their own",
-    "skip_layers": "a target whose layers all have keys of their own",
+    "skip_layers": "as early_exit; prompts beyond data.num_prompts to search on, or "
+    "self_draft.skip",
 }
 """What each method without a head is or needs."""
 
-NUM_SEARCH_PROMPTS = 8
+SEARCHED = -1
+"""The row of a journal that holds what the search for layers found."""
 
 Store = TypeVar("Store")
 
@@ -69,13 +75,15 @@ class Method:
         run: texts of prompts, given one seed each.
         tree: the static shape of its drafts, if they have one.
         lossy: whether texts may differ in distribution from the target's own.
-        forget: drops what its drafters learnt from earlier texts.
+        settings: what was not given but found, for the results file.
+        forget: drops what its drafters learnt from earlier texts; None if they learn nothing.
     """
 
     run: Callable[[Sequence[list[int]], Sequence[int]], list[Generation]]
     tree: Tree | None = None
     lossy: bool = False
-    forget: Callable[[], None] = lambda: None
+    settings: dict[str, Any] = field(default_factory=dict)
+    forget: Callable[[], None] | None = None
 
 
 def known_methods() -> dict[str, str]:
@@ -109,24 +117,57 @@ def _unnumbered(name: str) -> str:
     return stem if number.isdigit() else name
 
 
-def build_methods(bench: Bench, config: SpeedupRun) -> dict[str, Method]:
-    """The chosen methods by name, the baseline first.
+def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[[], Method]]:
+    """How to make each of the chosen methods, the baselines first.
 
     Raises:
-        InputError: a method whose head, draft model or batch size is not there.
+        InputError: a method whose head, draft model, prompts or batch size is not there.
     """
     wanted = Builder(bench, config)
     known = wanted.available()
     if "all" in config.methods:
-        names = list(known)
-    else:
-        missing = sorted(set(config.methods) - set(known))
-        if missing:
-            needed = known_methods()
-            needs = ", ".join(f"{name} ({needed[_unnumbered(name)]})" for name in missing)
-            raise InputError(f"methods={missing}: needs {needs}; here there are {', '.join(known)}")
-        names = [name for name in known if name in (BASELINE, *config.methods)]
-    return {name: known[name]() for name in names}
+        if "early_exit" in known and "skip_layers" not in known and bench.main:
+            Console(stderr=True).print(
+                "skip_layers is left out: its layers are searched for on prompts that are not "
+                "measured, and all are; lower data.num_prompts or set self_draft.skip"
+            )
+        return known
+    missing = sorted(set(config.methods) - set(known))
+    if missing:
+        needed = known_methods()
+        needs = ", ".join(f"{name} ({needed[_unnumbered(name)]})" for name in missing)
+        raise InputError(f"methods={missing}: needs {needs}; here there are {', '.join(known)}")
+    return {name: known[name] for name in known if name in (*BASELINES, *config.methods)}
+
+
+def build_methods(
+    bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[[], Method]], journal: Journal
+) -> dict[str, Method]:
+    """The chosen methods; what has to be searched for is looked up in the journal first."""
+    if "skip_layers" in chosen and config.self_draft.skip is None:
+        found = {row["id"]: row for row in journal.rows()}
+        if SEARCHED not in found:
+            journal.append([{"id": SEARCHED, **_searched(bench, config)}])
+            found = {row["id"]: row for row in journal.rows()}
+        skip, num_tokens = (found[SEARCHED][key] for key in ("skip", "num_tokens"))
+        config.self_draft.skip = skip
+        config.self_draft.num_tokens = config.self_draft.num_tokens or num_tokens
+    return {name: make() for name, make in chosen.items()}
+
+
+def _searched(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
+    """Layers to skip and draft tokens that are predicted to be fastest on prompts not measured."""
+    prompts = [prompt.token_ids for prompt in bench.spare]
+    answers = greedy_responses(bench.target, bench.spare, config.max_new_tokens)
+    texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
+    best = search_layers(bench.target, texts, list(map(len, prompts))).choices[0]
+    if bench.main:
+        Console(stderr=True).print(
+            f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "
+            f"found on {len(prompts)} prompts that are not measured"
+        )
+    # Every process searched; all decode with what the first one found.
+    return processes.gathered([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
 
 
 class Builder:
@@ -139,7 +180,7 @@ class Builder:
     def available(self) -> dict[str, Callable[[], Method]]:
         """How to make each method for which everything is given."""
         found: dict[str, Callable[[], Method]] = {
-            BASELINE: lambda: self._engine(lambda _seeds: NoDraft(), Tree.chain(0)),
+            VANILLA: lambda: self._engine(lambda _seeds: NoDraft(), Tree.chain(0)),
             "generate": self._generate,
         }
         # transformers' own takes back no state.
@@ -166,7 +207,9 @@ class Builder:
             "lookahead": self._lookahead,
         }
         if not self.target.sights.shares_keys:
-            found |= {"early_exit": self._early_exit, "skip_layers": self._skip_layers}
+            found["early_exit"] = self._early_exit
+            if self.bench.spare or self.config.self_draft.skip is not None:
+                found["skip_layers"] = self._skip_layers
         return found
 
     def _numbered(self) -> list[tuple[BenchHead, str]]:
@@ -187,8 +230,10 @@ class Builder:
         how = sampling or self.sampling
 
         def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
-            length = self.config.max_new_tokens
-            return decode_batch(self.target, make(list(seeds)), prompts, length, how, seeds)
+            length, drafter = self.config.max_new_tokens, Counted(make(list(seeds)), len(prompts))
+            texts = decode_batch(self.target, drafter, prompts, length, how, seeds)
+            counts = zip(texts, drafter.counts(), strict=True)
+            return [replace(text, drafted=drafted) for text, drafted in counts]
 
         return Method(run, tree, how.lossy)
 
@@ -321,16 +366,15 @@ class Builder:
 
     def _skip_layers(self) -> Method:
         settings = self.config.self_draft
-        skip, num_tokens = settings.skip, settings.num_tokens
-        if skip is None:
-            skip, found = self._search()
-            num_tokens = num_tokens or found
+        skip, num_tokens = settings.skip, settings.num_tokens or 4
+        assert skip is not None
         outside = [layer for layer in skip if not 0 <= layer < self.target.num_layers]
         if outside:
             raise InputError(
                 f"self_draft.skip: {outside}; the target has layers 0..{self.target.num_layers - 1}"
             )
-        return self._self_draft(tuple(skip), num_tokens or 4)
+        made = self._self_draft(tuple(skip), num_tokens)
+        return replace(made, settings={"skip": skip, "chain": num_tokens})
 
     def _self_draft(self, skip: tuple[int, ...], num_tokens: int) -> Method:
         ends = self._drafting(self.target)
@@ -340,18 +384,3 @@ class Builder:
             return SelfDraft(self.target, skip, num_tokens, self.sampling, own, ends)
 
         return self._engine(make, Tree.chain(num_tokens))
-
-    def _search(self) -> tuple[list[int], int]:
-        """Layers to skip and draft tokens that are predicted to be fastest on some prompts."""
-        chosen = self.bench.prompts[:NUM_SEARCH_PROMPTS]
-        prompts = [prompt.token_ids for prompt in chosen]
-        answers = greedy_responses(self.target, chosen, self.config.max_new_tokens)
-        texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
-        lengths = [len(ids) for ids in prompts]
-        best = search_layers(self.target, texts, lengths).choices[0]
-        if self.bench.main:
-            Console(stderr=True).print(
-                f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens"
-            )
-        # Every process searched on its own prompts; all decode with what the first one found.
-        return processes.gathered([(list(best.skip), best.num_tokens)])[0]

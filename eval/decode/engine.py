@@ -69,14 +69,14 @@ class Generation:
         steps: its share of the verify passes.
         paths: the accepted nodes of each step, without the root.
         times: of its whole batch.
-        num_passes: of the target, where somebody else's loop shows no steps.
+        drafted: draft tokens that each step checked, where they were counted.
     """
 
     token_ids: list[int]
     steps: list[Step] = field(default_factory=list)
     paths: list[tuple[int, ...]] = field(default_factory=list)
     times: Times = field(default_factory=Times)
-    num_passes: int = 0
+    drafted: list[int] = field(default_factory=list)
 
 
 def decode(

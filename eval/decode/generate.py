@@ -1,16 +1,58 @@
-"""transformers' own `generate` as baselines, whole and timed as one part."""
+"""transformers' own `generate` as baselines, seen from outside: the passes of its target."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from eval.clock import Stopwatch, Times
-from eval.decode.engine import Generation
+from eval.clock import PartClock
+from eval.decode.engine import Generation, Step
 from eval.decode.texts import Stops
 from heads.sampling import Sampling
 from heads.target.model import Target
+
+
+class _Passes:
+    """What each pass of the target was given; the prompt's own lasts until the second begins."""
+
+    def __init__(self, clock: PartClock, drafting: bool) -> None:
+        self.drafting = drafting
+        self.widths: list[int] = []
+        self.cached: list[int] = []
+        self._prompt = ExitStack()
+        self._prompt.enter_context(clock.part("prefill"))
+
+    def begin(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before the target's pass."""
+        if self.widths:
+            self.end_prompt()
+        if not self.drafting:
+            self.widths.append(1)
+            return
+        given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        self.widths.append(next(each.shape[1] for each in given if each is not None))
+        self.cached.append(int(kwargs["past_key_values"].get_seq_length()))
+
+    def end_prompt(self) -> None:
+        """Once or more often."""
+        self._prompt.close()
+
+    def steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
+        """Of a text that was alone: what each pass after the prompt's own gave and checked.
+
+        Between two passes the cache holds all but the last token of the text.
+        """
+        # A text is cut where it should have ended, which transformers may have passed over.
+        ends = [min(held - num_prompt + 1, num_tokens) for held in self.cached[1:]] + [num_tokens]
+        steps = [
+            Step(after - before - 1, after - before, num_tokens - before)
+            for before, after in pairwise(ends)
+            if after > before
+        ]
+        return steps, [width - 1 for width in self.widths[1 : len(steps) + 1]]
 
 
 @torch.no_grad()
@@ -22,7 +64,9 @@ def hf_generate(
     seed: int,
     **assistance: Any,
 ) -> list[Generation]:
-    """Texts by `generate`, with the number of target passes counted.
+    """Texts by `generate`, with the steps that its passes show.
+
+    What a drafting `generate` accepts in the prompt's own pass belongs to that pass.
 
     Args:
         target: the target.
@@ -38,31 +82,39 @@ def hf_generate(
     rows = [[pad] * (longest - len(ids)) + list(ids) for ids in prompts]
     real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
     ids, mask = (torch.tensor(each, device=target.device) for each in (rows, real))
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
     torch.manual_seed(seed)
-    if target.stop_strings:
-        assistance |= {"tokenizer": target.tokenizer}
-    hook = target.decoder.register_forward_hook(count)
-    watch = Stopwatch(target.device)
+    ends = (
+        [StopStringCriteria(target.tokenizer, target.stop_strings)] if target.stop_strings else []
+    )
+    clock = PartClock(target.device)
+    passes = _Passes(clock, drafting=bool(assistance))
+    hook = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
     try:
         output = target.model.generate(
             ids,
             attention_mask=mask,
             generation_config=_settings(target, max_new_tokens, sampling, pad),
             **assistance,
+            stopping_criteria=StoppingCriteriaList(ends),
         )
     finally:
         hook.remove()
+        passes.end_prompt()
     # What fills up a text that ended before others of its batch comes after its stop token.
     stops = Stops.of(target)
     texts = [stops.cut([], row) for row in output[:, longest:].tolist()]
-    times = Times(total=watch.seconds())
-    return [Generation(text, times=times, num_passes=passes) for text in texts]
+    clock.stop()
+    if assistance:
+        steps, drafted = passes.steps(longest, len(texts[0]))
+        return [Generation(texts[0], steps, times=clock.times, drafted=drafted)]
+    return [
+        Generation(text, _plain(len(text) - 1), times=clock.times, drafted=[0] * (len(text) - 1))
+        for text in texts
+    ]
+
+
+def _plain(num_steps: int) -> list[Step]:
+    return [Step(0, 1, num_left) for num_left in range(num_steps, 0, -1)]
 
 
 def _settings(
@@ -82,5 +134,4 @@ def _settings(
         max_new_tokens=max_new_tokens,
         eos_token_id=never if target.ignores_stops else target.stop_ids or never,
         pad_token_id=pad,
-        stop_strings=list(target.stop_strings) or None,
     )

@@ -1,8 +1,10 @@
 """What all measurements start from: target, head, prompts and their results file."""
 
 import json
+import re
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
 from data.chat import Encoder
 from data.embedded import fill_unset
-from data.journal import write_whole
-from data.provenance import provenance
+from data.journal import Journal, write_whole
+from data.provenance import flat, plain, provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
@@ -25,8 +27,11 @@ from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.lowrank import reduce_rank
 from heads.sampling import Sampling
+from heads.target.identity import identify, weights_checksum
 from heads.target.load import load_target
 from heads.target.model import Target
+
+NUM_SPARE = 8
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Bench:
     Attributes:
         heads: the head of `head.path` first, if there is one.
         prompts: this process's share, dialogue by dialogue in each turn.
+        spare: first questions of dialogues that are not measured, for searches.
         sampling: how tokens are chosen.
         data: where the prompts came from, for the results file.
         main: whether this process prints and writes.
@@ -47,6 +53,7 @@ class Bench:
     sampling: Sampling
     data: dict[str, Any]
     main: bool
+    spare: list[Prompt] = field(default_factory=list)
 
     @property
     def head(self) -> BenchHead:
@@ -81,9 +88,7 @@ def open_bench(
     target = load_target(run.target, state.device)
     _follow(target, run)
     for head in heads:
-        head.head.attach(target, target.dtype).eval()
-        if run.output_rank is not None:
-            reduce_rank(head.head, target, run.output_rank)
+        _attach(run, head, target, records)
     chosen = records.records[: run.data.num_prompts]
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts = first_turns(chosen, encoder)
@@ -105,7 +110,21 @@ def open_bench(
         "num_bad": len(records.bad),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
-    return Bench(target, heads, prompts, sampling, data, state.is_main_process)
+    spare = _spare(run, records.records, target, encoder)
+    return Bench(target, heads, prompts, sampling, data, state.is_main_process, spare)
+
+
+def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) -> None:
+    """Makes a head ready to draft; says so where its tree was fitted to these very prompts."""
+    if head.searched_on and head.searched_on == records.sha256:
+        Console(stderr=True).print(
+            f"{head.path}: its draft tree was searched for on data.path itself, so that the "
+            "tree's figures flatter it; measure on other prompts",
+            markup=False,
+        )
+    head.head.attach(target, target.dtype).eval()
+    if run.output_rank is not None:
+        reduce_rank(head.head, target, run.output_rank)
 
 
 def _follow(target: Target, run: MeasureRun) -> None:
@@ -116,6 +135,7 @@ def _follow(target: Target, run: MeasureRun) -> None:
         target.model.generation_config = target.generation_config = ours
     target.asked = asked_of(target)
     target.stop_strings = tuple(run.stop or ours.stop_strings or ())
+    ours.stop_strings = None  # `generate` would ask for them in drafts too, without a tokenizer
     target.ignores_stops = run.ignore_eos
 
 
@@ -150,6 +170,22 @@ def _records(run: MeasureRun) -> Records:
     for line in records.lines():
         Console(stderr=True).print(line, highlight=False, markup=False)
     return records
+
+
+def _spare(
+    run: MeasureRun, records: Sequence[Record], target: Target, encoder: Encoder
+) -> list[Prompt]:
+    """Some prompts behind those that are measured, if there are any."""
+    measured = run.data.num_prompts or len(records)
+    found: list[Prompt] = []
+    for record in records[measured : measured + NUM_SPARE]:
+        try:
+            prompts = first_turns([record], encoder)
+            check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
+        except InputError:  # nobody asked for this one
+            continue
+        found += prompts
+    return found
 
 
 def _later_turns(
@@ -206,6 +242,57 @@ def seed_of(prompt: Prompt, seed: int) -> int:
     return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
 
 
+def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Journal:
+    """What an earlier start of the same measurement has done, to be continued.
+
+    Args:
+        run: the settings.
+        name: of the result.
+        bench: what is measured.
+        more: of which the rows depend too; JSON values.
+
+    Raises:
+        InputError: an earlier start measured something else, or nothing can be written.
+    """
+    state = processes.start()
+    settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
+    made = provenance(settings, bench.target.name, bench.data)
+    manifest: dict[str, object] = flat(
+        {
+            **{key: made[key] for key in ("config", "data", "versions", "git")},
+            "target": plain(identify(run.target, bench.target.tokenizer)),
+            "heads": [_checksums(each.path) for each in bench.heads],
+            "generation_config": bench.target.asked,
+            "stop": [*bench.target.stop_ids, *bench.target.stop_strings],
+            "device": device_name(),
+            "torch_threads": torch.get_num_threads(),
+            "num_processes": state.num_processes,
+            **more,
+        }
+    )
+    folder = partial_folder(run, name) / str(state.process_index)
+    try:
+        journal = Journal(folder, manifest, "runs.jsonl")
+    except OSError as error:
+        raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
+    if journal.done and bench.main:
+        Console(stderr=True).print(
+            f"continues with {len(journal.done)} runs of an earlier start in {folder}"
+        )
+    return journal
+
+
+def _checksums(path: str) -> list[str | None]:
+    """Of a head's weight files, where it lies in a folder; a revision of the Hub stays as it is."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return [weights_checksum(file.parent, file.stem) for file in files]
+
+
+def partial_folder(run: MeasureRun, name: str) -> Path:
+    """Where the journals of a measurement lie until its result is written."""
+    return (Path(run.out_dir) / name).with_suffix(".partial")
+
+
 def greedy_responses(
     target: Target, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[list[int]]:
@@ -221,6 +308,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     result = {
         **result,
         "head": run.head.path,
+        "target_identity": plain(identify(run.target, bench.target.tokenizer)),
         "target_dtype": str(bench.target.dtype).removeprefix("torch."),
         "target_attention": bench.target.attention,
         "target_state_bytes": bench.target.state_bytes,
@@ -235,13 +323,20 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "ignore_eos": run.ignore_eos,
         "generation_config": bench.target.asked,
         "num_turns": run.num_turns,
+        "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,
         **provenance(run, bench.target.name, bench.data),
     }
     path = Path(run.out_dir) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(result, indent=2) + "\n")
+        write_whole(path, _dense(json.dumps(result, indent=2)) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
+    shutil.rmtree(partial_folder(run, name), ignore_errors=True)
     return path
+
+
+def _dense(text: str) -> str:
+    """Indented JSON with every list of numbers on one line; a string holds no newline."""
+    return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)

@@ -28,12 +28,14 @@ class BenchHead:
         head: the head.
         tree: a static tree, or the shape of dynamic ones.
         chain: one candidate per depth.
+        searched_on: checksum of the data on which the tree was searched for; None if it was not.
     """
 
     path: str
     head: DraftHead
     tree: Shape
     chain: Tree
+    searched_on: str | None = None
 
     @property
     def family(self) -> str:
@@ -82,7 +84,8 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
         shape: Shape = _dynamic_shape(run, usual, stored)
     else:
         shape = _static_tree(run.tree or stored.get("tree"), usual, kind.most_tokens(head))
-    return BenchHead(ref.path, head, shape, Tree.chain(run.depth or kind.usual_depth(head)))
+    chain = Tree.chain(run.depth or kind.usual_depth(head))
+    return BenchHead(ref.path, head, shape, chain, None if run.tree else stored.get("data"))
 
 
 def stored_shape(ref: HeadRef) -> dict[str, Any]:

@@ -13,17 +13,40 @@ from typing import Any, TypeVar
 from eval.decode.engine import Step
 
 Item = TypeVar("Item")
+Interval = tuple[float, float] | None
 NUM_BOOTSTRAPS = 1000
 
 
 @dataclass(frozen=True)
 class PromptSteps:
-    """The verify passes of one prompt."""
+    """The verify passes of one prompt.
+
+    Attributes:
+        category: for figures by category.
+        steps: the passes.
+        drafted: draft tokens that each checked, where they were counted.
+        dialogue: the prompts of one share what they are about, so intervals take them together.
+        turn: of the dialogue, from 1.
+        num_thinking: tokens of its response, from the first on, that are thinking.
+    """
 
     category: str
     steps: Sequence[Step]
+    drafted: Sequence[int] = ()
+    dialogue: int = 0
+    turn: int = 1
     num_thinking: int = 0
-    """Tokens of its response, from the first on, that are thinking."""
+
+    def row(self) -> dict[str, Any]:
+        """For a results file: numbers per pass."""
+        return {
+            "dialogue": self.dialogue,
+            "turn": self.turn,
+            "category": self.category,
+            "drafted": list(self.drafted),
+            "accepted": [step.num_accepted for step in self.steps],
+            "emitted": [step.num_emitted for step in self.steps],
+        }
 
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
@@ -75,26 +98,85 @@ def by_part(prompts: Sequence[PromptSteps]) -> dict[str, dict[str, float]]:
 
 
 def interval(
-    items: Sequence[Item], figure: Callable[[Sequence[Item]], float], seed: int
-) -> tuple[float, float]:
+    groups: Sequence[Item],
+    figure: Callable[[Sequence[Item], Sequence[int]], float],
+    seed: int,
+    num_runs: int = 1,
+) -> Interval:
     """95% bootstrap interval of a figure.
 
     Args:
-        items: what is drawn from with replacement, as often as there are items.
-        figure: of drawn items, in their order.
+        groups: what is drawn from with replacement, as often as there are groups. What depends
+            on each other, the prompts of a dialogue, is one of them.
+        figure: of drawn groups, and of the numbers of drawn runs.
         seed: of the draws.
+        num_runs: of which as many are drawn, for all groups the same, with replacement too.
 
     Returns:
-        The 2.5th and 97.5th percentile, in the unit of the figure.
+        The 2.5th and 97.5th percentile, in the unit of the figure; None for a single group,
+        which says nothing of others.
     """
-    rng = random.Random(seed)
-    draws = sorted(figure(rng.choices(items, k=len(items))) for _ in range(NUM_BOOTSTRAPS))
+    if len(groups) < 2:
+        return None
+    rng, runs = random.Random(seed), range(num_runs)
+    draws = sorted(
+        figure(rng.choices(groups, k=len(groups)), rng.choices(runs, k=num_runs))
+        for _ in range(NUM_BOOTSTRAPS)
+    )
     return draws[int(0.025 * NUM_BOOTSTRAPS)], draws[int(0.975 * NUM_BOOTSTRAPS)]
 
 
-def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> tuple[float, float]:
-    """95% bootstrap interval of tau over prompts, in tokens per verify pass."""
-    return interval(prompts, tau, seed)
+def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
+    """The prompts of each dialogue."""
+    found: dict[int, list[PromptSteps]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.dialogue, []).append(prompt)
+    return list(found.values())
+
+
+def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
+    """95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
+    # Sums stand for a dialogue's passes.
+    sums = [
+        (sum(s.num_emitted for p in each for s in p.steps), sum(len(p.steps) for p in each))
+        for each in by_dialogue(prompts)
+    ]
+    return interval(sums, lambda drawn, _: _ratio(drawn), seed)
+
+
+def _ratio(sums: Sequence[tuple[int, int]]) -> float:
+    num_emitted, num_steps = map(sum, zip(*sums, strict=True))
+    return num_emitted / num_steps if num_steps else 1.0
+
+
+def tau_difference(
+    first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], seed: int
+) -> tuple[float, Interval]:
+    """tau of the second less that of the first, and its 95% interval over dialogues in pairs.
+
+    Args:
+        first: rows of `PromptSteps.row`.
+        second: those of the same prompts.
+        seed: of the draws.
+    """
+    pairs: dict[int, list[int]] = {}
+    for one, other in zip(first, second, strict=True):
+        assert (one["dialogue"], one["turn"]) == (other["dialogue"], other["turn"])
+        sums = pairs.setdefault(one["dialogue"], [0, 0, 0, 0])
+        for place, row in ((0, one), (2, other)):
+            sums[place] += sum(row["emitted"])
+            sums[place + 1] += len(row["emitted"])
+
+    def difference(drawn: Sequence[list[int]]) -> float:
+        return _ratio([(c, d) for _, _, c, d in drawn]) - _ratio([(a, b) for a, b, _, _ in drawn])
+
+    found = list(pairs.values())
+    return difference(found), interval(found, lambda drawn, _: difference(drawn), seed)
+
+
+def shown(ends: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
+    """An interval for people; a dash where there is none."""
+    return "-" if ends is None else between.join(f"{end:.{digits}f}" for end in ends)
 
 
 def tree_figures(result: dict[str, Any]) -> dict[str, Any]:
@@ -124,4 +206,7 @@ def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, 
         "num_prompts": len(prompts),
         "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
         "num_steps": sum(len(prompt.steps) for prompt in prompts),
+        "num_drafted": sum(sum(prompt.drafted) for prompt in prompts),
+        "num_accepted": sum(step.num_accepted for prompt in prompts for step in prompt.steps),
+        "prompts": [prompt.row() for prompt in prompts],
     }

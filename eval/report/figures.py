@@ -26,9 +26,8 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     tree = tree_figures(result)
     trees = {**tree["by_category"], "all": tree}
     for place, (name, row) in enumerate(rows.items()):
-        low, high = row["ci95"]
         left.barh(place, row["tau"], color="tab:blue" if name != "all" else "tab:gray")
-        left.plot([low, high], [place, place], color="black")
+        left.plot(row["ci95"] or [row["tau"]] * 2, [place, place], color="black")
         left.plot(trees[name]["tau"], place, "D", color="tab:orange")
         depths = range(1, len(row["alpha"]) + 1)
         right.plot(depths, row["alpha"], "o-", label=name, linewidth=3 if name == "all" else 1)
@@ -60,14 +59,14 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         speed.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
         _stack(times, place, row)
         taus.plot(row["tau"], place, "o", color="tab:blue")
-        taus.plot(row.get("tau_ci95", [row["tau"]] * 2), [place, place], color="tab:blue")
+        taus.plot(row.get("tau_ci95") or [row["tau"]] * 2, [place, place], color="tab:blue")
         rates = row.get("alpha") or []
         if rates:
             alphas.plot(range(1, len(rates) + 1), rates, "o-", label=label)
     for axis in (speed, times, taus):
         axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
     speed.margins(x=0.15)
-    speed.set_xlabel("tokens per second, prompt included, and speed-up")
+    speed.set_xlabel(f"tokens per second, prompt included, and speed-up over {result['baseline']}")
     times.set_xlabel("ms per verify pass")
     taus.set_xlabel("tau, tokens per verify pass (95% interval)")
     alphas.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
@@ -137,9 +136,8 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     """
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for place, (name, result) in enumerate(results.items()):
-        low, high = result["tau_ci95"]
         left.barh(place, result["tau"], color="tab:blue")
-        left.plot([low, high], [place, place], color="black")
+        left.plot(result["tau_ci95"] or [result["tau"]] * 2, [place, place], color="black")
         left.plot(tree_figures(result)["tau"], place, "D", color="tab:orange")
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
             axis.plot(range(1, len(rates) + 1), rates, "o-", label=name)
@@ -166,8 +164,8 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     rows = [*result["pruned"], result["before"]]
     sizes = [row["num_ids"] for row in rows]
-    lows, highs = zip(*(row["tau_ci95"] for row in rows), strict=True)
-    left.vlines(sizes, lows, highs, color="tab:gray")
+    ends = [row["tau_ci95"] or [row["tau"]] * 2 for row in rows]
+    left.vlines(sizes, *zip(*ends, strict=True), color="tab:gray")
     for axis, name in ((left, "tau"), (middle, "coverage"), (right, "speedup")):
         axis.plot(sizes, [row[name] for row in rows], "o-")
         axis.plot(sizes[-1], result["before"][name], "D", markersize=9, label="before")

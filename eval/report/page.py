@@ -14,10 +14,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from data.journal import write_whole
+from data.provenance import flat
+from eval.measure.stats import shown
 from eval.report.figures import STEP_PARTS, step_ms
 
 DEEPEST_COLOR = 8
-NOT_SETTINGS = ("methods", "baseline", "lossless", "texts")
+NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts")
 # heading, key, format; the key with `_ci95` behind it holds the interval
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:,.1f}"),
@@ -79,7 +81,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"verbatim": _verbatim, "breakable": _breakable}
+    environment.filters |= {"verbatim": _verbatim, "breakable": _breakable, "shown": shown}
     page = environment.get_template("page.html.j2").render(_view(result))
     write_whole(path, page.encode(errors="replace"))
 
@@ -103,13 +105,13 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         "labels": {n: f"{n} (lossy)" if row.get("lossy") else n for n, row in methods.items()},
         "lossy": any(row.get("lossy") for row in methods.values()),
         "target": _name(result["target"]),
-        "best": _best(methods, result["baseline"]),
+        "best": _best(methods, result["baselines"]),
         "equality": _equality(result),
         "columns": [
             c for c in COLUMNS if any(row.get(c[1]) is not None for row in methods.values())
         ],
         "speedup_axis": _interval_axis(list(methods.values()), "speedup", 6, 134),
-        "categories": _categories(methods, result["baseline"]),
+        "categories": _categories(methods, result["baselines"]),
         "alpha": _alpha(methods),
         "passes": passes,
         "ms_axis": Axis(0, max((sum(t.values()) for t in passes.values()), default=1), 0, 400),
@@ -121,7 +123,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
             name for name in methods if any(name in t["methods"] for t in result.get("texts", []))
         ],
         "deepest": DEEPEST_COLOR,
-        "settings": _flat({k: v for k, v in result.items() if k not in NOT_SETTINGS}),
+        "settings": flat({k: v for k, v in result.items() if k not in NOT_SETTINGS}),
     }
 
 
@@ -129,9 +131,9 @@ def _name(target: str | dict[str, Any]) -> str:
     return target if isinstance(target, str) else str(target.get("path") or target.get("name"))
 
 
-def _best(methods: dict[str, dict[str, Any]], baseline: str) -> str | None:
-    """The fastest method that keeps the target's text."""
-    lossless = [n for n, row in methods.items() if n != baseline and not row.get("lossy")]
+def _best(methods: dict[str, dict[str, Any]], baselines: list[str]) -> str | None:
+    """The fastest method that drafts and keeps the target's text."""
+    lossless = [n for n, row in methods.items() if n not in baselines and not row.get("lossy")]
     return max(lossless, key=lambda name: methods[name]["speedup"], default=None)
 
 
@@ -161,16 +163,16 @@ def _equality(result: dict[str, Any]) -> dict[str, int] | None:
 
 
 def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
-    ends = [bound for row in rows for bound in row.get(f"{key}_ci95", ())]
+    ends = [bound for row in rows for bound in row.get(f"{key}_ci95") or ()]
     return Axis.around([1.0, *ends, *(row[key] for row in rows)], start, end)
 
 
-def _categories(methods: dict[str, dict[str, Any]], baseline: str) -> dict[str, Any] | None:
+def _categories(methods: dict[str, dict[str, Any]], baselines: list[str]) -> dict[str, Any] | None:
     """Rows per drafting method on shared axes, so that panels can be compared by eye."""
     panels = {
         name: row["by_category"]
         for name, row in methods.items()
-        if name != baseline and row.get("by_category")
+        if name not in baselines and row.get("by_category")
     }
     rows = [row for panel in panels.values() for row in panel.values()]
     if not rows:
@@ -242,11 +244,3 @@ def _tree(tree: dict[str, Any]) -> dict[str, Any]:
         for n in range(len(parents))
     ]
     return {"nodes": nodes, "width": 56 + 84 * max(depths), "height": 28 + 18 * level}
-
-
-def _flat(value: Any, key: str = "") -> list[tuple[str, Any]]:
-    """Nested settings as dotted keys."""
-    if not isinstance(value, dict):
-        return [(key, value)]
-    inner = ((f"{key}.{name}" if key else name, item) for name, item in value.items())
-    return [pair for name, item in inner for pair in _flat(item, name)]

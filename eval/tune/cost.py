@@ -26,9 +26,9 @@ from heads.tree import Tree
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
 NUM_ROUNDS = 6
-"""Timed passes per size and drafter."""
-NUM_PLAIN = 8
-"""Timed passes over one token, each round and drafter."""
+"""Timed passes and drafts per size and drafter: of more samples the least would be less."""
+NUM_PLAIN = 3
+"""Passes over one token in a row, of which the last is timed."""
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -104,6 +104,7 @@ def time_steps(
     output head, the greedy rule and the one wait. As in decoding, drafts and passes alternate:
     one right after another would find its weights in the processor's cache, and take a tenth
     less. Passes over one token are those of decoding without drafts: one right after another.
+    Of every kind of pass and draft the least of as many samples counts.
 
     Args:
         target: the target.
@@ -122,22 +123,24 @@ def time_steps(
         seen = Seen(tokens, output, cache, target.logits(output.hidden_states[:, -1:]))
         for drafter in drafters.values():
             _draft(drafter, seen, roots)
-    plain: list[float] = []
-    drafts: dict[Key, list[float]] = {key: [] for key in drafters}
-    passes: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
+    passes: dict[Key, dict[int, list[float]]]
+    passes = {key: {n: [] for n in (1, *sizes)} for key in drafters}
+    drafts: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
     verify = partial(_verify, target, cache, roots)
     for _ in tqdm(range(NUM_ROUNDS), desc=f"step times, batch {batch_size}", leave=False):
         for key, drafter in drafters.items():
-            plain += [timed(partial(verify, Reads(), 1), target.device) for _ in range(NUM_PLAIN)]
+            plain = [timed(partial(verify, Reads(), 1), target.device) for _ in range(NUM_PLAIN)]
+            passes[key][1].append(plain[-1])
             for size in sizes:
-                drafts[key].append(timed(partial(_draft, drafter, seen, roots), target.device))
+                drafts[key][size].append(
+                    timed(partial(_draft, drafter, seen, roots), target.device)
+                )
                 passes[key][size].append(timed(partial(verify, reads, size), target.device))
     # What else the machine does only ever adds to a time; what a draft does to a pass, however,
     # is different for each drafter and belongs to it.
-    seconds = [statistics.mean(min(each[size]) for each in passes.values()) for size in sizes]
-    device, context_length = device_name(), len(context)
-    curve = CostCurve(device, [1, *sizes], [min(plain), *seconds], batch_size, context_length)
-    return curve, {key: min(each) for key, each in drafts.items()}
+    seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]
+    curve = CostCurve(device_name(), [1, *sizes], seconds, batch_size, len(context))
+    return curve, {key: statistics.mean(map(min, of.values())) for key, of in drafts.items()}
 
 
 def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, size: int) -> None:

@@ -81,9 +81,9 @@ def identify(config: TargetConfig, tokenizer: Any) -> Identity:
         config=_sha256(stored),
         tokenizer=_sha256(_tokenizer(tokenizer)),
         template=None if template is None else _sha256(template),
-        weights=_weights(found.parent, "model"),
+        weights=weights_checksum(found.parent, "model"),
         adapter=config.adapter,
-        adapter_weights=_weights(adapter.parent, "adapter_model") if adapter else None,
+        adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
         quantization=config.quantization.value,
     )
 
@@ -104,7 +104,7 @@ def _tokenizer(tokenizer: Any) -> Any:
     return {**json.loads(backend.to_str()), "truncation": None, "padding": None}
 
 
-def _weights(folder: Path, name: str) -> str | None:
+def weights_checksum(folder: Path, name: str) -> str | None:
     """Checksum of a sample of the weight files in a folder; None if they are not all there."""
     index = folder / f"{name}.safetensors.index.json"
     names = {f"{name}.safetensors"}

@@ -5,6 +5,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from eval.measure.stats import shown
 from heads.engines import template_note, vllm_command
 from heads.kind import trained_with
 from scripts.publish.card_facts import CardFacts, is_hub_id
@@ -137,8 +138,7 @@ def _acceptance_table(acceptance: dict[str, Any]) -> str:
     header = ["category", "prompts", "tau", "95% interval", *(["tau, tree"] if tree else [])]
     rows = []
     for name, row in acceptance["by_category"].items():
-        low, high = row["ci95"]
-        cells = [name, row["num_prompts"], f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}"]
+        cells = [name, row["num_prompts"], f"{row['tau']:.3f}", shown(row["ci95"], 3, " to ")]
         if tree:
             cells.append(f"{tree[name]['tau']:.3f}" if name in tree else "")
         rows.append(cells)
@@ -162,16 +162,22 @@ def _speedup_table(speedup: dict[str, Any]) -> str:
             f"{row['tau']:.3f}",
             f"{row['tokens_per_s']:.1f}",
             f"{row['speedup']:.2f}",
-            f"{row['efficiency']:.2f}",
+            "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
         ]
         for name, row in speedup["methods"].items()
     ]
     intro = (
         f"Decoding at batch {speedup.get('batch_size', 1)}{_setting(speedup)}; speed-up over "
-        f"`{speedup['baseline']}`, the same engine without drafting; efficiency is speed-up / tau."
+        f"`{speedup['baseline']}`{_baselines(speedup)}."
     )
     header = ["method", "tau", "tokens/s", "speed-up", "efficiency"]
     return f"{intro}\n\n{_table(header, rows)}"
+
+
+def _baselines(speedup: dict[str, Any]) -> str:
+    others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
+    faster = f", the faster of it and {' and '.join(others)}" if others else ""
+    return f"{faster}, without drafting; efficiency is the speed-up of decoding / tau"
 
 
 def _lossless_text(lossless: dict[str, Any] | None) -> str:

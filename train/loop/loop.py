@@ -6,7 +6,6 @@ first of them runs.
 """
 
 import math
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from conf.schema import InputError
+from eval.clock import Stopwatch
 from heads.cache import upload
 from train import schedule
 from train.batch.prefetch import Prefetcher, on_device, stacked
@@ -154,7 +154,7 @@ class Run:
             dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
-            self._started, self._started_tokens = time.monotonic(), self.tokens
+            self._watch, self._started_tokens = Stopwatch(), self.tokens
             while self.step < self.config.max_steps:
                 if self.stopping:
                     self._save()
@@ -312,7 +312,7 @@ class Run:
         )
 
     def _tokens_per_s(self) -> float:
-        return (self.tokens - self._started_tokens) / (time.monotonic() - self._started)
+        return (self.tokens - self._started_tokens) / self._watch.seconds()
 
     def _log(self) -> None:
         sums = torch.stack(self.window).sum(0)
