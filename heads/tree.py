@@ -98,7 +98,7 @@ class Tree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Depth of the deepest node."""
         return max(self.depths)

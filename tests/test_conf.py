@@ -48,8 +48,8 @@ ENTRIES = {
 QUICKLY_SHOWN = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = (
-    "capture", "data", "documents", "engine", "gpu", "hybrid", "losses", "memory", "peers", "rates",
-    "train", "unroll",
+    "capture", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses", "memory",
+    "operations", "peers", "prompt", "rates", "train", "unroll",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 

@@ -1,11 +1,13 @@
 """What decoding costs in memory and operations, which no clock is needed for."""
 
 import argparse
+import json
 
 import pytest
+from toys import save_target
 
 from heads.target import prefill
-from scripts import bench_operations, bench_prompt
+from scripts import bench_generate, bench_operations, bench_prompt
 
 
 @pytest.fixture
@@ -45,3 +47,28 @@ def test_the_table_of_operations(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["bench_operations.py", "--layers", "6"])
     bench_operations.main()
     assert "| EAGLE-3, chain of 4 |" in capsys.readouterr().out
+
+
+def generate_options(tmp_path, monkeypatch) -> list[str]:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"turns": [f"question {number}"], "category": "a"} for number in range(2)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = save_target(tmp_path / "target")
+    options = ["--target", str(target), "--data", str(prompts), "--batch-sizes", "2"]
+    monkeypatch.setattr("sys.argv", ["bench_generate.py", *options, "--max-new-tokens", "6"])
+    return options
+
+
+def test_the_table_of_plain_decoding(tmp_path, monkeypatch, capsys) -> None:
+    generate_options(tmp_path, monkeypatch)
+    bench_generate.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("| 2 | 12 |")
+
+
+def test_texts_that_differ_are_not_timed(tmp_path, monkeypatch) -> None:
+    generate_options(tmp_path, monkeypatch)
+    usual = bench_generate.decode_batch
+    monkeypatch.setattr(bench_generate, "decode_batch", lambda *a: usual(*a)[::-1])
+    with pytest.raises(SystemExit, match="write different texts"):
+        bench_generate.main()

@@ -24,6 +24,8 @@ from heads.target.model import Reads, Target, TargetOutput
 from heads.target.prefill import parts, prefill
 from heads.tree import Tree
 
+ROOT_ALONE = Tree.chain(0)
+
 
 class NoDraft:
     """Plain decoding in the same engine: the baseline `vanilla`."""
@@ -37,7 +39,7 @@ class NoDraft:
     def propose(self, roots: list[int]) -> Draft:
         """The roots alone."""
         tokens = torch.empty(len(roots), 0, dtype=torch.int64, device=self.device)
-        return Draft.of(Tree.chain(0), tokens)
+        return Draft.of(ROOT_ALONE, tokens)
 
     def keep(self, rows: list[int]) -> None:
         """Nothing to drop."""

@@ -84,7 +84,9 @@ def hf_generate(
     ids, mask = (torch.tensor(each, device=target.device) for each in (rows, real))
     torch.manual_seed(seed)
     ends = (
-        [StopStringCriteria(target.tokenizer, target.stop_strings)] if target.stop_strings else []
+        [StopStringCriteria(target.tokenizer, [*target.stop_strings])]
+        if target.stop_strings
+        else []
     )
     clock = PartClock(target.device)
     passes = _Passes(clock, drafting=bool(assistance))
