@@ -89,7 +89,7 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
     assert speeds[result["baseline"]] == max(speeds.values()) == 1.0
     for row in result["methods"].values():
         assert row["efficiency"] == pytest.approx(row["decode_speedup"] / row["tau"])
-        assert sum(map(sum, (p["emitted"] for p in row["prompts"]))) + 12 <= row["num_tokens"] + 8
+        assert sum(sum(prompt["emitted"]) for prompt in row["prompts"]) + 12 <= row["num_tokens"]
         assert [p["dialogue"] for p in row["prompts"]] == [*range(6)] * 2
         assert row["breakdown"].keys() == {"prefill", "draft", "verify", "accept", "host"}
     assert result["lossless"] == {"num_prompts": 12, "num_equal": 12, "first_divergences": []}

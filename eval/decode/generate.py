@@ -46,46 +46,9 @@ class _Passes:
         Between two passes the cache holds all but the last token of the text.
         """
         # A text is cut where it should have ended, which transformers may have passed over.
-        ends = [min(held - num_prompt + 1, num_tokens) for held in self.cached[1:]] + [num_tokens]
-        steps = [
-            Step(after - before - 1, after - before, num_tokens - before)
-            for before, after in pairwise(ends)
-            if after > before
-        ]
-        return steps, [width - 1 for width in self.widths[1 : len(steps) + 1]]
+        strings = list(target.stop_strings)
 
-
-@torch.no_grad()
-def hf_generate(
-    target: Target,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    **assistance: Any,
-) -> list[Generation]:
-    """Texts by `generate`, with the steps that its passes show.
-
-    What a drafting `generate` accepts in the prompt's own pass belongs to that pass.
-
-    Args:
-        target: the target.
-        prompts: rendered prompts, filled up on the left to one length.
-        max_new_tokens: tokens to emit at most per text.
-        sampling: not typical.
-        seed: of torch's global generator.
-        assistance: more settings of `generate`: `assistant_model`, `prompt_lookup_num_tokens`
-            and their own; transformers then takes one prompt only.
-    """
-    longest = max(map(len, prompts))
-    pad = (target.stop_ids or [0])[0]
-    rows = [[pad] * (longest - len(ids)) + list(ids) for ids in prompts]
-    real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-    ids, mask = (torch.tensor(each, device=target.device) for each in (rows, real))
-    torch.manual_seed(seed)
-    ends = (
-        [StopStringCriteria(target.tokenizer, target.stop_strings)] if target.stop_strings else []
-    )
+    ends = [StopStringCriteria(target.tokenizer, strings)] if strings else []
     clock = PartClock(target.device)
     passes = _Passes(clock, drafting=bool(assistance))
     hook = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
