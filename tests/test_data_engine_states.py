@@ -102,7 +102,7 @@ def test_a_file_is_read_when_its_writer_is_done(tmp_path: Path) -> None:
 
 def test_documents_come_in_order_however_their_requests_end(tmp_path: Path) -> None:
     documents = [[token, token + 1] for token in range(40)]
-    with EngineServer(tmp_path, WRITTEN, delay_s=0.02) as server, engine(server) as states:
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, engine(server) as states:
         server.faults = [(500, {}), "drop", (503, {}), (429, {"Retry-After": "0.1"})]
         for document, found in zip(documents, states.read_many(documents), strict=True):
             assert_same(found, expected(document))
