@@ -223,7 +223,10 @@ class SpeedupRun(MeasureRun):
     self_draft: SelfDraftConfig = field(default_factory=SelfDraftConfig)
     typical: TypicalConfig = field(default_factory=TypicalConfig)
     batch_size: int = 1
-    """Prompts of one category decoded together."""
+    """Texts decoded together: where one ends, the next takes its place."""
+    concurrency: list[int] = field(default_factory=list)
+    """Further batch sizes that every method is measured at, e.g. [1,4,16]: what each costs in
+    latency, and from where on drafting stops paying."""
     compile: bool = False
     """Compile the target's verify pass (torch.compile), over caches of fixed size; every method
     and the baseline `vanilla` run it, `generate` does not."""
@@ -238,11 +241,18 @@ class SpeedupRun(MeasureRun):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("", self, "batch_size", "num_repeats")
+        if any(size < 1 for size in self.concurrency):
+            raise InputError(f"concurrency={self.concurrency}: sizes must be positive")
         if isinstance(self.methods, str):
             self.methods = [self.methods]
         if not isinstance(self.methods, list) or not self.methods:
             raise InputError(f"methods={self.methods}: allowed: a name or a list of names")
         self.methods = [str(name) for name in self.methods]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """All that are measured."""
+        return sorted({self.batch_size, *self.concurrency})
 
 
 @dataclass

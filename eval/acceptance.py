@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from conf.schema_measure import AcceptanceRun, Mode
 from data.journal import Journal
-from eval.decode.drafters.counted import Counted
-from eval.decode.engine import NoDraft, Step, decode
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Step
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import (
@@ -85,10 +85,10 @@ def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, 
 
 def _decoded(bench: Bench, config: AcceptanceRun, prompt: Prompt, kind: str) -> dict[str, Any]:
     seed = seed_of(prompt, config.seed)
-    drafter = Counted(bench.head.drafter(kind, bench.sampling, [seed]), 1)
+    drafter = bench.head.drafter(kind, bench.sampling, [seed])
     length = config.max_new_tokens
     text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
-    return _kept(bench, prompt, text.token_ids, text.steps, drafter.counts()[0])
+    return _kept(bench, prompt, text.token_ids, text.steps, text.drafted)
 
 
 def _kept(

@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +30,10 @@ class Stopwatch:
         _synchronize(self.device)
         return time.perf_counter() - self._started
 
+    def host_seconds(self) -> float:
+        """So far, without waiting for the device."""
+        return time.perf_counter() - self._started
+
     def processor_seconds(self) -> float:
         """So far, of all threads of this process: other programs do not add to it."""
         return time.process_time() - self._busy
@@ -44,7 +48,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class Times:
-    """Seconds per part of decoding a batch.
+    """Seconds per part of decoding a text: its shares of what its batches took.
 
     On a GPU a part lasts from its first to its last work on the device: what the device stood
     still in between, waiting for Python, is in it. `busy_seconds` tells the two apart.
@@ -68,15 +72,27 @@ class Times:
 
 
 class PartClock:
-    """Adds up seconds per part, on CUDA by events in the stream, which nobody waits for."""
+    """Shares seconds per part among the texts of a batch, on CUDA by events nobody waits for.
 
-    def __init__(self, device: torch.device) -> None:
-        self.times = Times()
+    A pass over a batch belongs to its texts in equal shares, so that what all texts took adds up
+    to what has passed.
+
+    Args:
+        device: that works.
+        num_texts: all that will be decoded.
+
+    Attributes:
+        times: of each text.
+    """
+
+    def __init__(self, device: torch.device, num_texts: int = 1) -> None:
+        self.times = [Times() for _ in range(num_texts)]
         self._watch = Stopwatch(device)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._last = 0.0
+        self._events: list[tuple[str, Sequence[int], torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str, texts: Sequence[int] = (0,)) -> Iterator[None]:
         """Times the block; `name` is a field of `Times`."""
         if self._watch.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -84,22 +100,32 @@ class PartClock:
             with record_function(PART + name):
                 yield
             end.record()
-            self._events.append((name, start, end))
+            self._events.append((name, texts, start, end))
         else:
             watch = Stopwatch(self._watch.device)
             yield
-            self._add(name, watch.seconds())
+            self._add(name, texts, watch.seconds())
 
-    def stop(self) -> None:
-        """Takes the total; waits for the device."""
-        self.times.total = self._watch.seconds()
-        for name, start, end in self._events:
+    def lap(self, texts: Sequence[int] = (0,)) -> float:
+        """Shares what has passed since the last lap; seconds so far, by the host's clock."""
+        now = self._watch.host_seconds()
+        self._add("total", texts, now - self._last)
+        self._last = now
+        return now
+
+    def stop(self, texts: Sequence[int] = (0,)) -> None:
+        """The last lap; waits for the device."""
+        self._watch.seconds()
+        self.lap(texts)
+        for name, among, start, end in self._events:
             end.synchronize()  # it may be of another device
-            self._add(name, start.elapsed_time(end) / 1000)
+            self._add(name, among, start.elapsed_time(end) / 1000)
         self._events = []
 
-    def _add(self, name: str, seconds: float) -> None:
-        setattr(self.times, name, getattr(self.times, name) + seconds)
+    def _add(self, name: str, texts: Sequence[int], seconds: float) -> None:
+        for text in texts:
+            times = self.times[text]
+            setattr(times, name, getattr(times, name) + seconds / len(texts))
 
 
 class Traced(NamedTuple):

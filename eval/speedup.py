@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema_measure import SpeedupRun
-from eval.compare.figures import summarise
+from eval.compare.figures import at_size, summarise
 from eval.compare.methods import build_methods, check_methods, choose_methods
 from eval.compare.timing import time_methods
 from eval.entry import run
@@ -61,10 +61,15 @@ def main(config: SpeedupRun) -> None:
         if config.compile:
             longest = max(len(prompt.token_ids) for prompt in bench.prompts)
             bench.target.compile(longest + config.max_new_tokens + MAX_NODES)
-        found = time_methods(bench, config, methods, journal)
+        found = {
+            size: time_methods(bench, config, methods, size, journal) for size in config.batch_sizes
+        }
     if not bench.main:
         return
-    result = summarise(bench, config, methods, found)
+    result = summarise(bench, config, methods, found[config.batch_size])
+    result["concurrency"] = {
+        size: at_size(methods, runs, config.seed) for size, runs in found.items()
+    }
     console = Console()
     show(result, console)
     path = write_result(config, "speedup.json", result, bench)

@@ -25,7 +25,8 @@ from data.journal import write_whole
 from eval.compare.figures import summarise
 from eval.compare.methods import VANILLA, Method
 from eval.compare.timing import time_methods
-from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.decode.engine import NoDraft, decode_batch
+from eval.decode.generation import Generation
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
@@ -210,7 +211,9 @@ def measure(
     def method(shape: Shape | None) -> Method:
         head = bench.head if shape is None else replace(bench.head, tree=shape)
 
-        def decode(ids: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        def decode(
+            ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
+        ) -> list[Generation]:
             drafter = NoDraft() if shape is None else head.drafter("tree", GREEDY, list(seeds))
             return decode_batch(bench.target, drafter, ids, config.max_new_tokens)
 

@@ -49,7 +49,7 @@ class SlotBuffer:
 
         Slots that will be needed may be told before.
         """
-        self._reserve(keys, values, max(width, needed))
+        self._reserve(keys, values, max(width, needed), len(keys))
         assert self.keys is not None
         assert self.values is not None
         if isinstance(slots, int):
@@ -75,22 +75,27 @@ class SlotBuffer:
         assert self.values is not None
         self.keys, self.values = (_kept(each, rows) for each in (self.keys, self.values))
 
-    def replace(self, row: int, other: "SlotBuffer", num_slots: int) -> None:
-        """Takes the first slots of one row from a buffer of one row."""
+    def replace(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
+        """Takes the first slots of one row of so many from a buffer of one row."""
+        if num_slots == 0:
+            return
+        assert other.keys is not None
+        assert other.values is not None
+        self._reserve(other.keys, other.values, num_slots, num_texts)
         for own, new in ((self.keys, other.keys), (self.values, other.values)):
             assert own is not None
             assert new is not None
             own[row, :, :num_slots] = new[0, :, :num_slots]
 
-    def _reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
+    def _reserve(self, keys: Tensor, values: Tensor, width: int, num_texts: int) -> None:
         held = 0 if self.keys is None else self.keys.shape[2]
         if width <= held:
             return
         size = self.capacity or reserved(width)
         if width > size:
             raise RuntimeError(f"{width} slots needed in a cache of {size}")
-        self.keys = _enlarged(self.keys, keys, size)
-        self.values = _enlarged(self.values, values, size)
+        self.keys = _enlarged(self.keys, keys, size, num_texts)
+        self.values = _enlarged(self.values, values, size, num_texts)
 
 
 def reserved(num_slots: int) -> int:
@@ -98,9 +103,9 @@ def reserved(num_slots: int) -> int:
     return -(-(num_slots + num_slots // 8) // ROUND_TO) * ROUND_TO
 
 
-def _enlarged(old: Tensor | None, like: Tensor, size: int) -> Tensor:
+def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
     # Zeros: a masked slot still enters a product with weight 0, which NaN would survive.
-    new = like.new_zeros(*like.shape[:2], size, like.shape[3])
+    new = like.new_zeros(num_texts, like.shape[1], size, like.shape[3])
     if old is not None:
         new[:, :, : old.shape[2]] = old
     return new
@@ -207,6 +212,11 @@ class Slots:
             self._set(lengths)
         else:
             self.lengths, self.committed = lengths, self.committed + found.counts.unsqueeze(1)
+
+    def take(self, row: int, length: int) -> None:
+        """A row goes on with another text, of which so much is committed."""
+        self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
+        self.committed[row] = length
 
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
@@ -320,8 +330,17 @@ class TreeCache(Cache):
 
     def replace(self, row: int, other: "TreeCache") -> None:
         """Takes what is committed of a text from a cache of that text, which may hold more."""
-        for own, new in zip(self._buffers(), other._buffers(), strict=True):
-            own.replace(row, new, self.slots.lengths[row])
+        lengths = self.slots.lengths
+        for own, new in zip(self._own, other._own, strict=True):
+            if new.buffer.keys is not None:
+                own.buffer.replace(row, new.buffer, lengths[row], len(lengths))
+
+    def take(self, row: int, other: "TreeCache") -> None:
+        """A row goes on with the one text of another cache."""
+        self.slots.take(row, other.slots.lengths[0])
+        self.replace(row, other)
+        if self.states is not None and other.states is not None:
+            self.states.take(row, other.states)
 
     def _buffers(self) -> list[SlotBuffer]:
         return [layer.buffer for layer in self._own if layer.buffer.keys is not None]

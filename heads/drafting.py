@@ -5,7 +5,7 @@ Letters: B texts, N tree nodes (root included), P nodes that have children, D hi
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -145,6 +145,15 @@ class Seen:
         index = upload(filled, output.hidden_states.device)
         return Seen([a + b for a, b in pairs], output.at(index), later.cache, later.logits)
 
+    def put(self, row: int, other: "Seen") -> "Seen":
+        """With nothing but the last token of another text in a row; writes over its states."""
+        last = other.token_ids[0][-1:]
+        self.output.put(row, other.last)
+        tokens, counts = self.tokens.clone(), self.counts.clone()
+        tokens[row, 0], counts[row] = last[0], 1
+        kept = [*self.token_ids[:row], last, *self.token_ids[row + 1 :]]
+        return Seen(kept, self.output, self.cache, self.logits, (tokens, counts))
+
     def rows(self, rows: list[int]) -> "Seen":
         """Of some texts only; their cache is another matter."""
         index = upload(rows, self.output.hidden_states.device)
@@ -167,6 +176,9 @@ class Drafter(Protocol):
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only, the others have ended; perhaps before any was seen."""
+
+    def take(self, row: int, other: Self) -> None:
+        """A row goes on with the one text of another drafter, which has seen its prompt alone."""
 
 
 class DynamicDrafter(Drafter, Protocol):

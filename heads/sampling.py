@@ -84,22 +84,27 @@ class Generators:
 
     Attributes:
         per_text: one generator per text.
-        num_steps: calls of `next_step` so far.
+        num_steps: calls of `next_step` so far, of each text.
     """
 
     per_text: list[torch.Generator]
-    num_steps: int = 0
+    num_steps: list[int]
 
     @classmethod
     def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
         """One seed per text, at least 0."""
         # The CPU's generator reads 32 bits of a seed, so the ones above are mixed into them.
         mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
-        return cls([torch.Generator(device).manual_seed(seed) for seed in mixed])
+        return cls([torch.Generator(device).manual_seed(seed) for seed in mixed], [0] * len(seeds))
 
     def rows(self, rows: list[int]) -> "Generators":
         """Those of some texts."""
-        return Generators([self.per_text[row] for row in rows], self.num_steps)
+        steps = [self.num_steps[row] for row in rows]
+        return Generators([self.per_text[row] for row in rows], steps)
+
+    def take(self, row: int, other: "Generators") -> None:
+        """A row goes on with the one text of others."""
+        self.per_text[row], self.num_steps[row] = other.per_text[0], other.num_steps[0]
 
     def next_step(self) -> "Generators":
         """Generators of one step alone.
@@ -107,12 +112,12 @@ class Generators:
         How much a step draws for a text depends on the other texts of a batch, and what is drawn
         later must not.
         """
-        self.num_steps += 1
+        self.num_steps = [num + 1 for num in self.num_steps]
         own = []
-        for generator in self.per_text:
-            seed = (generator.initial_seed() * 1_000_003 + self.num_steps) % (1 << 63)
+        for generator, number in zip(self.per_text, self.num_steps, strict=True):
+            seed = (generator.initial_seed() * 1_000_003 + number) % (1 << 63)
             own.append(torch.Generator(generator.device).manual_seed(seed))
-        return Generators(own)
+        return Generators(own, [0] * len(own))
 
     def uniform(self, num_nodes: int) -> Tensor:
         """[B, N] float32 in [0, 1), of a step of their own."""

@@ -131,6 +131,12 @@ class States:
             for name, states in table.items():
                 table[name] = states[torch.tensor(rows, device=states.device)]
 
+    def take(self, row: int, other: "States") -> None:
+        """A text goes on in place of another, with what its mixers have left behind elsewhere."""
+        for mixer, table in self._tables.items():
+            for name, states in table.items():
+                states[row] = other._tables[mixer][name][0]  # both are committed
+
     def cache_with(self, layer: int, state: State) -> Cache:
         """A cache of transformers' own whose layer holds a state, or nothing yet."""
         held: Any = LinearAttentionLayer(self._num_states[layer])

@@ -24,7 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.engine import Generation, NoDraft, decode
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Generation
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import STEP_PARTS
 from heads.drafting import Draft, Drafter, Seen
@@ -58,6 +59,11 @@ class Corrected:
         """Both go on."""
         self.drafter.keep(rows)
         self.oracle.keep(rows)
+
+    def take(self, row: int, other: "Corrected") -> None:
+        """Both go on."""
+        self.drafter.take(row, other.drafter)
+        self.oracle.take(row, other.oracle)
 
 
 def random_target(dtype: torch.dtype, num_layers: int = 32) -> Target:

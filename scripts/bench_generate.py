@@ -21,8 +21,9 @@ from tqdm import tqdm
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun
 from eval.clock import Stopwatch
-from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.generate import hf_generate
+from eval.decode.generation import Generation
 from eval.measure.bench import Bench, open_bench
 from heads.sampling import GREEDY
 from scripts.bench.apart import markdown

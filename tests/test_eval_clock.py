@@ -32,9 +32,34 @@ def test_parts_add_up_and_the_rest_is_the_hosts(monkeypatch) -> None:
             machine.work(seconds)
         machine.work(0.5)
     clock.stop()
-    times = clock.times
+    [times] = clock.times
     assert (times.prefill, times.draft, times.verify, times.accept) == (8, 3, 4, 0)
     assert (times.total, times.decode, times.host) == (17, 9, 2)
+
+
+def test_texts_share_what_they_do_together(monkeypatch) -> None:
+    """Both, then the second alone, then a third beside it."""
+    machine = Machine(monkeypatch)
+    clock = PartClock(torch.device("cpu"), 3)
+    for seconds, texts in [(4, [0, 1]), (3, [1]), (2, [1, 2])]:
+        with clock.part("verify", texts):
+            machine.work(seconds)
+        machine.work(0.5)
+        assert clock.lap(texts) == machine.now
+    clock.stop([2])
+    assert [times.verify for times in clock.times] == [2, 6, 1]
+    assert [times.total for times in clock.times] == [2.25, 7, 1.25]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 1), ("cuda", 11)])
+def test_only_the_last_lap_waits_for_the_device(monkeypatch, device: str, seconds: float) -> None:
+    machine = Machine(monkeypatch)
+    clock = PartClock(torch.device(device))
+    begun = machine.now
+    machine.work(1)
+    assert clock.lap() == machine.now - begun == 1
+    clock.stop()
+    assert clock.times[0].total == seconds
 
 
 def test_processor_time_is_that_of_this_process_alone(monkeypatch) -> None:
@@ -89,6 +114,6 @@ def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
         return clock
 
     run(0)
-    alone, busy = run(0).times.verify, busy_seconds(lambda: run(0.05))["verify"]
-    assert run(0.05).times.verify > 0.5
+    alone, busy = run(0).times[0].verify, busy_seconds(lambda: run(0.05))["verify"]
+    assert run(0.05).times[0].verify > 0.5
     assert busy == pytest.approx(alone, rel=0.3)

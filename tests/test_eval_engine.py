@@ -8,7 +8,8 @@ from conf.schema_eagle import EagleConfig
 from eval import clock as eval_clock
 from eval.decode import engine
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
+from eval.decode.engine import NoDraft, decode, decode_batch, stream
+from eval.decode.generation import Step
 from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
 from heads.drafting import Draft, Seen
 from heads.eagle.drafter import EagleChain, EagleTree

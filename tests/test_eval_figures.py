@@ -23,7 +23,6 @@ from eval.report.figures import (
 def test_time_of_a_pass() -> None:
     row = {"num_steps": 10, "breakdown": dict.fromkeys(("draft", "verify", "accept", "host"), 0.5)}
     assert step_ms(row) == {"draft": 50.0, "verify": 50.0, "accept": 50.0, "host": 50.0}
-    assert step_ms({**row, "num_passes": 5})["draft"] == 100.0
     assert step_ms({**row, "num_steps": 0}) == {}
     assert step_ms({"breakdown": row["breakdown"]}) == {}
 

@@ -7,10 +7,10 @@ import torch
 from toys import random_target, texts
 
 from eval.clock import Times
-from eval.decode.drafters.counted import Counted
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, Step, decode, decode_batch
+from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generate import hf_generate
+from eval.decode.generation import Step
 from heads.drafting import PAD, Draft
 from heads.sampling import GREEDY
 from heads.target.model import Target
@@ -57,7 +57,7 @@ def test_an_assistant_that_is_always_right_gives_all_it_drafts(target) -> None:
 
 def test_prompt_lookup_of_transformers_accepts_what_ours_does(target) -> None:
     [prompt] = texts(target, 1, 40)
-    ours = decode(target, Counted(PromptLookup(4, 2), 1), prompt, 40)
+    ours = decode(target, PromptLookup(4, 2), prompt, 40)
     how = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
     [theirs] = hf_generate(target, [prompt], 40, GREEDY, 0, **how)
     assert theirs.token_ids == ours.token_ids
@@ -94,7 +94,6 @@ class Rising:
     def __init__(self) -> None:
         self.plain, self.reads, self.size = NoDraft(), NoDraft().reads, 3
         self.rows = [0, 1]
-        self.marked = "own"
 
     def observe(self, seen) -> None:
         self.plain.observe(seen)
@@ -113,9 +112,6 @@ def test_drafts_are_counted_per_text_and_step() -> None:
     long, short = [decode(target, NoDraft(), ids, 5).token_ids for ids in ([5, 6, 7], [9, 8])]
     assert 0 not in (*long, *short)
     target.model.generation_config.eos_token_id = long[2]
-    drafter = Counted(Rising(), 2)
-    found = decode_batch(target, drafter, [[5, 6, 7], [9, 8]], 5)
+    found = decode_batch(target, Rising(), [[5, 6, 7], [9, 8]], 5)
     assert [text.token_ids for text in found] == [long[:3], short]
-    assert drafter.counts() == [[4, 5], [3, 4, 5, 6]]
-    assert drafter.marked == "own"
-    assert Counted(Rising(), 2).counts() == [[], []]
+    assert [text.drafted for text in found] == [[4, 5], [3, 4, 5, 6]]

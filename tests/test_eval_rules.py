@@ -11,8 +11,9 @@ from toys import random_target, tree_of
 from transformers import GenerationConfig
 
 from conf.schema import InputError
-from eval.decode.engine import NoDraft, Step, decode, decode_batch
+from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generate import hf_generate
+from eval.decode.generation import Step
 from eval.decode.rules import Rules, node_rows
 from eval.decode.texts import Stops
 from eval.measure.asked import asked_of

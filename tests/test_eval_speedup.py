@@ -11,8 +11,9 @@ from conf.schema_measure import SpeedupRun
 from eval.clock import Times
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
-from eval.compare.timing import BatchRun
-from eval.decode.engine import Generation, NoDraft, Step, decode
+from eval.compare.timing import PromptRun
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Generation, Step
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt
 from heads.sampling import GREEDY, Sampling
@@ -47,8 +48,8 @@ def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> No
         "lookup": Generation(ids, steps[1:], times=seconds, drafted=[0, 2]),
     }
     found = [
-        BatchRun([asked(*own) for own in batch], {n: [[g] * len(batch)] for n, g in texts.items()})
-        for batch in ([("a", 0), ("a", 1)], [("a", 2)], [("b", 3)])
+        PromptRun(asked(*own), {name: [each] for name, each in texts.items()})
+        for own in [("a", 0), ("a", 1), ("a", 2), ("b", 3)]
     ]
     target = SimpleNamespace(tokenizer=tokenizer())
     methods = {name: Method(lambda *_: []) for name in texts}
@@ -75,10 +76,15 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
     other = [*own[:3], own[3] + 1, *own[4:]]
     texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}
     seconds = Times(total=1.0)
-    runs = {n: [[Generation(ids, times=seconds) for ids in two]] for n, two in texts.items()}
-    methods = {name: Method(lambda *_: []) for name in runs}
+    methods = {name: Method(lambda *_: []) for name in texts}
     bench = Bench(target, [], [], GREEDY, {}, True)
-    found = [BatchRun([prompt("a"), prompt("a", 1)], runs)]
+    found = [
+        PromptRun(
+            prompt("a", place),
+            {name: [Generation(two[place], times=seconds)] for name, two in texts.items()},
+        )
+        for place in range(2)
+    ]
     result = summarise(bench, SpeedupRun(num_texts=0), methods, found)["lossless"]
     margins = []
     for ids in ([5, 6, *own[:3]], [5, 6, *own[:4]]):
@@ -94,18 +100,18 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
     }
 
 
-def compared(found: list[BatchRun], **settings) -> dict:
+def compared(found: list[PromptRun], **settings) -> dict:
     """The row of `tree`."""
     methods = {name: Method(lambda *_: []) for name in found[0].runs}
     bench = Bench(TARGET, [], [], GREEDY, {}, True)
     return summarise(bench, SpeedupRun(num_texts=0, **settings), methods, found)["methods"]["tree"]
 
 
-def alone(number: int, plain: list[float], drafted: list[float], turn: int = 1) -> BatchRun:
-    """A batch of one prompt, its seconds per repeat."""
+def alone(number: int, plain: list[float], drafted: list[float], turn: int = 1) -> PromptRun:
+    """A prompt, its seconds per repeat."""
     seconds = {"vanilla": plain, "tree": drafted}
-    runs = {name: [[text(10, s)] for s in each] for name, each in seconds.items()}
-    return BatchRun([prompt("a", number, turn)], runs)
+    runs = {name: [text(10, s) for s in each] for name, each in seconds.items()}
+    return PromptRun(prompt("a", number, turn), runs)
 
 
 def test_the_interval_of_a_speedup_leaves_out_a_fortieth_at_each_end() -> None:
@@ -122,14 +128,11 @@ def test_the_interval_of_a_speedup_knows_of_other_repeats() -> None:
     assert (row["speedup"], row["speedup_ci95"]) == (2.0, (1.0, 3.0))
 
 
-def test_turns_of_a_dialogue_and_what_was_decoded_with_them_stand_together() -> None:
+def test_turns_of_a_dialogue_stand_together() -> None:
     turns = [alone(0, [1.0], [1.0]), alone(0, [2.0], [1.0], turn=2)]
     assert compared(turns)["speedup_ci95"] is None
     two = [*turns, alone(1, [1.0], [1.0]), alone(1, [2.0], [1.0], turn=2)]
     assert compared(two)["speedup_ci95"] == (1.5, 1.5)
-    tied = replace(two[0], prompts=[prompt("a", 0), prompt("a", 1)])
-    pair = {name: [[*repeat, *repeat] for repeat in runs] for name, runs in tied.runs.items()}
-    assert compared([replace(tied, runs=pair), *two[1:]])["speedup_ci95"] is None
 
 
 def test_speedups_are_over_the_faster_of_what_drafts_nothing() -> None:
@@ -137,11 +140,11 @@ def test_speedups_are_over_the_faster_of_what_drafts_nothing() -> None:
     drafted = [Step(2, 3, left) for left in (9, 6, 3)]
 
     def measured(**seconds: float) -> dict:
-        runs = {n: [[text(10, s, 0.5, steps=steps)]] for n, s in seconds.items()}
-        runs["tree"] = [[text(10, 1.0, 0.5, steps=drafted)]]
+        runs = {n: [text(10, s, 0.5, steps=steps)] for n, s in seconds.items()}
+        runs["tree"] = [text(10, 1.0, 0.5, steps=drafted)]
         methods = {name: Method(lambda *_: []) for name in runs}
         bench = Bench(TARGET, [], [], GREEDY, {}, True)
-        found = [BatchRun([prompt("a")], runs)]
+        found = [PromptRun(prompt("a"), runs)]
         return summarise(bench, SpeedupRun(num_texts=0), methods, found)
 
     result = measured(vanilla=4.0, generate=2.0)
@@ -159,9 +162,9 @@ def test_speedups_are_over_the_faster_of_what_drafts_nothing() -> None:
 def test_what_a_gpu_stood_still_is_the_hosts() -> None:
     """Half of the draft's span and a quarter of the verify pass's, as the first batch showed."""
     times = Times(1.0, draft=2.0, verify=4.0, accept=1.0, total=9.0)
-    runs = {"vanilla": [[Generation([5], times=times)]]}
+    runs = {"vanilla": [Generation([5], times=times)]}
     busy = {"vanilla": {"draft": 1.0, "verify": 3.0, "accept": 1.5}}
-    found = [BatchRun([prompt("a", 0)], runs, busy), BatchRun([prompt("a", 1)], runs)]
+    found = [PromptRun(prompt("a", 0), runs, busy), PromptRun(prompt("a", 1), runs)]
     methods = {"vanilla": Method(lambda *_: [])}
     bench = Bench(TARGET, [], [], GREEDY, {}, True)
     result = summarise(bench, SpeedupRun(num_texts=0), methods, found)
@@ -172,14 +175,14 @@ def test_what_a_gpu_stood_still_is_the_hosts() -> None:
 def test_every_pass_of_every_prompt_is_in_the_result() -> None:
     steps = [Step(2, 3, 4), Step(0, 1, 1)]
     texts = [text(5, s, 0.5, steps=steps, drafted=[4, 2]) for s in (1.0, 2.0)]
-    found = [BatchRun([prompt("a", 7, 2)], {"vanilla": [[each] for each in texts]})]
+    found = [PromptRun(prompt("a", 7, 2), {"vanilla": texts})]
     methods = {"vanilla": Method(lambda *_: [], settings={"skip": [1]})}
     bench = Bench(TARGET, [], [], GREEDY, {}, True)
     [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["prompts"] == [
         {
             "dialogue": 7, "turn": 2, "category": "a", "drafted": [4, 2], "accepted": [2, 0],
-            "emitted": [3, 1], "num_tokens": 5, "batch": 0,
+            "emitted": [3, 1], "num_tokens": 5,
             "seconds": {
                 "prefill": [0.5, 0.5], "draft": [0, 0], "verify": [0, 0], "accept": [0, 0],
                 "total": [1.0, 2.0],
@@ -195,7 +198,7 @@ def test_all_intervals_are_those_of_the_seed() -> None:
         steps = [Step(number, number + 1, 99)]
         quick = text(10, 1.0 + number**2, 0.5, steps=steps)
         plain = text(10, 5.0, 0.5, steps=steps)
-        found.append(BatchRun([prompt("a", number)], {"vanilla": [[plain]], "tree": [[quick]]}))
+        found.append(PromptRun(prompt("a", number), {"vanilla": [plain], "tree": [quick]}))
     bench = Bench(TARGET, [], [], GREEDY, {}, True)
     methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
 
@@ -211,21 +214,21 @@ def test_all_intervals_are_those_of_the_seed() -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Two batches, three repeats: 10 tokens a second without drafting, 20 with it."""
+    """Two prompts, three repeats: 10 tokens a second without drafting, 20 with it."""
     tree = Tree.from_paths([[0], [1], [0, 0]])
     steps = [Step(2, 3, 9), Step(1, 2, 6), Step(0, 1, 4), Step(2, 3, 3)]
     drafted = {"steps": steps, "paths": [(1, 3), (2,), (), (1, 3)]}
     found = []
     for number, category in enumerate("ab"):
         plain = [
-            [text(10, s, 0.1, steps=[Step(0, 1, 9 - i) for i in range(9)])] for s in (1, 9, 0.25)
+            text(10, s, 0.1, steps=[Step(0, 1, 9 - i) for i in range(9)]) for s in (1, 9, 0.25)
         ]
-        quick = [[text(10, s, 0.1, **drafted)] for s in (0.5, 0.25, 7)]
-        others = [[text(10, 2.0, 0.2, steps=[Step(2, 3, 9)] * 3)]] * 3
-        one = [[text(10, 1.0, steps=[Step(0, 1, 1)], paths=[(1,)])]] * 3
+        quick = [text(10, s, 0.1, **drafted) for s in (0.5, 0.25, 7)]
+        others = [text(10, 2.0, 0.2, steps=[Step(2, 3, 9)] * 3)] * 3
+        one = [text(10, 1.0, steps=[Step(0, 1, 1)], paths=[(1,)])] * 3
         runs = {"vanilla": plain, "tree": quick, "generate": others, "one": one, "root": plain}
-        runs["silent"] = [[text(10, 1.0)]] * 3
-        found.append(BatchRun([prompt(category, number)], runs))
+        runs["silent"] = [text(10, 1.0)] * 3
+        found.append(PromptRun(prompt(category, number), runs))
     methods = {
         "vanilla": Method(lambda *_: []),
         "tree": Method(lambda *_: [], tree),
@@ -247,7 +250,7 @@ def test_figures_by_hand() -> None:
     assert own["decode_speedup"] == approx(0.9 / 0.4)
     assert own["tau"] == approx(9 / 4)
     assert own["efficiency"] == approx(0.9 / 0.4 / (9 / 4))
-    assert (own["num_tokens"], own["num_steps"], own["num_passes"]) == (20, 8, 8)
+    assert (own["num_tokens"], own["num_steps"]) == (20, 8)
     spent = {"prefill": 0.2, "draft": 0, "verify": 0, "accept": 0, "host": 0.8}
     assert own["breakdown"] == approx(spent)
     shape = {"parents": [-1, 0, 0, 1], "ranks": [-1, 0, 1, 0]}

@@ -10,8 +10,8 @@ from eval import acceptance
 from eval.clock import Times
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
-from eval.compare.timing import BatchRun
-from eval.decode.engine import Generation, Step
+from eval.compare.timing import PromptRun
+from eval.decode.generation import Generation, Step
 from eval.measure.bench import Bench
 from eval.measure.prompts import first_turns, num_thinking
 from eval.measure.stats import PromptSteps, by_part, summary
@@ -83,7 +83,7 @@ def test_both_results_tell_thinking_from_answers() -> None:
         "thinking": {"tau": len(before), "num_tokens": len(before)},
         "answer": {"tau": 1.0, "num_tokens": 1},
     }
-    found = [BatchRun([prompt], {"vanilla": [[text]]})]
+    found = [PromptRun(prompt, {"vanilla": [text]})]
     methods = {"vanilla": Method(lambda *_: [text])}
     [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["by_part"] == expected

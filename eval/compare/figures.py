@@ -2,17 +2,18 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from conf.schema_measure import SpeedupRun
 from eval.compare.methods import BASELINES, Method
 from eval.compare.texts import lossless, texts_shown
-from eval.compare.timing import BatchRun
-from eval.decode.engine import Generation
+from eval.compare.timing import PromptRun
+from eval.decode.generation import Generation
 from eval.measure.bench import Bench
-from eval.measure.prompts import num_thinking
+from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import Interval, PromptSteps, interval, summary, tau
 from heads.tree import Tree
 
@@ -21,19 +22,17 @@ TIMES = ("prefill", "draft", "verify", "accept", "total")
 
 
 def summarise(
-    bench: Bench, config: SpeedupRun, methods: dict[str, Method], found: list[BatchRun]
+    bench: Bench, config: SpeedupRun, methods: dict[str, Method], found: list[PromptRun]
 ) -> dict[str, Any]:
     """The contents of `speedup.json`."""
-    # Whatever is faster of what drafts nothing is what a user would take without a head.
-    speeds = {name: _tokens_per_s(name, found, "total") for name in BASELINES if name in methods}
-    baseline = max(speeds, key=lambda name: speeds[name])
+    baseline = _baseline(methods, found)
     return {
         "methods": {
             name: _figures(name, method, found, baseline, bench.target.tokenizer, config.seed)
             for name, method in methods.items()
         },
         "baseline": baseline,
-        "baselines": list(speeds),
+        "baselines": [name for name in BASELINES if name in methods],
         # Sampled texts differ by chance; that they keep the distribution is a matter of tests.
         "lossless": lossless(bench, methods, found) if bench.sampling.greedy else None,
         "batch_size": config.batch_size,
@@ -42,12 +41,61 @@ def summarise(
     }
 
 
+def _baseline(methods: Iterable[str], found: list[PromptRun]) -> str:
+    """Whatever is faster of what drafts nothing: what a user would take without a head."""
+    speeds = {name: _tokens_per_s(name, found, "total") for name in BASELINES if name in methods}
+    return max(speeds, key=lambda name: speeds[name])
+
+
+def at_size(methods: Iterable[str], found: list[PromptRun], seed: int) -> dict[str, Any]:
+    """What texts of a batch size got: throughput and latency by method, medians of repeats.
+
+    The time to the first token is from where a text gets its place to its first token, the time
+    between tokens from what a step gave to what the next one did, as a reader of the stream would
+    see it: in ms, of all texts.
+    """
+    baseline, rows = _baseline(methods, found), {}
+    for name in methods:
+        first, between = (_percentiles(name, found, of) for of in (_first, _between))
+        rows[name] = {
+            "tokens_per_s": _tokens_per_s(name, found, "total"),
+            "speedup": _ratio(name, baseline, found, "total"),
+            "speedup_ci95": _speedup_interval(name, baseline, found, seed),
+            "first_token_ms": first,
+            "between_tokens_ms": between,
+        }
+    return {"baseline": baseline, "methods": rows}
+
+
+def _first(text: Generation) -> list[float]:
+    return text.arrivals[:1]
+
+
+def _between(text: Generation) -> list[float]:
+    return [after - before for before, after in pairwise(text.arrivals)]
+
+
+def _percentiles(
+    name: str, found: list[PromptRun], waits: Callable[[Generation], list[float]]
+) -> dict[str, float] | None:
+    """p50 and p99 in ms, the median of repeats; None where nobody waited."""
+    of_repeats = [
+        sorted(1000 * each for text in texts for each in waits(text))
+        for texts in zip(*(run.runs[name] for run in found), strict=True)
+    ]
+    if not all(of_repeats):
+        return None
+    return {
+        label: statistics.median(each[int(share * (len(each) - 1))] for each in of_repeats)
+        for label, share in (("p50", 0.5), ("p99", 0.99))
+    }
+
+
 def _figures(
-    name: str, method: Method, found: list[BatchRun], baseline: str, tokenizer: Any, seed: int
+    name: str, method: Method, found: list[PromptRun], baseline: str, tokenizer: Any, seed: int
 ) -> dict[str, Any]:
-    texts = [g for batch in found for g in batch.runs[name][0]]
-    of_batches = [_steps(name, batch, tokenizer) for batch in found]
-    steps = [each for batch in of_batches for each in batch]
+    texts = [run.runs[name][0] for run in found]
+    steps = [_steps(run.prompt, run.runs[name][0], tokenizer) for run in found]
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
     measured = summary(steps, depth, seed)
     mean, ratio = tau(steps), _ratio(name, baseline, found, "decode")
@@ -63,7 +111,6 @@ def _figures(
         "alpha": measured["alpha"],
         "per_position": measured["per_position"],
         "num_tokens": sum(len(text.token_ids) for text in texts),
-        "num_passes": sum(max(len(g.steps) for g in batch.runs[name][0]) for batch in found),
         **{key: measured[key] for key in ("num_steps", "num_drafted", "num_accepted")},
         "breakdown": _breakdown(name, found),
         "lossy": method.lossy,
@@ -73,41 +120,36 @@ def _figures(
     }
     if method.tree is not None and method.tree.num_nodes > 1:
         figures["tree"] = _tree(method.tree, texts)
-    return figures | {"prompts": _rows(name, found, of_batches)}
+    return figures | {"prompts": _rows(name, found, steps)}
 
 
-def _steps(name: str, batch: BatchRun, tokenizer: Any) -> list[PromptSteps]:
-    return [
-        PromptSteps(
-            prompt.category, text.steps, text.drafted, prompt.dialogue, prompt.turn,
-            num_thinking(prompt, text.token_ids, tokenizer),
-        )
-        for prompt, text in zip(batch.prompts, batch.runs[name][0], strict=True)
-    ]  # fmt: skip
+def _steps(prompt: Prompt, text: Generation, tokenizer: Any) -> PromptSteps:
+    return PromptSteps(
+        prompt.category, text.steps, text.drafted, prompt.dialogue, prompt.turn,
+        num_thinking(prompt, text.token_ids, tokenizer),
+    )  # fmt: skip
 
 
-def _rows(name: str, found: list[BatchRun], steps: list[list[PromptSteps]]) -> list[dict[str, Any]]:
-    """Per prompt its passes, and per repeat the seconds of the batch in which it was decoded."""
+def _rows(name: str, found: list[PromptRun], steps: list[PromptSteps]) -> list[dict[str, Any]]:
+    """Per prompt its passes, and per repeat its shares of the seconds of its batches."""
     return [
         {
             **own.row(),
-            "num_tokens": len(text.token_ids),
-            "batch": number,
-            "seconds": {part: batch.seconds(name, part) for part in TIMES},
+            "num_tokens": run.num_tokens(name),
+            "seconds": {part: run.seconds(name, part) for part in TIMES},
         }
-        for number, batch in enumerate(found)
-        for own, text in zip(steps[number], batch.runs[name][0], strict=True)
+        for own, run in zip(steps, found, strict=True)
     ]
 
 
-def _breakdown(name: str, found: list[BatchRun]) -> dict[str, float]:
+def _breakdown(name: str, found: list[PromptRun]) -> dict[str, float]:
     """Seconds per part; what a GPU stood still inside a part is the host's."""
-    parts = {part: _median_total(b.seconds(name, part) for b in found) for part in PARTS}
+    parts = {part: _median_total(run.seconds(name, part) for run in found) for part in PARTS}
     for part in ("draft", "verify", "accept"):
-        profiled = [batch for batch in found if name in batch.busy]
-        lasted = _median_total(batch.seconds(name, part) for batch in profiled)
+        profiled = [run for run in found if name in run.busy]
+        lasted = _median_total(run.seconds(name, part) for run in profiled)
         if lasted:
-            worked = sum(batch.busy[name].get(part, 0.0) for batch in profiled)
+            worked = sum(run.busy[name].get(part, 0.0) for run in profiled)
             idle = parts[part] * max(0.0, 1 - worked / lasted)
             parts[part] -= idle
             parts["host"] += idle
@@ -115,27 +157,27 @@ def _breakdown(name: str, found: list[BatchRun]) -> dict[str, float]:
 
 
 def _median_total(seconds: Iterable[list[float]]) -> float:
-    """Seconds of all batches, each at its median over repeats."""
+    """Seconds of all prompts, each at its median over repeats."""
     return sum(map(statistics.median, seconds))
 
 
-def _tokens_per_s(name: str, found: list[BatchRun], part: str) -> float:
+def _tokens_per_s(name: str, found: list[PromptRun], part: str) -> float:
     """In `total`, or in `decode`: without prompts and what reading them gives."""
-    counts = (b.num_tokens(name) if part == "total" else b.num_decoded(name) for b in found)
-    return sum(counts) / max(_median_total(batch.seconds(name, part) for batch in found), 1e-9)
+    counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in found)
+    return sum(counts) / max(_median_total(run.seconds(name, part) for run in found), 1e-9)
 
 
-def _ratio(name: str, baseline: str, found: list[BatchRun], part: str) -> float | None:
+def _ratio(name: str, baseline: str, found: list[PromptRun], part: str) -> float | None:
     """To the baseline's speed; None where that decoded nothing."""
     base = _tokens_per_s(baseline, found, part)
     return _tokens_per_s(name, found, part) / base if base else None
 
 
-def _speedup_interval(name: str, baseline: str, found: list[BatchRun], seed: int) -> Interval:
+def _speedup_interval(name: str, baseline: str, found: list[PromptRun], seed: int) -> Interval:
     """95% bootstrap interval of the speed-up over dialogues and repeats."""
     if name == baseline:  # 1 by definition
         return None
-    groups = _together(found)
+    groups = _dialogues(found)
 
     @cache
     def sums(runs: tuple[int, ...]) -> list[list[float]]:
@@ -145,8 +187,8 @@ def _speedup_interval(name: str, baseline: str, found: list[BatchRun], seed: int
                 total
                 for each in (name, baseline)
                 for total in (
-                    sum(batch.num_tokens(each) for batch in group),
-                    _median_total([batch.seconds(each)[r] for r in runs] for batch in group),
+                    sum(run.num_tokens(each) for run in group),
+                    _median_total([run.seconds(each)[r] for r in runs] for run in group),
                 )
             ]
             for group in groups
@@ -163,26 +205,20 @@ def _speedup_interval(name: str, baseline: str, found: list[BatchRun], seed: int
     return interval(range(len(groups)), speedup, seed, num_runs)
 
 
-def _together(found: list[BatchRun]) -> list[list[BatchRun]]:
-    """Batches that share a dialogue, or are tied by others that do."""
-    groups: list[tuple[set[int], list[BatchRun]]] = []
-    for batch in found:
-        dialogues, members = {prompt.dialogue for prompt in batch.prompts}, [batch]
-        tied = [group for group in groups if group[0] & dialogues]
-        groups = [group for group in groups if not group[0] & dialogues]
-        for others, theirs in tied:
-            dialogues |= others
-            members = theirs + members
-        groups.append((dialogues, members))
-    return [members for _, members in groups]
+def _dialogues(found: list[PromptRun]) -> list[list[PromptRun]]:
+    """The prompts of each dialogue."""
+    groups: dict[int, list[PromptRun]] = {}
+    for run in found:
+        groups.setdefault(run.prompt.dialogue, []).append(run)
+    return list(groups.values())
 
 
 def _by_category(
-    name: str, found: list[BatchRun], measured: dict[str, Any], baseline: str, seed: int
+    name: str, found: list[PromptRun], measured: dict[str, Any], baseline: str, seed: int
 ) -> dict[str, Any]:
     rows = {}
     for category, row in measured["by_category"].items():
-        members = [batch for batch in found if batch.category == category]
+        members = [run for run in found if run.prompt.category == category]
         rows[category] = {
             "tau": row["tau"],
             "tau_ci95": row["ci95"],

@@ -10,7 +10,6 @@ from rich.console import Console
 from conf.schema import InputError, TargetConfig
 from conf.schema_measure import SpeedupRun
 from data.journal import Journal
-from eval.decode.drafters.counted import Counted
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
@@ -25,8 +24,9 @@ from eval.decode.drafters.recycling import (
 )
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.decode.engine import NoDraft, decode_many
 from eval.decode.generate import hf_generate
+from eval.decode.generation import Generation, Request
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
@@ -46,7 +46,8 @@ BASELINES = (VANILLA, "generate")
 METHODS = {
     VANILLA: "the engine without drafting",
     "generate": "transformers' generate",
-    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1, no recurrent target",
+    "generate_lookup": "generate with prompt_lookup_num_tokens; one text at a time, no recurrent "
+    "target",
     "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
     "draft_chain": "draft.path",
     "draft_tree": "draft.path with the target's tokenizer",
@@ -72,14 +73,14 @@ class Method:
     """One way to decode.
 
     Attributes:
-        run: texts of prompts, given one seed each.
+        run: texts of prompts, given one seed each, so many at a time.
         tree: the static shape of its drafts, if they have one.
         lossy: whether texts may differ in distribution from the target's own.
         settings: what was not given but found, for the results file.
         forget: drops what its drafters learnt from earlier texts; None if they learn nothing.
     """
 
-    run: Callable[[Sequence[list[int]], Sequence[int]], list[Generation]]
+    run: Callable[[Sequence[list[int]], Sequence[int], int], list[Generation]]
     tree: Tree | None = None
     lossy: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class Builder:
             "generate": self._generate,
         }
         # transformers' own takes back no state.
-        single = self.config.batch_size == 1 and not self.target.is_recurrent
+        single = self.config.batch_sizes == [1] and not self.target.is_recurrent
         if single:
             num_tokens, ngram = self.config.lookup.num_tokens, self.config.lookup.max_ngram
             found["generate_lookup"] = partial(
@@ -229,11 +230,12 @@ class Builder:
     ) -> Method:
         how = sampling or self.sampling
 
-        def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
-            length, drafter = self.config.max_new_tokens, Counted(make(list(seeds)), len(prompts))
-            texts = decode_batch(self.target, drafter, prompts, length, how, seeds)
-            counts = zip(texts, drafter.counts(), strict=True)
-            return [replace(text, drafted=drafted) for text, drafted in counts]
+        def run(
+            prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
+        ) -> list[Generation]:
+            length = self.config.max_new_tokens
+            requests = list(map(Request, prompts, seeds))
+            return decode_many(self.target, make, requests, length, batch_size, how)
 
         return Method(run, tree, how.lossy)
 
@@ -253,11 +255,16 @@ class Builder:
         return replace(found, forget=forget)
 
     def _generate(self, **assistance: object) -> Method:
-        def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Generation]:
-            return hf_generate(
-                self.target, prompts, self.config.max_new_tokens, self.sampling, seeds[0],
-                **assistance,
-            )  # fmt: skip
+        def run(
+            prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
+        ) -> list[Generation]:
+            found: list[Generation] = []
+            for start in range(0, len(prompts), batch_size):
+                found += hf_generate(
+                    self.target, prompts[start : start + batch_size], self.config.max_new_tokens,
+                    self.sampling, seeds[start], **assistance,
+                )  # fmt: skip
+            return found
 
         return Method(run)
 

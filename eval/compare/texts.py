@@ -5,29 +5,28 @@ from typing import Any
 import torch
 
 from eval.compare.methods import VANILLA, Method
-from eval.compare.timing import BatchRun
-from eval.decode.engine import Generation
+from eval.compare.timing import PromptRun
+from eval.decode.generation import Generation
 from eval.decode.texts import common_prefix
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt
 from heads.target.model import Target
 
 
-def lossless(bench: Bench, methods: dict[str, Method], found: list[BatchRun]) -> dict[str, Any]:
+def lossless(bench: Bench, methods: dict[str, Method], found: list[PromptRun]) -> dict[str, Any]:
     """How many greedy texts are those of plain decoding under every method, and where not."""
     divergences = []
-    prompts = [(batch, row) for batch in found for row in range(len(batch.prompts))]
-    for index, (batch, row) in enumerate(prompts):
-        expected = batch.runs[VANILLA][0][row].token_ids
+    for index, run in enumerate(found):
+        expected = run.runs[VANILLA][0].token_ids
         for name in methods:
-            text = batch.runs[name][0][row].token_ids
+            text = run.runs[name][0].token_ids
             if text != expected:
-                where = _divergence(bench.target, batch.prompts[row], expected, text)
+                where = _divergence(bench.target, run.prompt, expected, text)
                 divergences.append({"prompt": index, "method": name, **where})
     differing = {found["prompt"] for found in divergences}
     return {
-        "num_prompts": len(prompts),
-        "num_equal": len(prompts) - len(differing),
+        "num_prompts": len(found),
+        "num_equal": len(found) - len(differing),
         "first_divergences": divergences,
     }
 
@@ -44,38 +43,35 @@ def _divergence(
 
 
 def texts_shown(
-    target: Target, methods: dict[str, Method], found: list[BatchRun], num_texts: int
+    target: Target, methods: dict[str, Method], found: list[PromptRun], num_texts: int
 ) -> list[dict[str, Any]]:
     """The texts of some prompts, spread over the categories, for the report."""
     drafting = [
         name
         for name in methods
-        if name == VANILLA or any(sum(g.drafted) for b in found for g in b.runs[name][0])
+        if name == VANILLA or any(sum(run.runs[name][0].drafted) for run in found)
     ]
     return [
-        _coloured(index, batch, row, drafting, target)
-        for index, (batch, row) in enumerate(_spread(found, num_texts))
+        _coloured(index, run, drafting, target)
+        for index, run in enumerate(_spread(found, num_texts))
     ]
 
 
-def _spread(found: list[BatchRun], num_texts: int) -> list[tuple[BatchRun, int]]:
+def _spread(found: list[PromptRun], num_texts: int) -> list[PromptRun]:
     """Prompts to show: the first of each category in turn."""
-    by_category: dict[str, list[tuple[BatchRun, int]]] = {}
-    for batch in found:
-        members = by_category.setdefault(batch.category, [])
-        members += [(batch, row) for row in range(len(batch.prompts))]
+    by_category: dict[str, list[PromptRun]] = {}
+    for run in found:
+        by_category.setdefault(run.prompt.category, []).append(run)
     longest = max(map(len, by_category.values()))
     rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
     return rounds[:num_texts]
 
 
-def _coloured(
-    index: int, batch: BatchRun, row: int, methods: list[str], target: Target
-) -> dict[str, Any]:
+def _coloured(index: int, run: PromptRun, methods: list[str], target: Target) -> dict[str, Any]:
     """A prompt's texts with the depth at which each token was accepted, 0 for the target's own."""
-    texts, prompt = {}, batch.prompts[row]
+    texts, prompt = {}, run.prompt
     for name in methods:
-        text = batch.runs[name][0][row]
+        text = run.runs[name][0]
         pieces = _pieces(target.tokenizer, text.token_ids)
         texts[name] = list(zip(pieces, _origins(text), strict=True))
     return {

@@ -12,118 +12,132 @@ from conf.schema_measure import SpeedupRun
 from data.journal import Journal
 from eval.clock import Times, busy_seconds
 from eval.compare.methods import Method
-from eval.decode.engine import Generation, Step
+from eval.decode.generation import Generation, Step
 from eval.measure import processes
-from eval.measure.bench import Bench, batches, seed_of
+from eval.measure.bench import Bench, seed_of
 from eval.measure.prompts import Prompt
+
+JOBS_PER_SIZE = 1 << 32
+"""Numbers of jobs that a journal has for each batch size."""
 
 
 @dataclass(frozen=True)
-class BatchRun:
-    """Prompts of one category that every method decoded together.
+class PromptRun:
+    """A prompt that every method decoded, among others of a batch.
 
     Attributes:
-        prompts: the prompts.
-        runs: by method, [repeat][prompt].
-        busy: by method and part, seconds in which a GPU worked; of the first batch alone.
+        prompt: the prompt.
+        runs: by method, one text per repeat.
+        busy: by method and part, seconds in which a GPU worked; of the first job alone.
     """
 
-    prompts: list[Prompt]
-    runs: dict[str, list[list[Generation]]]
+    prompt: Prompt
+    runs: dict[str, list[Generation]]
     busy: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    @property
-    def category(self) -> str:
-        """That of all its prompts."""
-        return self.prompts[0].category
-
     def num_tokens(self, method: str) -> int:
-        """Tokens of all texts, counted from their ids."""
-        return sum(len(g.token_ids) for g in self.runs[method][0])
+        """Tokens of the text, counted from its ids."""
+        return len(self.runs[method][0].token_ids)
 
     def num_decoded(self, method: str) -> int:
-        """Of those, the tokens that came after the prompts' own pass."""
-        return sum(step.num_emitted for g in self.runs[method][0] for step in g.steps)
+        """Of those, the tokens that came after the prompt's own pass."""
+        return sum(step.num_emitted for step in self.runs[method][0].steps)
 
     def seconds(self, method: str, part: str = "total") -> list[float]:
-        """Per repeat, for the whole batch."""
-        return [getattr(repeat[0].times, part) for repeat in self.runs[method]]
+        """Per repeat, its shares of what its batches took."""
+        return [getattr(text.times, part) for text in self.runs[method]]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One method on one batch, once; `id` is the same in any order."""
+    """One method on some prompts, once; `id` is the same in any order."""
 
     id: int
     repeat: int
-    batch: int
+    group: int
     method: str
 
 
 def time_methods(
-    bench: Bench, config: SpeedupRun, methods: dict[str, Method], journal: Journal | None = None
-) -> list[BatchRun]:
-    """Every method on every batch, interleaved, after warm-ups; of all processes.
+    bench: Bench,
+    config: SpeedupRun,
+    methods: dict[str, Method],
+    batch_size: int = 1,
+    journal: Journal | None = None,
+) -> list[PromptRun]:
+    """Every method on every prompt, interleaved, after warm-ups; of all processes.
 
-    The order of the methods is drawn anew for every batch and repeat, so that none always comes
-    after the same one. What a method remembers of texts starts anew with every repeat: a prompt
-    asked again would only copy its own answer.
+    Prompts that are decoded one at a time are jobs of their own; those of batches are one job, as
+    the next prompt takes the place of whatever text ends. The order of the methods is drawn anew
+    for every job and repeat, so that none always comes after the same one. What a method remembers
+    of texts starts anew with every repeat: a prompt asked again would only copy its own answer.
 
     Args:
         bench: with the prompts.
         config: the settings.
         methods: by name.
+        batch_size: texts that go on together.
         journal: of what has run, which is not run again; but a method that remembers writes the
             texts of a repeat that was broken off once more, unmeasured, to know them.
     """
-    prompts = [
-        [bench.prompts[index] for index in group]
-        for group in batches(bench.prompts, config.batch_size)
-    ]
-    jobs = _jobs(config.num_repeats, len(prompts), list(methods), config.seed)
+    prompts = bench.prompts
+    groups = [[prompt] for prompt in prompts] if batch_size == 1 else [prompts]
+    start = batch_size * JOBS_PER_SIZE
+    jobs = _jobs(start, config.num_repeats, len(groups), list(methods), config.seed)
     rows = [] if journal is None else journal.rows()
     kept = {row["id"]: _texts(row) for row in rows if "texts" in row}
     waiting = {(job.method, job.repeat) for job in jobs if job.id not in kept}
     for _ in range(config.num_warmups):
         for name in {name for name, _ in waiting}:
-            _run(methods[name], prompts[0], config.seed)
-    progress = tqdm(jobs, desc="decoding", unit="text", disable=not bench.main)
+            _run(methods[name], prompts[:batch_size], config.seed, batch_size)
+    words = "decoding" if batch_size == 1 else f"decoding, {batch_size} at a time"
+    progress = tqdm(jobs, desc=words, unit="job", disable=not bench.main)
     for job in progress:
         method = methods[job.method]
-        if method.forget and job.batch == 0:
+        if method.forget and job.group == 0:
             method.forget()
         relearns = method.forget and (job.method, job.repeat) in waiting
         if job.id in kept and not relearns:
             continue
-        texts = _run(method, prompts[job.batch], config.seed)
+        texts = _run(method, groups[job.group], config.seed, batch_size)
         if job.id not in kept:
             kept[job.id] = texts
             if journal is not None:
-                journal.append([{"id": job.id, "texts": [asdict(g) for g in texts]}])
-    found = [BatchRun(each, {name: [] for name in methods}) for each in prompts]
+                journal.append([{"id": job.id, "texts": [asdict(text) for text in texts]}])
+    found = [PromptRun(prompt, {name: [] for name in methods}) for prompt in prompts]
     for job in jobs:
-        found[job.batch].runs[job.method].append(kept[job.id])
+        first = job.group  # of one prompt each, or the only one
+        for run, text in zip(found[first:], kept[job.id], strict=False):
+            run.runs[job.method].append(text)
     if bench.target is not None and bench.target.device.type == "cuda":
         for name, method in methods.items():
-            if method.forget:
-                method.forget()
-            found[0].busy[name] = busy_seconds(partial(_run, method, prompts[0], config.seed))
+            _profile(name, method, found[: len(groups[0])], config.seed, batch_size)
     return sorted(processes.gathered(found), key=_place)
 
 
-def _jobs(num_repeats: int, num_batches: int, names: list[str], seed: int) -> list[_Job]:
+def _profile(name: str, method: Method, found: list[PromptRun], seed: int, batch_size: int) -> None:
+    """Adds to the runs of a job their shares of the seconds in which a GPU worked."""
+    if method.forget:
+        method.forget()
+    prompts = [each.prompt for each in found]
+    busy = busy_seconds(partial(_run, method, prompts, seed, batch_size))
+    for each in found:
+        each.busy[name] = {part: seconds / len(found) for part, seconds in busy.items()}
+
+
+def _jobs(start: int, num_repeats: int, num_groups: int, names: list[str], seed: int) -> list[_Job]:
     rng, jobs = random.Random(seed), []
     for repeat in range(num_repeats):
-        for batch in range(num_batches):
-            first = (repeat * num_batches + batch) * len(names)
+        for group in range(num_groups):
+            first = start + (repeat * num_groups + group) * len(names)
             for place in rng.sample(range(len(names)), len(names)):
-                jobs.append(_Job(first + place, repeat, batch, names[place]))
+                jobs.append(_Job(first + place, repeat, group, names[place]))
     return jobs
 
 
-def _run(method: Method, prompts: Sequence[Prompt], seed: int) -> list[Generation]:
+def _run(method: Method, prompts: Sequence[Prompt], seed: int, batch_size: int) -> list[Generation]:
     ids = [prompt.token_ids for prompt in prompts]
-    return method.run(ids, [seed_of(prompt, seed) for prompt in prompts])
+    return method.run(ids, [seed_of(prompt, seed) for prompt in prompts], batch_size)
 
 
 def _texts(row: dict[str, Any]) -> list[Generation]:
@@ -135,10 +149,11 @@ def _texts(row: dict[str, Any]) -> list[Generation]:
             [tuple(path) for path in text["paths"]],
             Times(**text["times"]),
             text["drafted"],
+            text["arrivals"],
         )
         for text in row["texts"]
     ]
 
 
-def _place(batch: BatchRun) -> tuple[int, int]:
-    return batch.prompts[0].turn, batch.prompts[0].dialogue
+def _place(run: PromptRun) -> tuple[int, int]:
+    return run.prompt.turn, run.prompt.dialogue

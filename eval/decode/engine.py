@@ -1,24 +1,27 @@
 """One decoding engine for every drafter: lay out, run the target once, accept, compact.
 
-A batch of texts goes on together, each accepting as many tokens as it does; a text that ends
-leaves the batch. A step waits for the device once, to learn which tokens were kept.
+A batch of texts goes on together, each accepting as many tokens as it does; where one ends the
+next takes its place, or the batch shrinks. A step waits for the device once, to learn which tokens
+were kept.
 
 Letters: B texts, N tree nodes (root included), D hidden, V vocab.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from eval.clock import PartClock, Times
-from eval.decode.accept import Accepted, verify
+from eval.clock import PartClock
+from eval.decode.accept import verify
 from eval.decode.crossing import Crossing
+from eval.decode.fetch import fetch
+from eval.decode.generation import Generation, Request, Step, left_at_end
 from eval.decode.rules import Rules
 from eval.decode.texts import Stops
 from heads.cache import Kept, TreeCache, upload
-from heads.drafting import Draft, Drafter, Seen
+from heads.drafting import PAD, Draft, Drafter, Seen
 from heads.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
 from heads.target.prefill import parts, prefill
@@ -44,41 +47,8 @@ class NoDraft:
     def keep(self, rows: list[int]) -> None:
         """Nothing to drop."""
 
-
-@dataclass(frozen=True)
-class Step:
-    """One text's share of a verify pass.
-
-    Attributes:
-        num_accepted: draft tokens kept.
-        num_emitted: tokens kept, the bonus token included; a text that ends inside the accepted
-            run is cut there and what is cut is not counted.
-        num_left: tokens that the text still had to give when the pass started; depths beyond it
-            could not be tested.
-    """
-
-    num_accepted: int
-    num_emitted: int
-    num_left: int
-
-
-@dataclass
-class Generation:
-    """What a decode gave for one text.
-
-    Attributes:
-        token_ids: the text.
-        steps: its share of the verify passes.
-        paths: the accepted nodes of each step, without the root.
-        times: of its whole batch.
-        drafted: draft tokens that each step checked, where they were counted.
-    """
-
-    token_ids: list[int]
-    steps: list[Step] = field(default_factory=list)
-    paths: list[tuple[int, ...]] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
-    drafted: list[int] = field(default_factory=list)
+    def take(self, row: int, other: "NoDraft") -> None:
+        """Nothing to take."""
 
 
 def decode(
@@ -115,10 +85,29 @@ def decode_batch(
         sampling: how the target chooses; greedy unless told.
         seeds: of everything that sampling draws, one per text; 0 unless told.
     """
-    batch = _Batch(target, drafter, prompts, max_new_tokens, sampling, seeds)
-    for _ in batch.run():
-        pass
-    return batch.generations()
+    batch = _Batch(target, _requests(prompts, seeds), max_new_tokens, sampling)
+    return batch.decoded(lambda _: drafter, len(prompts))
+
+
+def decode_many(
+    target: Target,
+    make: Callable[[list[int]], Drafter],
+    requests: Sequence[Request],
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: Sampling = GREEDY,
+) -> list[Generation]:
+    """`decode_batch` of so many texts at a time: where one ends, the next takes its place.
+
+    Args:
+        target: the frozen target.
+        make: a fresh drafter for texts with these seeds.
+        requests: in the order in which they are begun.
+        max_new_tokens: as there.
+        batch_size: texts that go on together.
+        sampling: as there.
+    """
+    return _Batch(target, requests, max_new_tokens, sampling).decoded(make, batch_size)
 
 
 def stream(
@@ -130,83 +119,121 @@ def stream(
     seeds: Sequence[int] | None = None,
 ) -> Iterator[dict[int, list[int]]]:
     """Like `decode_batch`, but gives tokens as they are accepted, per text that still goes on."""
-    yield from _Batch(target, drafter, prompts, max_new_tokens, sampling, seeds).run()
+    batch = _Batch(target, _requests(prompts, seeds), max_new_tokens, sampling)
+    yield from batch.run(lambda _: drafter, len(prompts))
+
+
+def _requests(prompts: Sequence[list[int]], seeds: Sequence[int] | None) -> list[Request]:
+    return list(map(Request, prompts, seeds or [0] * len(prompts)))
+
+
+@dataclass
+class _Begun:
+    """Texts whose prompts have been read.
+
+    Attributes:
+        texts: their numbers.
+        drafter: has seen the prompts but for `seen`.
+        seen: the prompts, or their last part.
+        roots: [B] int64, the first token of each.
+        generators: of the texts.
+    """
+
+    texts: list[int]
+    drafter: Drafter
+    seen: Seen
+    roots: Tensor
+    generators: Generators
 
 
 class _Batch:
-    """Texts that are decoded together; `alive` are those that have not ended."""
+    """Texts that are decoded together.
+
+    Attributes:
+        alive: those that go on, by row.
+        waiting: those that have not begun.
+    """
 
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
-        prompts: Sequence[list[int]],
+        requests: Sequence[Request],
         max_new_tokens: int,
         sampling: Sampling,
-        seeds: Sequence[int] | None,
     ) -> None:
-        longest = max(map(len, prompts))
+        self.prompts = [each.prompt_ids for each in requests]
+        self.seeds = [each.seed for each in requests]
+        longest = max(map(len, self.prompts))
         assert target.window is None or longest + max_new_tokens <= target.window
-        self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.prompts, self.max_new_tokens = prompts, max_new_tokens
+        self.target, self.sampling, self.max_new_tokens = target, sampling, max_new_tokens
         self.stops, self.rules = Stops.of(target), Rules(target.asked, target.stop_ids)
-        self.clock = PartClock(target.device)
-        self.texts: list[list[int]] = [[] for _ in prompts]
-        self.steps: list[list[Step]] = [[] for _ in prompts]
-        self.paths: list[list[tuple[int, ...]]] = [[] for _ in prompts]
-        self.alive = list(range(len(prompts)))
-        self.generators = Generators.seeded(seeds or [0] * len(prompts), target.device)
-        self.crossing = Crossing(target, prompts)
+        self.crossing = Crossing(target, self.prompts)
+        self.clock = PartClock(target.device, len(requests))
+        self.found = [Generation([], times=times) for times in self.clock.times]
+        self.started = [0.0] * len(requests)
+
+    def decoded(self, make: Callable[[list[int]], Drafter], batch_size: int) -> list[Generation]:
+        """All texts, once they have ended."""
+        for _ in self.run(make, batch_size):
+            pass
+        return [replace(each, steps=left_at_end(each.steps)) for each in self.found]
 
     @torch.inference_mode()
-    def run(self) -> Iterator[dict[int, list[int]]]:
+    def run(
+        self, make: Callable[[list[int]], Drafter], batch_size: int
+    ) -> Iterator[dict[int, list[int]]]:
         """Tokens by text, after the prompts and after every step."""
-        with self.clock.part("prefill"):
-            seen, new = self._prefill()
+        numbers, self.make = list(range(len(self.prompts))), make
+        self.alive, self.waiting = numbers[:batch_size], numbers[batch_size:]
+        begun, new = self._begin(self.alive)
+        self.drafter, self.roots, self.generators = begun.drafter, begun.roots, begun.generators
+        seen = begun.seen
         while True:
             going = self._emit(new)
-            if not going:
-                self.clock.stop()
             yield new
-            if not going:
+            next_ones: list[_Begun] = []
+            while self.waiting and len(going) + len(next_ones) < len(self.alive):
+                begun, new = self._begin([self.waiting.pop(0)])
+                if self._emit(new):
+                    next_ones.append(begun)
+                yield new
+            if not going and not next_ones:
+                self.clock.stop(self.alive)
                 return
-            with self.clock.part("accept"):
-                if len(going) < len(self.alive):
-                    seen = self._drop(going, seen)
-                if self.crossing.switch is not None:
-                    whole = [self.prompts[text] + self.texts[text] for text in self.alive]
-                    self.crossing.cross(seen.cache, self.alive, whole)
-                self.drafter.observe(seen)
-            with self.clock.part("draft"):
-                draft = self.drafter.propose([self.texts[text][-1] for text in self.alive])
-            with self.clock.part("verify"):
+            with self.clock.part("accept", going):
+                seen = self._go_on(going, next_ones, seen)
+            with self.clock.part("draft", self.alive):
+                draft = self.drafter.propose([self.found[t].token_ids[-1] for t in self.alive])
+            with self.clock.part("verify", self.alive):
                 nodes = self._read(draft, seen.cache)
-            with self.clock.part("accept"):
+            with self.clock.part("accept", self.alive):
                 seen, new = self._accept(draft, nodes, seen.cache)
 
-    def generations(self) -> list[Generation]:
-        """What came out, once `run` is through."""
-        columns = zip(self.texts, map(_left_at_end, self.steps), self.paths, strict=True)
-        return [Generation(text, steps, paths, self.clock.times) for text, steps, paths in columns]
+    def _begin(self, texts: list[int]) -> tuple[_Begun, dict[int, list[int]]]:
+        """Reads prompts with a fresh drafter; the first token of each text."""
+        for text in texts:
+            self.started[text] = self.clock.lap(self.alive)
+        with self.clock.part("prefill", texts):
+            seeds = [self.seeds[text] for text in texts]
+            drafter, generators = self.make(seeds), Generators.seeded(seeds, self.target.device)
+            rows = [self.prompts[text] for text in texts]
+            cache = self.target.new_cache(len(rows))
+            if len(rows) == 1:
+                seen = self._in_parts(cache, rows, drafter)
+            else:
+                seen = Seen(rows, prefill(self.target, cache, rows, drafter.reads), cache)
+            logits = self.target.logits(seen.last.hidden_states[:, 0])
+            logits = self.rules.begin(logits, rows)
+            roots = sample_tokens(logits, self.sampling, generators)
+            new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
+        return _Begun(texts, drafter, seen, roots, generators), new
 
-    def _prefill(self) -> tuple[Seen, dict[int, list[int]]]:
-        """What the prompts gave, and the first token of each text."""
-        cache, rows = self.target.new_cache(len(self.prompts)), list(self.prompts)
-        if len(rows) == 1:
-            seen = self._in_parts(cache, rows)
-        else:
-            seen = Seen(rows, prefill(self.target, cache, rows, self.drafter.reads), cache)
-        logits = self.target.logits(seen.last.hidden_states[:, 0])
-        logits = self.rules.begin(logits, list(self.prompts))
-        self.roots = sample_tokens(logits, self.sampling, self.generators)
-        return seen, {text: [root] for text, root in enumerate(self.roots.tolist())}
-
-    def _in_parts(self, cache: TreeCache, rows: list[list[int]]) -> Seen:
+    def _in_parts(self, cache: TreeCache, rows: list[list[int]], drafter: Drafter) -> Seen:
         """The last part of a prompt; the drafter has seen the others, and nobody keeps them."""
         found: list[Seen] = []
-        for tokens, output in parts(self.target, cache, rows, self.drafter.reads):
+        for tokens, output in parts(self.target, cache, rows, drafter.reads):
             if found:
-                self.drafter.observe(found.pop())
+                drafter.observe(found.pop())
             found.append(Seen(tokens, output, cache))
         return found.pop()
 
@@ -220,7 +247,7 @@ class _Batch:
         )
         logits = self.target.logits(output.hidden_states)
         if self.rules.always:
-            texts = [self.prompts[text] + self.texts[text][:-1] for text in self.alive]
+            texts = [self._whole(text)[:-1] for text in self.alive]
             longest = max(map(len, texts))
             rows = [ids + [0] * (longest - len(ids)) for ids in texts]
             history = upload(rows, self.target.device)
@@ -233,43 +260,75 @@ class _Batch:
         """What is committed of the trees, and the new tokens by text."""
         accepted = verify(draft, nodes.tokens, nodes.logits, self.sampling, self.generators)
         on_path = nodes.tokens.gather(1, accepted.nodes)
-        paths, tokens_on_path, bonus = _fetch(accepted, on_path)
+        steps = fetch(accepted, on_path, (draft.tokens != PAD).sum(1))
+        paths = [step.path for step in steps]
         counts, longest = accepted.num_accepted + 1, max(map(len, paths))
         cache.commit(paths, Kept(accepted.nodes, counts))
         self.roots = accepted.bonus
-        kept = [tokens[: len(path)] for tokens, path in zip(tokens_on_path, paths, strict=True)]
         new = {}
-        for text, path, tokens, token in zip(self.alive, paths, kept, bonus, strict=True):
-            num_left = self.max_new_tokens - len(self.texts[text])
-            new[text] = self.stops.cut(self.texts[text], [*tokens[1:], token][:num_left])
-            num_accepted = min(len(path) - 1, len(new[text]))
-            self.steps[text].append(Step(num_accepted, len(new[text]), num_left))
-            self.paths[text].append(tuple(path[1:]))
+        for text, step in zip(self.alive, steps, strict=True):
+            found = self.found[text]
+            num_left = self.max_new_tokens - len(found.token_ids)
+            tokens = [*step.tokens[1:], step.bonus][:num_left]
+            new[text] = self.stops.cut(found.token_ids, tokens)
+            num_accepted = min(len(step.path) - 1, len(new[text]))
+            found.steps.append(Step(num_accepted, len(new[text]), num_left))
+            found.paths.append(tuple(step.path[1:]))
+            found.drafted.append(step.num_drafted)
         output = nodes.output.at(accepted.nodes[:, :longest])
+        kept = [step.tokens for step in steps]
         return Seen(kept, output, cache, nodes.logits, (on_path[:, :longest], counts)), new
 
     def _emit(self, new: dict[int, list[int]]) -> list[int]:
-        """Adds tokens to the texts; the texts that go on."""
+        """Adds tokens to the texts; those of them that go on."""
+        now = self.clock.lap(list(new))
         for text, tokens in new.items():
-            self.texts[text] += tokens
+            self.found[text].token_ids += tokens
+            self.found[text].arrivals.append(now - self.started[text])
         return [
             text
-            for text in self.alive
-            if len(self.texts[text]) < self.max_new_tokens
-            and not self.stops.ended(self.texts[text])
+            for text in new
+            if len(self.found[text].token_ids) < self.max_new_tokens
+            and not self.stops.ended(self.found[text].token_ids)
         ]
 
-    def _drop(self, going: list[int], seen: Seen) -> Seen:
+    def _go_on(self, going: list[int], begun: list[_Begun], seen: Seen) -> Seen:
+        """The drafter takes what was kept, and new texts the rows of those that have ended."""
+        free = [row for row, text in enumerate(self.alive) if text not in going][: len(begun)]
+        if len(going) + len(begun) < len(self.alive):
+            seen = self._drop([*going, *(self.alive[row] for row in free)], seen)
+            free = [row for row, text in enumerate(self.alive) if text not in going]
+        if self.crossing.switch is not None:
+            self.crossing.cross(seen.cache, self.alive, list(map(self._whole, self.alive)))
+        self.drafter.observe(seen)
+        for row, each in zip(free, begun, strict=True):
+            self._seat(row, each, seen.cache)
+        return seen
+
+    def _seat(self, row: int, begun: _Begun, cache: TreeCache) -> None:
+        """A text that was read alone goes on in a row of the batch."""
+        begun.drafter.observe(begun.seen)
+        self.drafter.take(row, begun.drafter)
+        cache.take(row, begun.seen.cache)
+        self.generators.take(row, begun.generators)
+        self.roots[row] = begun.roots[0]
+        self.alive[row] = begun.texts[0]
+
+    def _drop(self, staying: list[int], seen: Seen) -> Seen:
         """Goes on with some texts only, everywhere; the last take the places that are free."""
-        last = [row for row in range(len(going), len(self.alive)) if self.alive[row] in going]
-        first = range(len(going))
-        rows = [row if self.alive[row] in going else last.pop() for row in first]
+        last = [row for row in range(len(staying), len(self.alive)) if self.alive[row] in staying]
+        first = range(len(staying))
+        rows = [row if self.alive[row] in staying else last.pop() for row in first]
         seen.cache.keep(rows)
         self.drafter.keep(rows)
         self.generators = self.generators.rows(rows)
         self.alive = [self.alive[row] for row in rows]
         self.roots = self.roots[upload(rows, self.target.device)]
         return seen.rows(rows)
+
+    def _whole(self, text: int) -> list[int]:
+        """Prompt and text so far."""
+        return self.prompts[text] + self.found[text].token_ids
 
 
 @dataclass(frozen=True)
@@ -285,26 +344,3 @@ class _Nodes:
     tokens: Tensor
     output: TargetOutput
     logits: Tensor
-
-
-def _fetch(
-    accepted: Accepted, on_path: Tensor
-) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """The accepted path and its tokens per text, and the bonus tokens: the wait of a step."""
-    columns = [
-        accepted.nodes, on_path,
-        accepted.num_accepted.unsqueeze(1), accepted.bonus.unsqueeze(1),
-    ]  # fmt: skip
-    rows = torch.cat(columns, dim=1).tolist()
-    width = accepted.nodes.shape[1]
-    paths = [row[: row[-2] + 1] for row in rows]
-    return paths, [row[width : 2 * width] for row in rows], [row[-1] for row in rows]
-
-
-def _left_at_end(steps: list[Step]) -> list[Step]:
-    """Sets each step's `num_left` to the tokens that the text really had left."""
-    left, ended = 0, []
-    for step in reversed(steps):
-        left += step.num_emitted
-        ended.append(Step(step.num_accepted, step.num_emitted, left))
-    return ended[::-1]

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from eval.clock import PartClock
-from eval.decode.engine import Generation, Step
+from eval.decode.generation import Generation, Step
 from eval.decode.texts import Stops
 from heads.sampling import Sampling
 from heads.target.model import Target
@@ -18,17 +18,19 @@ from heads.target.model import Target
 class _Passes:
     """What each pass of the target was given; the prompt's own lasts until the second begins."""
 
-    def __init__(self, clock: PartClock, drafting: bool) -> None:
-        self.drafting = drafting
+    def __init__(self, clock: PartClock, num_texts: int, drafting: bool) -> None:
+        self.clock, self.texts, self.drafting = clock, range(num_texts), drafting
         self.widths: list[int] = []
         self.cached: list[int] = []
+        self.arrivals: list[float] = []
         self._prompt = ExitStack()
-        self._prompt.enter_context(clock.part("prefill"))
+        self._prompt.enter_context(clock.part("prefill", self.texts))
 
     def begin(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the target's pass."""
         if self.widths:
             self.end_prompt()
+            self.arrive()
         if not self.drafting:
             self.widths.append(1)
             return
@@ -39,6 +41,14 @@ class _Passes:
     def end_prompt(self) -> None:
         """Once or more often."""
         self._prompt.close()
+
+    def given(self, steps: list[Step]) -> list[float]:
+        """When the prompt's pass and each step gave their tokens, as if streamed."""
+        return self.arrivals[: len(steps) + 1]
+
+    def arrive(self) -> None:
+        """A pass has given its tokens."""
+        self.arrivals.append(self.clock.lap(self.texts))
 
     def steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
         """Of a text that was alone: what each pass after the prompt's own gave and checked.
@@ -88,8 +98,8 @@ def hf_generate(
         if target.stop_strings
         else []
     )
-    clock = PartClock(target.device)
-    passes = _Passes(clock, drafting=bool(assistance))
+    clock = PartClock(target.device, len(prompts))
+    passes = _Passes(clock, len(prompts), drafting=bool(assistance))
     hook = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
     try:
         output = target.model.generate(
@@ -105,18 +115,16 @@ def hf_generate(
     # What fills up a text that ended before others of its batch comes after its stop token.
     stops = Stops.of(target)
     texts = [stops.cut([], row) for row in output[:, longest:].tolist()]
-    clock.stop()
+    passes.arrive()
+    clock.stop(passes.texts)
     if assistance:
         steps, drafted = passes.steps(longest, len(texts[0]))
-        return [Generation(texts[0], steps, times=clock.times, drafted=drafted)]
-    return [
-        Generation(text, _plain(len(text) - 1), times=clock.times, drafted=[0] * (len(text) - 1))
-        for text in texts
-    ]
-
-
-def _plain(num_steps: int) -> list[Step]:
-    return [Step(0, 1, num_left) for num_left in range(num_steps, 0, -1)]
+        return [Generation(texts[0], steps, [], clock.times[0], drafted, passes.given(steps))]
+    found = []
+    for text, times in zip(texts, clock.times, strict=True):
+        steps = [Step(0, 1, num_left) for num_left in range(len(text) - 1, 0, -1)]
+        found.append(Generation(text, steps, [], times, [0] * len(steps), passes.given(steps)))
+    return found
 
 
 def _settings(

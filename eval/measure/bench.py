@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,16 +225,6 @@ def check_window(target: Target, prompts: Sequence[list[int]], max_new_tokens: i
             f"is {needed}, above the target's window of {target.window}; lower max_new_tokens or "
             "num_turns, or drop long prompts"
         )
-
-
-def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:
-    """Indices of prompts to decode together: of one turn and category, in order."""
-    groups: dict[tuple[int, str], list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        groups.setdefault((prompt.turn, prompt.category), []).append(index)
-    for members in groups.values():
-        for start in range(0, len(members), batch_size):
-            yield members[start : start + batch_size]
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.decode.engine import Step
+from eval.decode.generation import Step
 from heads.drafting import PAD
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Tree

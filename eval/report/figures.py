@@ -79,7 +79,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
 
 
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of each part of a mean verify pass.
+    """Milliseconds of each part of a mean verify pass; in a batch a text's share of it.
 
     Args:
         row: a method of `speedup.json`.
@@ -87,11 +87,10 @@ def step_ms(row: dict[str, Any]) -> dict[str, float]:
     Returns:
         Nothing for somebody else's loop, timed from outside.
     """
-    # A pass over a batch is a step of each of its texts.
-    num_passes = row.get("num_passes", row.get("num_steps"))
-    if not num_passes or not row["breakdown"]["verify"]:
+    num_steps = row.get("num_steps")
+    if not num_steps or not row["breakdown"]["verify"]:
         return {}
-    return {part: 1000 * row["breakdown"][part] / num_passes for part in STEP_PARTS}
+    return {part: 1000 * row["breakdown"][part] / num_steps for part in STEP_PARTS}
 
 
 def plot_tree_search(result: dict[str, Any], path: Path) -> None:

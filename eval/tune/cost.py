@@ -149,7 +149,9 @@ def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, si
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
     output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
-    accepted = verify(draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([]))
+    accepted = verify(
+        draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([], [])
+    )
     accepted.bonus.tolist()
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eval.decode.engine import NoDraft, Step, decode
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Step
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
@@ -159,6 +160,10 @@ class _Recorder:
     def keep(self, rows: list[int]) -> None:
         """One text, whose end is the end."""
         self.drafter.keep(rows)
+
+    def take(self, row: int, other: "_Recorder") -> None:
+        """Nobody waits for its place."""
+        self.drafter.take(row, other.drafter)
 
 
 @dataclass(frozen=True)

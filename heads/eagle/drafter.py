@@ -51,6 +51,27 @@ class _EagleDrafter:
         if self.slots is not None:
             self.slots.keep(rows, self.buffer)
 
+    def take(self, row: int, other: "_EagleDrafter") -> None:
+        """A row goes on with the one text of another drafter, which reads on here."""
+        assert self.seen is not None
+        assert other.seen is not None
+        length = other._read_ahead()
+        if self.slots is None:
+            self.slots = Slots(len(self.seen.token_ids), other.seen.output.hidden_states.device)
+        self.slots.take(row, length)
+        self.buffer.replace(row, other.buffer, length, len(self.slots.lengths))
+        self.seen = self.seen.put(row, other.seen)
+
+    def _read_ahead(self) -> int:
+        """Reads a prompt but for its last token, which waits for the next; tokens read so far."""
+        assert self.seen is not None
+        (tokens,) = self.seen.token_ids
+        if len(tokens) > 1:
+            places = torch.arange(len(tokens) - 1, device=self.seen.output.hidden_states.device)
+            output = self.seen.output.at(places.unsqueeze(0))
+            self._read(Seen([tokens[:-1]], output, self.seen.cache), tokens[-1:])
+        return 0 if self.slots is None else self.slots.lengths[0]
+
     def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
         """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
         assert self.seen is not None
@@ -142,6 +163,12 @@ class EagleChain(_EagleDrafter):
         """Goes on with some texts only."""
         super().keep(rows)
         self.generators = self.generators.rows(rows)
+
+    def take(self, row: int, other: "_EagleDrafter") -> None:
+        """A row goes on with the one text of another drafter."""
+        assert isinstance(other, EagleChain)
+        super().take(row, other)
+        self.generators.take(row, other.generators)
 
 
 class EagleTree(_EagleDrafter):

@@ -39,3 +39,9 @@ class MedusaDrafter:
 
     def keep(self, rows: list[int]) -> None:
         """The next states come before the next draft."""
+
+    def take(self, row: int, other: "MedusaDrafter") -> None:
+        """A row goes on with the one text of another drafter."""
+        assert self.hidden is not None
+        assert other.hidden is not None
+        self.hidden[row] = other.hidden[0]

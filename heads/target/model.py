@@ -60,6 +60,12 @@ class TargetOutput:
         """The states [b, Q, D] of some texts, [b] int64."""
         return self._each(lambda states: states[texts])
 
+    def put(self, row: int, other: "TargetOutput") -> None:
+        """Begins a row with the states [1, 1, D] of another text."""
+        self.hidden_states[row, 0] = other.hidden_states[0, 0]
+        for index, states in self.layers.items():
+            states[row, 0] = other.layers[index][0, 0]
+
     @classmethod
     def joined(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
         """The states of passes one after another."""

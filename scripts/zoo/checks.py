@@ -18,8 +18,9 @@ from data.chat import Sample
 from data.embedded_corpus import SPECIAL_TOKENS
 from data.pack import PackedDataset
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.engine import Generation, decode_batch
+from eval.decode.engine import decode_batch
 from eval.decode.generate import hf_generate
+from eval.decode.generation import Generation
 from eval.decode.texts import Stops, common_prefix
 from eval.measure.replay import replay
 from eval.measure.stats import PromptSteps, tau

@@ -134,6 +134,21 @@ class DraftModel:
             self.limits = [self.limits[row] for row in rows]
             self.drafted = [self.drafted[row] for row in rows]
 
+    def take(self, row: int, other: "DraftModel") -> None:
+        """A row goes on with the one text of another drafter, whose prompt is read for it."""
+        assert self.cache is not None
+        assert other.cache is not None
+        *prompt, last = other.unread[0]
+        if prompt:
+            read_rows(self.model, other.cache, [prompt])
+        self.cache.take(row, other.cache)
+        self.unread[row], self.lengths[row], self.limits[row] = (
+            [last],
+            *other.lengths,
+            *other.limits,
+        )
+        self.generators.take(row, other.generators)
+
     def _paths(self, kept: list[list[int]]) -> list[list[int]]:
         """The nodes, without the root, that hold the kept tokens."""
         if self.is_chain:

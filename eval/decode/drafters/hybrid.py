@@ -70,6 +70,12 @@ class Hybrid:
         if self.copied:
             self.copied = [self.copied[row] for row in rows]
 
+    def take(self, row: int, other: "Hybrid") -> None:
+        """A row goes on with the one text of another drafter."""
+        self.head.take(row, other.head)
+        self.suffix.take(row, other.suffix)
+        self.means[row] = other.means[0]
+
 
 def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
     """The draft, with chains in place of some texts' trees."""

@@ -156,3 +156,7 @@ class Lookahead:
         """Goes on with some texts only."""
         if self.windows:
             self.windows = [self.windows[row] for row in rows]
+
+    def take(self, row: int, other: "Lookahead") -> None:
+        """A row goes on with the one text of another drafter."""
+        self.windows[row] = other.windows[0]

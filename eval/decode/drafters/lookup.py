@@ -118,6 +118,10 @@ class _FromText:
         if self.tables:
             self.tables = [self.tables[row] for row in rows]
 
+    def take(self, row: int, other: "_FromText") -> None:
+        """A row goes on with the one text of another drafter."""
+        self.tables[row] = other.tables[0]
+
 
 class PromptLookup(_FromText):
     """Copies what followed the last tokens where they first stood in prompt or answer.

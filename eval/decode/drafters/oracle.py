@@ -74,3 +74,7 @@ class Oracle:
         self.texts = [self.texts[row] for row in rows]
         if self.places:
             self.places = [self.places[row] for row in rows]
+
+    def take(self, row: int, other: "Oracle") -> None:
+        """A row goes on with the one text of another drafter."""
+        self.texts[row], self.places[row] = other.texts[0], other.places[0]

@@ -77,6 +77,10 @@ class SelfDraft:
         """Goes on with some texts only; the cache is the target's to cut."""
         self.generators = self.generators.rows(rows)
 
+    def take(self, row: int, other: "SelfDraft") -> None:
+        """A row goes on with the one text of another drafter; the target's cache has it."""
+        self.generators.take(row, other.generators)
+
     def _read(self, tokens: Tensor, depth: int) -> Tensor:
         """[B, V] logits after tokens [B] at a depth below the root."""
         assert self.cache is not None

@@ -178,6 +178,10 @@ class Suffix:
         if self.texts:
             self.texts = [self.texts[row] for row in rows]
 
+    def take(self, row: int, other: "Suffix") -> None:
+        """A row goes on with the one text of another drafter."""
+        self.texts[row] = other.texts[0]
+
 
 class _Text:
     """A text in a tree of its own, and its answer among the others."""
