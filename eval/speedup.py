@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema_measure import SpeedupRun
-from eval.compare.figures import at_size, summarise
+from eval.compare.figures import summarise
 from eval.compare.methods import build_methods, check_methods, choose_methods
+from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
 from eval.entry import run
 from eval.measure.bench import open_bench, open_journal, write_result
 from eval.measure.stats import shown
-from eval.report.figures import plot_speedup
+from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
 
 MAX_NODES = 256  # of any tree, and what a text may overshoot
@@ -52,7 +53,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def main(config: SpeedupRun) -> None:
-    """Measures, prints, writes `speedup.json`, `speedup.png` and `speedup.html`."""
+    """Measures, prints, writes `speedup.json` and its pictures and page."""
     check_methods(config.methods)
     bench = open_bench(config, "speedup.json", config.heads, need_head=False)
     chosen = choose_methods(bench, config)
@@ -68,12 +69,16 @@ def main(config: SpeedupRun) -> None:
         return
     result = summarise(bench, config, methods, found[config.batch_size])
     result["concurrency"] = {
-        size: at_size(methods, runs, config.seed) for size, runs in found.items()
+        str(size): at_size(methods, runs, config.seed) for size, runs in found.items()
     }
     console = Console()
     show(result, console)
+    if config.concurrency:
+        show_sizes(result, console)
     path = write_result(config, "speedup.json", result, bench)
     plot_speedup(result, path.with_suffix(".png"))
+    if config.concurrency:
+        plot_concurrency(result["concurrency"], path.with_name("concurrency.png"))
     write_report(json.loads(path.read_text()), path.with_suffix(".html"))
     console.print(f"wrote {path}, {path.with_suffix('.png')} and {path.with_suffix('.html')}")
 

@@ -49,7 +49,7 @@ class OneSource(Generators):
     """One generator for all texts: a generator each would take a minute for so many."""
 
     def __init__(self, generator: torch.Generator, num_texts: int) -> None:
-        super().__init__([generator])
+        super().__init__([generator], [0])
         self.num_texts = num_texts
 
     def uniform(self, num_nodes: int) -> Tensor:
@@ -60,7 +60,7 @@ class OneSource(Generators):
 
 
 def test_one_source_draws_as_a_generator_per_text_does() -> None:
-    ours, theirs = OneSource(generator(1), 1), Generators([generator(1)])
+    ours, theirs = OneSource(generator(1), 1), Generators([generator(1)], [0])
     for probs in torch.rand(20, 1, V, generator=generator()):
         assert torch.equal(ours.sample(probs), theirs.sample(probs))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from drafters import EVERY_DRAFTER, Make, medusa, small_target
 from test_eval_drafters import PROMPTS, WARM
-from toys import random_target
+from toys import noisy_head, random_target
 
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.oracle import Oracle
@@ -33,7 +33,7 @@ def suffix() -> Suffix:
 
 REMEMBERING: dict[str, Make] = {
     "suffix": lambda *_: suffix(),
-    "hybrid": lambda *_: Hybrid(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 2.0),
+    "hybrid": lambda *_: Hybrid(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4),
 }
 
 
@@ -68,6 +68,31 @@ def test_a_text_in_anothers_place_is_drafted_as_it_is_alone(
     assert len({len(text.token_ids) for text in found}) > 1
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "lfm2", "falcon_h1"])
+def test_windows_and_states_are_each_texts_own(family: str, monkeypatch) -> None:
+    target = random_target(family)
+    requests = ends_after([9, 24, 5, 16, 20], target, monkeypatch)
+    head, tree = noisy_head(target), Tree.from_paths([[0], [1], [0, 0]])
+    found = decode_many(target, lambda _: MedusaDrafter(head, tree), requests, 24, 2)
+    for request, text in zip(requests, found, strict=True):
+        own = decode(target, NoDraft(), request.prompt_ids, 24)
+        assert text.token_ids == own.token_ids
+
+
+def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
+    """Two texts that repeat themselves, the second in the place of one of others."""
+    requests = [Request([5, 6, 7, 5]), Request([9, 8]), Request([11, 12, 13, 14] * 3)]
+    made: list[Hybrid] = []
+
+    def make(_seeds: list[int]) -> Hybrid:
+        made.append(Hybrid(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4))
+        return made[-1]
+
+    decode_many(target, make, requests, 6, 2)
+    prompts = [text.tokens[:12] for text in made[0].suffix.texts]
+    assert [11, 12, 13, 14] * 3 in prompts
+
+
 def test_recycled_candidates_go_on_in_other_texts(target: Target) -> None:
     known = Successors()
     tree = recycling_tree(6)
@@ -99,7 +124,9 @@ def ends_after(lengths: list[int], target: Target, monkeypatch) -> list[Request]
     prompts = {decode(target, NoDraft(), [ids], 1).token_ids[0]: [ids] for ids in range(5, 60)}
     wanted = dict(zip(prompts, lengths, strict=False))
     monkeypatch.setattr(Stops, "ended", lambda _, tokens: len(tokens) == wanted[tokens[0]])
-    monkeypatch.setattr(Stops, "cut", lambda _, __, tokens: tokens)
+    monkeypatch.setattr(
+        Stops, "cut", lambda _, before, tokens: tokens[: wanted[before[0]] - len(before)]
+    )
     return [Request(prompts[first], seed) for seed, first in enumerate(wanted)]
 
 

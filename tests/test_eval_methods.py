@@ -138,7 +138,7 @@ def test_a_draft_model_with_another_tokenizer(llama: dict, tmp_path: Path) -> No
     [
         ({"methods": "eagle_tre"}, r"methods=\['eagle_tre'\]: allowed: all, vanilla"),
         ({"methods": ["medusa_typical"]}, r"temperature above 0"),
-        ({"methods": "generate_lookup", "batch_size": 2}, r"batch_size=1"),
+        ({"methods": "generate_lookup", "batch_size": 2}, r"one text at a time"),
         ({"heads": ["nowhere/at/all"]}, r"nowhere/at/all"),
     ],
 )

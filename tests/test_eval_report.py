@@ -69,6 +69,25 @@ def drafting(name: str, rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def sizes(methods: dict[str, Any]) -> dict[str, Any]:
+    """Of 1 and 16 texts at a time."""
+    waits = {"p50": 12.25, "p99": 1234.5}
+    return {
+        str(size): {
+            "baseline": "vanilla",
+            "methods": {
+                name: {
+                    "tokens_per_s": size * row["tokens_per_s"], "speedup": row["speedup"] / size,
+                    "speedup_ci95": None, "first_token_ms": waits,
+                    "between_tokens_ms": None if name == "generate" else waits,
+                }
+                for name, row in methods.items()
+            },
+        }
+        for size in (1, 16)
+    }  # fmt: skip
+
+
 def large() -> dict[str, Any]:
     """12 methods, 13 categories, hostile texts."""
     rng = random.Random(5)
@@ -119,6 +138,7 @@ def large() -> dict[str, Any]:
             {"prompt": 3, "category": "qa", "turn": 2, "methods": texts, "question": "Why?" * 90},
         ],
         "target": "organisation/Some-Target-8B-Instruct", "head": "outputs/head", "device": "cpu",
+        "concurrency": sizes({"vanilla": vanilla, "generate": generate, **methods}),
         "torch_threads": 1, "batch_size": 1, "max_new_tokens": 64, "temperature": 0.0,
         "num_repeats": 3, "target_dtype": "float32", "data": {"path": "p.jsonl", "num_prompts": 80},
         "versions": {"torch": "2.11.0", "headsmith": None}, "argv": ["eval/speedup.py"],

@@ -37,6 +37,30 @@ def test_accepted_nodes_move_to_their_places_and_the_rest_is_forgotten() -> None
     assert rows(buffer.keys)[0][:5] == [7, 20, 21, 23, 40]
 
 
+def test_a_longer_text_takes_a_row() -> None:
+    """The rows are made anew for it, and the other text stays."""
+    slots, buffer = Slots(2, CPU), SlotBuffer()
+    buffer.write(states([1, 2], [7, 8]), states([1, 2], [7, 8]), 0, 2)
+    slots.commit([[0, 1], [0, 1]], [buffer])
+    other, text = SlotBuffer(), states(list(range(100, 200)))
+    other.write(text, text, 0, 100)
+    slots.take(0, 100)
+    buffer.replace(0, other, 100, 2)
+    assert (slots.lengths, slots.committed.tolist()) == ([100, 2], [[100], [2]])
+    assert rows(buffer.keys)[0][:100] == list(range(100, 200))
+    assert rows(buffer.values)[1][:3] == [7, 8, 0]
+
+
+def test_a_row_of_nothing_yet_is_taken() -> None:
+    """By a text, where no other has been read; and by one of which nothing has been."""
+    buffer, other = SlotBuffer(), SlotBuffer()
+    buffer.replace(1, other, 0, 2)
+    assert buffer.keys is None
+    other.write(states([1, 2]), states([1, 2]), 0, 2)
+    buffer.replace(1, other, 2, 2)
+    assert [row[:3] for row in rows(buffer.keys)] == [[0, 0, 0], [1, 2, 0]]
+
+
 def test_a_pending_token_sees_its_text_and_its_ancestors() -> None:
     slots = Slots(2, CPU)
     slots.commit([[0, 1], []])

@@ -7,7 +7,8 @@ from toys import eagle_head, noisy_head, random_model, random_target
 
 from conf.schema_eagle import EagleForm
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
+from eval.decode.generation import Request
 from eval.measure.replay import replay
 from heads.documents import Documents
 from heads.eagle.drafter import EagleChain
@@ -114,6 +115,9 @@ def test_a_batch_of_short_and_long_texts_gives_what_each_gives_alone(
     for drafter in (NoDraft(), MedusaDrafter(head, TREE), Oracle(texts, PROMPTS, TREE)):
         found = decode_batch(target, drafter, PROMPTS, NUM_NEW)
         assert [each.token_ids for each in found] == texts
+    requests = [Request(prompt) for prompt in PROMPTS]
+    found = decode_many(target, lambda _: MedusaDrafter(head, TREE), requests, NUM_NEW, 2)
+    assert [each.token_ids for each in found] == texts
 
 
 def test_keys_are_computed_anew_once(target: Target, monkeypatch) -> None:

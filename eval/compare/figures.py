@@ -2,9 +2,8 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from conf.schema_measure import SpeedupRun
@@ -25,7 +24,7 @@ def summarise(
     bench: Bench, config: SpeedupRun, methods: dict[str, Method], found: list[PromptRun]
 ) -> dict[str, Any]:
     """The contents of `speedup.json`."""
-    baseline = _baseline(methods, found)
+    baseline = baseline_of(methods, found)
     return {
         "methods": {
             name: _figures(name, method, found, baseline, bench.target.tokenizer, config.seed)
@@ -41,54 +40,10 @@ def summarise(
     }
 
 
-def _baseline(methods: Iterable[str], found: list[PromptRun]) -> str:
+def baseline_of(methods: Iterable[str], found: list[PromptRun]) -> str:
     """Whatever is faster of what drafts nothing: what a user would take without a head."""
-    speeds = {name: _tokens_per_s(name, found, "total") for name in BASELINES if name in methods}
+    speeds = {name: tokens_per_s(name, found, "total") for name in BASELINES if name in methods}
     return max(speeds, key=lambda name: speeds[name])
-
-
-def at_size(methods: Iterable[str], found: list[PromptRun], seed: int) -> dict[str, Any]:
-    """What texts of a batch size got: throughput and latency by method, medians of repeats.
-
-    The time to the first token is from where a text gets its place to its first token, the time
-    between tokens from what a step gave to what the next one did, as a reader of the stream would
-    see it: in ms, of all texts.
-    """
-    baseline, rows = _baseline(methods, found), {}
-    for name in methods:
-        first, between = (_percentiles(name, found, of) for of in (_first, _between))
-        rows[name] = {
-            "tokens_per_s": _tokens_per_s(name, found, "total"),
-            "speedup": _ratio(name, baseline, found, "total"),
-            "speedup_ci95": _speedup_interval(name, baseline, found, seed),
-            "first_token_ms": first,
-            "between_tokens_ms": between,
-        }
-    return {"baseline": baseline, "methods": rows}
-
-
-def _first(text: Generation) -> list[float]:
-    return text.arrivals[:1]
-
-
-def _between(text: Generation) -> list[float]:
-    return [after - before for before, after in pairwise(text.arrivals)]
-
-
-def _percentiles(
-    name: str, found: list[PromptRun], waits: Callable[[Generation], list[float]]
-) -> dict[str, float] | None:
-    """p50 and p99 in ms, the median of repeats; None where nobody waited."""
-    of_repeats = [
-        sorted(1000 * each for text in texts for each in waits(text))
-        for texts in zip(*(run.runs[name] for run in found), strict=True)
-    ]
-    if not all(of_repeats):
-        return None
-    return {
-        label: statistics.median(each[int(share * (len(each) - 1))] for each in of_repeats)
-        for label, share in (("p50", 0.5), ("p99", 0.99))
-    }
 
 
 def _figures(
@@ -98,16 +53,16 @@ def _figures(
     steps = [_steps(run.prompt, run.runs[name][0], tokenizer) for run in found]
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
     measured = summary(steps, depth, seed)
-    mean, ratio = tau(steps), _ratio(name, baseline, found, "decode")
+    mean, decode_speedup = tau(steps), ratio(name, baseline, found, "decode")
     figures = {
         "tau": mean,
         "tau_ci95": measured["tau_ci95"],
-        "tokens_per_s": _tokens_per_s(name, found, "total"),
-        "speedup": _ratio(name, baseline, found, "total"),
-        "speedup_ci95": _speedup_interval(name, baseline, found, seed),
-        "decode_tokens_per_s": _tokens_per_s(name, found, "decode"),
-        "decode_speedup": ratio,
-        "efficiency": None if ratio is None else ratio / mean,
+        "tokens_per_s": tokens_per_s(name, found, "total"),
+        "speedup": ratio(name, baseline, found, "total"),
+        "speedup_ci95": speedup_interval(name, baseline, found, seed),
+        "decode_tokens_per_s": tokens_per_s(name, found, "decode"),
+        "decode_speedup": decode_speedup,
+        "efficiency": None if decode_speedup is None else decode_speedup / mean,
         "alpha": measured["alpha"],
         "per_position": measured["per_position"],
         "num_tokens": sum(len(text.token_ids) for text in texts),
@@ -161,19 +116,19 @@ def _median_total(seconds: Iterable[list[float]]) -> float:
     return sum(map(statistics.median, seconds))
 
 
-def _tokens_per_s(name: str, found: list[PromptRun], part: str) -> float:
+def tokens_per_s(name: str, found: list[PromptRun], part: str) -> float:
     """In `total`, or in `decode`: without prompts and what reading them gives."""
     counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in found)
     return sum(counts) / max(_median_total(run.seconds(name, part) for run in found), 1e-9)
 
 
-def _ratio(name: str, baseline: str, found: list[PromptRun], part: str) -> float | None:
+def ratio(name: str, baseline: str, found: list[PromptRun], part: str) -> float | None:
     """To the baseline's speed; None where that decoded nothing."""
-    base = _tokens_per_s(baseline, found, part)
-    return _tokens_per_s(name, found, part) / base if base else None
+    base = tokens_per_s(baseline, found, part)
+    return tokens_per_s(name, found, part) / base if base else None
 
 
-def _speedup_interval(name: str, baseline: str, found: list[PromptRun], seed: int) -> Interval:
+def speedup_interval(name: str, baseline: str, found: list[PromptRun], seed: int) -> Interval:
     """95% bootstrap interval of the speed-up over dialogues and repeats."""
     if name == baseline:  # 1 by definition
         return None
@@ -222,8 +177,8 @@ def _by_category(
         rows[category] = {
             "tau": row["tau"],
             "tau_ci95": row["ci95"],
-            "speedup": _ratio(name, baseline, members, "total"),
-            "speedup_ci95": _speedup_interval(name, baseline, members, seed),
+            "speedup": ratio(name, baseline, members, "total"),
+            "speedup_ci95": speedup_interval(name, baseline, members, seed),
             "num_prompts": row["num_prompts"],
         }
     return rows

@@ -296,8 +296,8 @@ class _Batch:
         """The drafter takes what was kept, and new texts the rows of those that have ended."""
         free = [row for row, text in enumerate(self.alive) if text not in going][: len(begun)]
         if len(going) + len(begun) < len(self.alive):
+            # The first rows that are free are among the first of all, which stay where they are.
             seen = self._drop([*going, *(self.alive[row] for row in free)], seen)
-            free = [row for row, text in enumerate(self.alive) if text not in going]
         if self.crossing.switch is not None:
             self.crossing.cross(seen.cache, self.alive, list(map(self._whole, self.alive)))
         self.drafter.observe(seen)

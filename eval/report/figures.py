@@ -78,6 +78,35 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
+    """Throughput, speed-up and waits of every method by the number of texts at a time.
+
+    Args:
+        sizes: the contents of `concurrency` in `speedup.json`.
+        path: the PNG file to write.
+    """
+    figure, (speed, gain, waits) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    numbers = [int(size) for size in sizes]
+    for name in next(iter(sizes.values()))["methods"]:
+        rows = [each["methods"][name] for each in sizes.values()]
+        speed.plot(numbers, [row["tokens_per_s"] for row in rows], "o-", label=name)
+        gain.plot(numbers, [row["speedup"] for row in rows], "o-", label=name)
+        ends = [row["between_tokens_ms"] for row in rows]
+        if all(ends):
+            waits.plot(numbers, [each["p50"] for each in ends], "o-", label=name)
+    gain.axhline(1, color="black", linewidth=0.8)
+    speed.set_ylabel("tokens per second, prompts included")
+    gain.set_ylabel("speed-up over the faster baseline of each size")
+    waits.set_ylabel("ms between tokens, p50")
+    for axis in (speed, gain, waits):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(numbers, [str(number) for number in numbers])
+        axis.minorticks_off()
+        axis.set(xlabel="texts at a time", ylim=(0, None))
+        axis.legend(fontsize="small")
+    _save(figure, path)
+
+
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of each part of a mean verify pass; in a batch a text's share of it.
 

@@ -19,7 +19,7 @@ from eval.measure.stats import shown
 from eval.report.figures import STEP_PARTS, step_ms
 
 DEEPEST_COLOR = 8
-NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts")
+NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts", "concurrency")
 # heading, key, format; the key with `_ci95` behind it holds the interval
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:,.1f}"),
@@ -111,6 +111,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
             c for c in COLUMNS if any(row.get(c[1]) is not None for row in methods.values())
         ],
         "speedup_axis": _interval_axis(list(methods.values()), "speedup", 6, 134),
+        "sizes": result.get("concurrency", {}),
         "categories": _categories(methods, result["baselines"]),
         "alpha": _alpha(methods),
         "passes": passes,

@@ -167,11 +167,8 @@ class OtherTokenizer:
             self.read = [self.read[row] for row in rows]
 
     def take(self, row: int, other: "OtherTokenizer") -> None:
-        """A row goes on with the one text of another drafter."""
-        assert self.cache is not None
-        assert other.cache is not None
-        self.cache.take(row, other.cache)
-        self.texts[row], self.read[row] = other.texts[0], other.read[0]
+        """A row goes on with the one text of another drafter; what differs is read anew."""
+        self.texts[row] = other.texts[0]
 
     def _draft(self, texts: list[list[int]]) -> list[list[int]]:
         """The likeliest tokens behind the texts, after reading what is new in these."""
