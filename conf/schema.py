@@ -264,7 +264,7 @@ class TrainConfig:
     """A gradient whose norm is larger is scaled down to it; unset scales none."""
     max_grad_value: float | None = None
     """Each number of a gradient is clipped to it, either way; unset clips none."""
-    schedule: Schedule = Schedule.cosine
+    schedule: Schedule = Schedule.wsd
     warmup_steps: int | None = None
     """Optimizer steps of linear warm-up; unset takes 4% of `max_steps`."""
     decay_fraction: float = 0.2

@@ -24,7 +24,8 @@ TRAIN = [
 ]  # fmt: skip
 
 SPEEDUP = [
-    "data.num_prompts=32", "methods=[generate,medusa_chain,medusa_tree,prompt_lookup]",
+    "data.num_prompts=32",
+    "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,prompt_lookup,suffix]",
 ]  # fmt: skip
 
 
