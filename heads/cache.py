@@ -208,6 +208,10 @@ class Slots:
         else:
             self.lengths, self.committed = lengths, self.committed + found.counts.unsqueeze(1)
 
+    def rewind(self, lengths: list[int]) -> None:
+        """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
+        self._set(lengths)
+
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
         for buffer in buffers:

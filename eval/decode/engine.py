@@ -245,8 +245,9 @@ class _Batch:
             num_accepted = min(len(path) - 1, len(new[text]))
             self.steps[text].append(Step(num_accepted, len(new[text]), num_left))
             self.paths[text].append(tuple(path[1:]))
-        output = nodes.output.at(accepted.nodes[:, :longest])
-        return Seen(kept, output, cache, nodes.logits, (on_path[:, :longest], counts)), new
+        seen = accepted.nodes[:, :longest]
+        output, found = nodes.output.at(seen), (on_path[:, :longest], counts)
+        return Seen(kept, output, cache, nodes.logits, found, paths, seen), new
 
     def _emit(self, new: dict[int, list[int]]) -> list[int]:
         """Adds tokens to the texts; the texts that go on."""
