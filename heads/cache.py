@@ -218,6 +218,10 @@ class Slots:
         self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self.committed[row] = length
 
+    def rewind(self, lengths: list[int]) -> None:
+        """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
+        self._set(lengths)
+
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
         for buffer in buffers:

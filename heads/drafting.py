@@ -3,7 +3,7 @@
 Letters: B texts, N tree nodes (root included), P nodes that have children, D hidden, V vocab.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol, Self
 
@@ -89,8 +89,12 @@ class TreeLayout:
 @lru_cache(maxsize=64)
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
     """The layout [1, N] of a tree, kept for the next step."""
-    shape = ([0, *tree.parents[1:]], tree.mask_rows(), tree.depths)
-    return TreeLayout(*(upload([each], device) for each in shape))
+    if tree.width <= 1:
+        # Chains that are copied from a text have another length in every step.
+        parents = torch.arange(tree.depth, device=device)
+    else:
+        parents = upload(list(tree.parents[1:]), device)
+    return TreeLayout.of(parents.unsqueeze(0), tree.depth)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Seen:
         logits: [B, N, V], after every node that was drafted; None after the prompts.
         found: `token_ids` on the device, if they are there already: [B, n] int64, filled up, and
             how many, [B] int64.
+        paths: per text the nodes of the last draft that were kept, the root first.
+        nodes: the same on the device, [B, n] int64, filled up with the root.
     """
 
     token_ids: list[list[int]]
@@ -112,6 +118,8 @@ class Seen:
     cache: TreeCache
     logits: Tensor | None = None
     found: tuple[Tensor, Tensor] | None = None
+    paths: list[list[int]] = field(default_factory=list)
+    nodes: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -136,14 +144,14 @@ class Seen:
 
     def then(self, later: "Seen") -> "Seen":
         """Both passes as one."""
-        pairs = list(zip(self.token_ids, later.token_ids, strict=True))
-        width = self.output.hidden_states.shape[1]
-        places = [[*range(len(a)), *range(width, width + len(b))] for a, b in pairs]
-        longest = max(map(len, places))
-        filled = [row + [0] * (longest - len(row)) for row in places]
-        output = TargetOutput.joined([self.output, later.output])
-        index = upload(filled, output.hidden_states.device)
-        return Seen([a + b for a, b in pairs], output.at(index), later.cache, later.logits)
+        token_ids = [a + b for a, b in zip(self.token_ids, later.token_ids, strict=True)]
+        output, width = TargetOutput.joined([self.output, later.output]), self.tokens.shape[1]
+        tokens, first = torch.cat([self.tokens, later.tokens], dim=1), self.counts.unsqueeze(1)
+        places = torch.arange(max(map(len, token_ids)), device=tokens.device)
+        index = torch.where(places < first, places, places + width - first)
+        index = index.clamp_max(tokens.shape[1] - 1)
+        found = tokens.gather(1, index), self.counts + later.counts
+        return Seen(token_ids, output.at(index), later.cache, later.logits, found)
 
     def put(self, row: int, other: "Seen") -> "Seen":
         """With nothing but the last token of another text in a row; writes over its states."""
@@ -160,7 +168,9 @@ class Seen:
         logits = None if self.logits is None else self.logits[index]
         kept = [self.token_ids[row] for row in rows]
         found = None if self.found is None else (self.found[0][index], self.found[1][index])
-        return Seen(kept, self.output.rows(index), self.cache, logits, found)
+        paths = [self.paths[row] for row in rows] if self.paths else []
+        nodes = None if self.nodes is None else self.nodes[index]
+        return Seen(kept, self.output.rows(index), self.cache, logits, found, paths, nodes)
 
 
 class Drafter(Protocol):

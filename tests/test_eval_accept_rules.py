@@ -212,11 +212,25 @@ def test_as_many_texts_as_generators_draw() -> None:
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
     parents = random_parents(9)
-    layouts = [tree_layout(tree_of(tuple(p)), parents.device) for p in parents.tolist()]
-    found = TreeLayout.of(parents, depth=int(max(layout.depths.max() for layout in layouts)))
-    for name in ("parents", "mask", "depths"):
-        expected = torch.cat([getattr(layout, name) for layout in layouts])
-        assert torch.equal(getattr(found, name), expected), name
+    trees = [tree_of(tuple(p)) for p in parents.tolist()]
+    found = TreeLayout.of(parents, depth=max(tree.depth for tree in trees))
+    for row, tree in enumerate(trees):
+        of_one = TreeLayout(found.parents[[row]], found.mask[[row]], found.depths[[row]])
+        assert_layout(of_one, tree)
+        assert_layout(tree_layout(tree, parents.device), tree)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
+    tree = Tree.chain(depth)
+    assert_layout(tree_layout(tree, torch.device("cpu")), tree)
+
+
+def assert_layout(layout: TreeLayout, tree: Tree) -> None:
+    assert layout.parents.tolist() == [[0, *tree.parents[1:]]]
+    assert layout.mask.tolist() == [tree.mask_rows()]
+    assert layout.depths.tolist() == [list(tree.depths)]
+    assert layout.parents.dtype == layout.depths.dtype == torch.int64
 
 
 def random_draft(sampled: bool, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from heads.target.extension import Extension
 from heads.target.kernels import Scores, causal, folded_mask, masked
 from heads.target.model import Reads, Target
 from heads.target.prefill import prefill as read_rows
+from scripts.bench.footprint import peak_bytes
 from tests.toys import FAMILIES, random_target, texts
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -111,6 +112,12 @@ def test_each_text_has_a_mask_of_its_own(kind: str) -> None:
     ).bool()
     found = masked(query, *text, folded_mask(allowed, 2, torch.float32), scores)
     torch.testing.assert_close(found, textbook(query, *text, allowed.unsqueeze(1), scores))
+
+
+def test_a_mask_takes_no_memory_beside_itself() -> None:
+    allowed = torch.ones(1, 3, 1 << 14, dtype=torch.bool)
+    taken = peak_bytes(lambda: folded_mask(allowed, 2, torch.float32), torch.device("cpu"))
+    assert taken == 2 * 3 * (1 << 14) * 4
 
 
 def test_without_a_mask_everything_is_seen() -> None:

@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from toys import CHATML, FAMILIES, random_model, random_target, save_target
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -8,6 +11,7 @@ from eval.decode.engine import NoDraft, decode
 from heads.documents import Documents
 from heads.target.check import check_served
 from heads.target.ends import beside
+from heads.target.extension import Extension
 from heads.target.load import load_model, load_target, load_tokenizer
 from heads.target.model import Reads, Target
 
@@ -73,6 +77,24 @@ def test_an_unknown_output_scaling_is_refused() -> None:
     target.model.forward = scaled
     with pytest.raises(InputError, match="standard deviations"):
         check_served(target)
+
+
+def wrong(_found: Extension, _layer: Any, query: Tensor, *_others: Any) -> Tensor:
+    return torch.zeros_like(query).transpose(1, 2)
+
+
+def refusing(*_given: Any) -> Tensor:
+    raise NotImplementedError("keys of a kind that nobody knows")
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"), [(wrong, "a prompt, behind texts of"), (refusing, "nobody knows")]
+)
+def test_what_only_decodes_wrong_without_masks_is_given_them(attend, reason, monkeypatch) -> None:
+    target = random_target()
+    monkeypatch.setattr(Extension, "attend", attend)
+    check_served(target)
+    assert reason in target.needs_masks
 
 
 def test_load_target_round_trip(tmp_path) -> None:

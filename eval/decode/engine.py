@@ -267,17 +267,17 @@ class _Batch:
         self.roots = accepted.bonus
         new = {}
         for text, step in zip(self.alive, steps, strict=True):
-            found = self.found[text]
-            num_left = self.max_new_tokens - len(found.token_ids)
+            own = self.found[text]
+            num_left = self.max_new_tokens - len(own.token_ids)
             tokens = [*step.tokens[1:], step.bonus][:num_left]
-            new[text] = self.stops.cut(found.token_ids, tokens)
+            new[text] = self.stops.cut(own.token_ids, tokens)
             num_accepted = min(len(step.path) - 1, len(new[text]))
-            found.steps.append(Step(num_accepted, len(new[text]), num_left))
-            found.paths.append(tuple(step.path[1:]))
-            found.drafted.append(step.num_drafted)
-        output = nodes.output.at(accepted.nodes[:, :longest])
-        kept = [step.tokens for step in steps]
-        return Seen(kept, output, cache, nodes.logits, (on_path[:, :longest], counts)), new
+            own.steps.append(Step(num_accepted, len(new[text]), num_left))
+            own.paths.append(tuple(step.path[1:]))
+            own.drafted.append(step.num_drafted)
+        kept, seen = [step.tokens for step in steps], accepted.nodes[:, :longest]
+        output, found = nodes.output.at(seen), (on_path[:, :longest], counts)
+        return Seen(kept, output, cache, nodes.logits, found, paths, seen), new
 
     def _emit(self, new: dict[int, list[int]]) -> list[int]:
         """Adds tokens to the texts; those of them that go on."""

@@ -102,9 +102,11 @@ def masked(
 
 def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """What `masked` takes, of [B or 1, n, m] bool: where a query may look."""
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    mask = mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
-    return mask.repeat(1, 1, groups, 1)
+    num_rows, num_queries, num_keys = allowed.shape
+    # Made at once in its full size: behind a long text a copy would be most of a pass's memory.
+    size = (num_rows, 1, groups, num_queries, num_keys)
+    mask = torch.full(size, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(allowed[:, None, None], 0).flatten(2, 3)
 
 
 def _folded(query: Tensor, keys: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """Reading tokens that are sure: prompts, and what a drafter has not read of a text yet."""
 
 from collections.abc import Iterator
+from itertools import chain
 
-from heads.cache import TreeCache, upload
+import torch
+
+from heads.cache import Kept, TreeCache, upload
 from heads.target.model import Reads, Target, TargetOutput
 
 CHUNK = 512  # tokens of a pass
@@ -37,8 +40,12 @@ def parts(
         new = [row[start : start + size] for row in rows]
         width = max(map(len, new))
         # What fills up a shorter row comes after its tokens, which cannot see it.
-        ids = upload([row + [0] * (width - len(row)) for row in new], target.device)
-        cache.announce([len(row) for row in new], ends)
+        counts = list(map(len, new))
+        filled = [row + [0] * (width - len(row)) for row in new]
+        both = upload([*chain.from_iterable(filled), *counts], target.device)
+        ids = both[: -len(new)].view(len(new), width)
+        cache.announce(counts, ends)
         output = target.extend(cache, ids, reads=reads)
-        cache.commit([list(range(len(row))) for row in new])
+        every = torch.arange(width, device=target.device).expand_as(ids)
+        cache.commit([list(range(count)) for count in counts], Kept(every, both[-len(new) :]))
         yield new, output

@@ -99,7 +99,7 @@ class Mixer:
     def _texts(self, call: "_Call", states: States) -> Any:
         """Tokens that are sure; texts with as many are one run."""
         lengths = torch.tensor(states.sure)
-        for length in lengths[lengths > 0].unique().tolist():
+        for length in lengths.unique().tolist():
             texts = (lengths == length).nonzero().to(call.device)
             tokens = torch.arange(length, device=call.device).expand(len(texts), -1)
             committed = torch.zeros_like(texts)

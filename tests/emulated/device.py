@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")
 COPIES = {"copy_", "_to_copy"}
+UP, DOWN = "host to device", "device to host"
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Kernels whose result's size, or a number for the host, depends on the data.
 WAITING = {
@@ -110,23 +111,48 @@ def off() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass
 class Counts:
-    """What ran on the devices: operations by name; waits by their kind and the project's line."""
+    """What ran on the devices: operations by name; the rest by kind and the project's line.
+
+    Attributes:
+        operations: kernels.
+        waits: whatever the host waited for.
+        copies: tensors that went from the host to a device or back, waited for or not.
+    """
 
     operations: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    copies: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def num_waits(self) -> int:
         return self.waits.total()
 
+    @property
+    def num_up(self) -> int:
+        """Copies to a device."""
+        return sum(n for (kind, _), n in self.copies.items() if kind == UP)
+
+    @property
+    def num_down(self) -> int:
+        """Copies from a device."""
+        return sum(n for (kind, _), n in self.copies.items() if kind == DOWN)
+
     def copy(self) -> "Counts":
-        return Counts(self.operations.copy(), self.waits.copy())
+        return Counts(self.operations.copy(), self.waits.copy(), self.copies.copy())
 
     def __sub__(self, earlier: "Counts") -> "Counts":
-        return Counts(self.operations - earlier.operations, self.waits - earlier.waits)
+        return Counts(
+            self.operations - earlier.operations,
+            self.waits - earlier.waits,
+            self.copies - earlier.copies,
+        )
 
     def __repr__(self) -> str:
-        return ", ".join(f"{n} x {kind} at {line}" for (kind, line), n in self.waits.most_common())
+        return f"waits: {_listed(self.waits)}; copies: {_listed(self.copies)}"
+
+
+def _listed(found: Counter[tuple[str, str]]) -> str:
+    return ", ".join(f"{n} x {kind} at {line}" for (kind, line), n in found.most_common())
 
 
 _counting: list[Counts] = []
@@ -145,10 +171,13 @@ def counted() -> Iterator[Counts]:
 
 def wait(kind: str) -> None:
     """Notes that the host waits for a device."""
-    if _counting:
-        key = (kind, _line())
-        for counts in _counting:
-            counts.waits[key] += 1
+    for counts in _counting:
+        counts.waits[kind, _line()] += 1
+
+
+def _copied(kind: str) -> None:
+    for counts in _counting:
+        counts.copies[kind, _line()] += 1
 
 
 def _line() -> str:
@@ -158,7 +187,8 @@ def _line() -> str:
         at: Any = frame
         while at is not None:
             file = at.f_code.co_filename
-            if file.startswith(ROOT) and "/emulated/" not in file and "/.venv" not in file:
+            ours = file.startswith(ROOT) and "/emulated/" not in file and "/.venv" not in file
+            if ours and at.f_code.co_name != "upload":
                 return f"{file.removeprefix(ROOT + '/')}:{at.f_lineno}"
             at = at.f_back
     return "?"
@@ -278,6 +308,7 @@ def _count(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch
     elif name in INDEXING:
         _count_index(name, args)
     elif name in WAITING and kwargs.get("output_size") is None:
+        _copied(DOWN)
         wait(name)
 
 
@@ -292,9 +323,11 @@ def _count_copy(
     # On the way down `to` makes its own pinned memory; on the way up a dtype changes before.
     same = source.dtype == (args[0].dtype if name == "copy_" else kwargs.get("dtype", source.dtype))
     ready = source.is_pinned() and same if up else name == "_to_copy" or args[0].is_pinned()
-    # A single number is a kernel's argument.
-    if not (flag and ready) and not (up and name == "copy_" and source.dim() == 0):
-        wait("host to device" if up else "device to host")
+    if up and name == "copy_" and source.dim() == 0:
+        return  # a single number is a kernel's argument
+    _copied(UP if up else DOWN)
+    if not (flag and ready):
+        wait(UP if up else DOWN)
 
 
 def _count_index(name: str, args: Sequence[Any]) -> None:
@@ -302,11 +335,13 @@ def _count_index(name: str, args: Sequence[Any]) -> None:
         if index is None:
             continue
         if index.device.type == "cpu":
+            _copied(UP)
             wait(f"{name} by indices of the host")
         # A number at a boolean mask is `masked_fill`.
         elif index.dtype in (torch.bool, torch.uint8) and (
             name == "index" or args[2].numel() > 1 or len(args[1]) > 1
         ):
+            _copied(DOWN)
             wait(f"{name} by a mask")
 
 

@@ -1,7 +1,8 @@
-"""Decoding on an emulated GPU: texts are those of the CPU, and a step waits once."""
+"""Decoding on an emulated GPU: texts are those of the CPU; what a step copies, and its waits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,20 +11,21 @@ from test_eval_other_tokenizer import permuted
 from toys import noisy_head, random_model, tokenizer
 
 from conf.schema_eagle import EagleConfig, EagleForm
+from eval.compare.methods import known_methods
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.other_tokenizer import OtherTokenizer
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
-from heads.sampling import GREEDY, Sampling
+from heads.sampling import GREEDY, Sampling, Typical
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree, default_tree
 from heads.vocab import DraftVocab
@@ -33,16 +35,18 @@ TOKENIZER = tokenizer()
 VOCAB_SIZE = len(TOKENIZER)
 PROMPTS = [[5, 17, 40, 8, 77, 23, 61], [9, 77, 31], [5, 17, 5, 17, 5]]
 SEEDS = [3, 4, 5]
-NUM_TOKENS = 9
+NUM_TOKENS = 14
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_k=40, top_p=0.9)}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to draft: how it is made, and how often one of its steps waits."""
+    """A way to draft: how it is made, and what one of its steps copies to the device and back."""
 
     make: Callable[[Target, Sampling], Drafter]
-    num_waits: int = 1
+    num_up: int
+    num_down: int = 1
+    typical: Typical | None = None
 
 
 def eagle_head(target: Target, form: EagleForm) -> EagleHead:
@@ -52,16 +56,15 @@ def eagle_head(target: Target, form: EagleForm) -> EagleHead:
     return EagleHead.from_target(target, EagleConfig(form=form, layers=layers), vocab, seed=0)
 
 
-def chain(form: EagleForm) -> Kind:
-    return Kind(lambda target, how: EagleChain(eagle_head(target, form), 3, how, [7, 8, 9]))
+def chain(form: EagleForm) -> Callable[..., Drafter]:
+    return lambda target, how: EagleChain(eagle_head(target, form), 3, how, [7, 8, 9])
 
 
-def tree(form: EagleForm) -> Kind:
-    shape = DynamicShape(3, 3, 8)
-    return Kind(lambda target, _: EagleTree(eagle_head(target, form), shape))
+def tree(form: EagleForm) -> Callable[..., Drafter]:
+    return lambda target, _how: EagleTree(eagle_head(target, form), DynamicShape(3, 3, 8))
 
 
-def drafted(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
+def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
     def make(target: Target, how: Sampling) -> Drafter:
         model = random_target(target.device, num_hidden_layers=1)
         return DraftModel(model, tree, how, [7, 8, 9], length)
@@ -80,67 +83,91 @@ def other_tokenizer(target: Target, _how: Sampling) -> OtherTokenizer:
     return OtherTokenizer(model, target.tokenizer, 3)
 
 
-def hybrid(target: Target, _how: Sampling) -> Hybrid:
-    head = EagleTree(eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8))
-    return Hybrid(head, Suffix(SuffixTree(8)), 0.5)
+def self_draft(skip: tuple[int, ...]) -> Callable[..., Drafter]:
+    return lambda target, how: SelfDraft(target, skip, 3, how, [7, 8, 9])
 
 
+def medusa(tree: Tree) -> Callable[..., Drafter]:
+    return lambda target, _how: MedusaDrafter(noisy_head(target), tree)
+
+
+def hybrid(make: Callable[..., Drafter]) -> Callable[..., Drafter]:
+    return lambda target, how: Hybrid(make(target, how), Suffix(SuffixTree(8)), 0.5)
+
+
+CHAIN, BUSHY = Tree.chain(3), default_tree(3, 16)
+EAGLE_1, EAGLE_3 = EagleForm.eagle1, EagleForm.eagle3
+# What is more than one copy each way says why.
 KINDS = {
-    "nothing": Kind(lambda _target, _how: NoDraft()),
-    "medusa chain": Kind(lambda target, _: MedusaDrafter(noisy_head(target), Tree.chain(3))),
-    "medusa tree": Kind(lambda target, _: MedusaDrafter(noisy_head(target), default_tree(3, 16))),
-    "eagle-1 chain": chain(EagleForm.eagle1),
-    "eagle-1 tree": tree(EagleForm.eagle1),
-    "eagle-3 chain": chain(EagleForm.eagle3),
-    "eagle-3 tree": tree(EagleForm.eagle3),
-    "prompt lookup": Kind(lambda _target, _how: PromptLookup(4)),
-    "n-grams": Kind(lambda _target, _how: Ngram(4)),
-    "suffix": Kind(lambda _target, _how: Suffix(SuffixTree(8))),
-    "recycling": Kind(lambda _target, _how: Recycling(Successors(), recycling_tree(6))),
-    "hybrid": Kind(hybrid),
-    "draft model": Kind(drafted(Tree.chain(3))),
-    "early exit": Kind(
-        lambda target, how: SelfDraft(target, early_exit(target, 1), 3, how, [7, 8, 9])
-    ),
-    # Each of these says why it waits once more, or at every token.
-    "draft model, tree": Kind(drafted(default_tree(3, 8)), 2),
-    "draft model, sure": Kind(drafted(Tree.chain(3), DraftLength(2, 0.1)), 4),
-    "lookahead": Kind(lambda _target, _how: Lookahead(3, 3, 3), 2),
-    "other tokenizer": Kind(other_tokenizer, 2),
+    "vanilla": Kind(lambda _target, _how: NoDraft(), 0),
+    "medusa_chain": Kind(medusa(CHAIN), 0),
+    "medusa_tree": Kind(medusa(BUSHY), 0),
+    "medusa_typical": Kind(medusa(BUSHY), 0, typical=Typical()),
+    "medusa_suffix": Kind(hybrid(medusa(BUSHY)), 1),
+    "eagle_chain, EAGLE-1": Kind(chain(EAGLE_1), 1),
+    "eagle_chain, EAGLE-3": Kind(chain(EAGLE_3), 1),
+    "eagle_tree, EAGLE-1": Kind(tree(EAGLE_1), 1),
+    "eagle_tree, EAGLE-3": Kind(tree(EAGLE_3), 1),
+    # The roots for the head, and what was copied.
+    "eagle_suffix": Kind(hybrid(tree(EAGLE_3)), 2),
+    "draft_chain": Kind(draft_model(CHAIN), 1),
+    "draft_chain, by what was accepted": Kind(draft_model(CHAIN, DraftLength(2)), 2),
+    # How sure each of three tokens was comes down; where the chains end goes up.
+    "draft_chain, while it is sure": Kind(draft_model(CHAIN, DraftLength(2, 0.1)), 2, 4),
+    # Up: how much of the text is read anew, what is read, the draft in the target's tokens.
+    "draft_chain, other tokenizer": Kind(other_tokenizer, 3, 2),
+    "draft_tree": Kind(draft_model(default_tree(3, 8)), 1),
+    "prompt_lookup": Kind(lambda _target, _how: PromptLookup(4), 1),
+    "ngram": Kind(lambda _target, _how: Ngram(4), 1),
+    "suffix": Kind(lambda _target, _how: Suffix(SuffixTree(8)), 1),
+    "recycling": Kind(lambda _target, _how: Recycling(Successors(), recycling_tree(6)), 1),
+    # The target's answers below the window come down too.
+    "lookahead": Kind(lambda _target, _how: Lookahead(3, 3, 3), 1, 2),
+    "early_exit": Kind(self_draft((1,)), 1),
+    "skip_layers": Kind(self_draft((0,)), 1),
 }
 
 
 def decoded(
     device: str, kind: Kind, how: Sampling, stops: list[int]
-) -> tuple[list[list[int]], list[Counts]]:
-    """Texts, and what was counted in each step.
+) -> tuple[list[list[int]], list[tuple[Counts, bool]]]:
+    """Texts; what was counted in each step, and whether it began with as many texts as the last.
 
     Not in the first, which makes what lasts, nor in the last, which stops the clock.
     """
     target = random_target(device)
     target.model.generation_config.eos_token_id = stops
+    how = replace(how, typical=kind.typical)
     texts: list[list[int]] = [[] for _ in PROMPTS]
     steps = stream(target, kind.make(target, how), PROMPTS, NUM_TOKENS, how, SEEDS)
-    counts = []
+    counts, num_alive = [], [len(PROMPTS)]
     while True:
         with counted() as of_step:
             new = next(steps, None)
         if new is None:
-            return texts, counts[2:-1]
+            steady = [now == before for before, now in pairwise(num_alive)]
+            return texts, list(zip(counts, steady, strict=True))[2:-1]
         counts.append(of_step)
+        num_alive.append(len(new))
         for text, tokens in new.items():
             texts[text] += tokens
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 @pytest.mark.parametrize("how", SAMPLINGS.values(), ids=list(SAMPLINGS))
-def test_texts_are_those_of_the_cpu_and_a_step_waits_once(kind: Kind, how: Sampling) -> None:
+def test_texts_are_those_of_the_cpu_and_a_step_copies_so_much(kind: Kind, how: Sampling) -> None:
     with off():
         whole, _ = decoded("cpu", kind, how, [])
     # One text ends before the others, which do not notice.
     stop = next(token for token in whole[1][3:] if token not in whole[0])
     texts, counts = decoded("cuda", kind, how, [stop])
     assert texts == [text[: [*text, stop].index(stop) + 1] for text in whole]
-    assert counts
-    for step in counts:
-        assert step.num_waits <= kind.num_waits, str(step)
+    assert any(steady for _, steady in counts)
+    for step, steady in counts:
+        assert step.num_up <= kind.num_up or not steady, str(step)
+        assert step.num_waits <= step.num_down <= kind.num_down, str(step)
+
+
+def test_every_method_of_the_engine_is_counted() -> None:
+    ours = {name for name in known_methods() if not name.startswith("generate")}
+    assert {name.split(",")[0] for name in KINDS} == ours

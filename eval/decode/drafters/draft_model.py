@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.cache import TreeCache, upload
-from heads.drafting import PAD, Draft, Seen
+from heads.cache import Kept, TreeCache, upload
+from heads.drafting import PAD, Draft, Seen, tree_layout
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.target.prefill import prefill
@@ -69,16 +69,18 @@ class DraftModel:
         length: DraftLength | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self.is_chain = tree.width == 1
-        assert self.is_chain or length is None
+        assert tree.width == 1 or length is None
         self.model, self.tree, self.sampling = model, tree, sampling
         self.length, self.vocab_size = length or DraftLength(), vocab_size or model.vocab_size
         self.generators = Generators.seeded(seeds, model.device)
         self.levels = _levels(tree, sampling.greedy, model.device)
+        self.order = [node for level in self.levels[1:] for node in level.nodes]
+        numbers = {node: number for number, node in enumerate(self.order)}
+        self.numbers = upload([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
         self.cache: TreeCache | None = None
 
     def observe(self, seen: Seen) -> None:
-        """Keeps what was accepted in the cache; waits for the device if there is a tree."""
+        """Keeps what was accepted in the cache."""
         if self.cache is None:
             self.cache = self.model.new_cache(len(seen.token_ids))
             self.unread = seen.token_ids
@@ -92,9 +94,7 @@ class DraftModel:
             self.unread = [before + tokens for before, tokens in pairs]
             return
         kept = [tokens[1:] for tokens in seen.token_ids]
-        read = [node for level in self.levels[1 : self.depth] for node in level.nodes]
-        paths = [[read.index(n) for n in path if n in read] for path in self._paths(kept)]
-        self.cache.commit(paths)
+        paths = self._commit(seen)
         self.unread = [tokens[len(path) :] for tokens, path in zip(kept, paths, strict=True)]
         if self.length.start is not None:
             self.limits = [
@@ -129,7 +129,6 @@ class DraftModel:
             self.generators = self.generators.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
-            self.tokens = self.tokens[upload(rows, self.tokens.device)]
             self.lengths = [self.lengths[row] for row in rows]
             self.limits = [self.limits[row] for row in rows]
             self.drafted = [self.drafted[row] for row in rows]
@@ -149,12 +148,16 @@ class DraftModel:
         )
         self.generators.take(row, other.generators)
 
-    def _paths(self, kept: list[list[int]]) -> list[list[int]]:
-        """The nodes, without the root, that hold the kept tokens."""
-        if self.is_chain:
-            return [list(range(1, len(tokens) + 1)) for tokens in kept]
-        drafted = self.tokens.tolist()
-        return [_walk(self.tree, *row) for row in zip(drafted, kept, strict=True)]
+    def _commit(self, seen: Seen) -> list[list[int]]:
+        """Keeps what was read of accepted paths; gives the numbers of these nodes."""
+        assert self.cache is not None
+        assert seen.nodes is not None
+        read = self.order[: sum(len(level.nodes) for level in self.levels[1 : self.depth])]
+        paths = [[read.index(n) for n in path if n in read] for path in seen.paths]
+        numbers = self.numbers[seen.nodes[:, 1:]]
+        counts = ((numbers >= 0) & (numbers < len(read))).sum(1)
+        self.cache.commit(paths, Kept(numbers.clamp_min(0), counts))
+        return paths
 
     def _expand(self, level: "_Level") -> Tensor:
         """[B, n, V] logits after the nodes of a level."""
@@ -187,7 +190,7 @@ class DraftModel:
         if min(self.drafted) == self.tree.depth:
             return Draft.of(self.tree, self.tokens, q)
         tree = self.tree.down_to(self.depth)
-        depths = upload(list(tree.depths[1:]), self.tokens.device)
+        depths = tree_layout(tree, self.tokens.device).depths[:, 1:]
         over = depths > upload(self.drafted, self.tokens.device).unsqueeze(1)
         return Draft.of(tree, self.tokens.masked_fill(over, PAD), q)
 
@@ -209,8 +212,9 @@ def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     rows = [row[:most] for row, most in zip(rows, rooms, strict=True)]
     # A token that only the target knows may lie beyond the draft model's vocabulary.
     known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
+    before = cache.slots.committed
     output = prefill(model, cache, known)
-    last = upload([[len(row) - 1] for row in rows], model.device)
+    last = cache.slots.committed - before - 1
     return model.logits(output.at(last).hidden_states)
 
 
@@ -299,11 +303,3 @@ def _by_node(levels: list[_Level], probs: list[Tensor]) -> Tensor:
     nodes = torch.cat([level.places for level in levels[: len(probs)]]) + 1
     q = torch.cat(probs, dim=1)
     return q.new_zeros(len(q), last + 1, q.shape[2]).index_copy(1, nodes, q)
-
-
-def _walk(tree: Tree, drafted: list[int], kept: list[int]) -> list[int]:
-    """The nodes below the root that hold `kept`, by all tokens that were drafted."""
-    nodes = [0]
-    for token in kept:
-        nodes.append(next(n for n in tree.children[nodes[-1]] if drafted[n - 1] == token))
-    return nodes[1:]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.decode.drafters.suffix import Suffix
-from heads.cache import upload
 from heads.drafting import PAD, Draft, Drafter, Seen
 
 KEPT = 0.5
@@ -83,7 +82,7 @@ def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
     rows = [chain if own else [] for chain, own in zip(chains, copied, strict=True)]
     others = Draft.chains(rows, draft.tokens.device)
     width = max(draft.tokens.shape[1], others.tokens.shape[1])
-    here = upload(copied, draft.tokens.device).unsqueeze(1)
+    here = others.tokens[:, :1] != PAD
     tokens = torch.where(here, _wide(others.tokens, width, PAD), _wide(draft.tokens, width, PAD))
     parents = torch.where(here, _wide(_parents(others), width, 0), _wide(_parents(draft), width, 0))
     return Draft(parents, tokens, max(draft.depth, others.depth))

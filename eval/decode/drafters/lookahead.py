@@ -17,7 +17,6 @@ import random
 from collections import OrderedDict
 
 import torch
-from torch import Tensor
 
 from heads.cache import upload
 from heads.drafting import PAD, Draft, Seen
@@ -131,9 +130,8 @@ class Lookahead:
         if seen.logits is None:
             self.windows = [_Window(p, self.size, self.num_guesses) for p in seen.token_ids]
             return
-        last = upload([window.last for window in self.windows], self.device)
-        places = torch.arange(len(last), device=self.device).unsqueeze(1)
-        answers = seen.logits[places, last].argmax(-1).tolist()
+        places = torch.arange(len(self.last), device=self.device).unsqueeze(1)
+        answers = seen.logits[places, self.last].argmax(-1).tolist()
         for window, tokens, row in zip(self.windows, seen.token_ids, answers, strict=True):
             window.read(tokens[1:])
             window.update(row)
@@ -142,20 +140,20 @@ class Lookahead:
         """Trees of different shapes, filled up to the largest."""
         tries = [window.draft(root) for window, root in zip(self.windows, roots, strict=True)]
         largest = max(len(trie.tokens) for trie in tries)
-        gaps = [largest - len(trie.tokens) for trie in tries]
-        tokens = [t.tokens + [PAD] * gap for t, gap in zip(tries, gaps, strict=True)]
-        parents = [t.parents + [0] * gap for t, gap in zip(tries, gaps, strict=True)]
+        rows = []
+        for trie, window in zip(tries, self.windows, strict=True):
+            gap = largest - len(trie.tokens)
+            rows.append([*trie.tokens, *[PAD] * gap, *trie.parents, *[0] * gap, *window.last])
         width, level = self.size
-        return Draft(self._upload(parents), self._upload(tokens), level - 1 + max(width - 2, 0))
-
-    def _upload(self, rows: list[list[int]]) -> Tensor:
-        """[B, n] int64, also where n is 0."""
-        return upload(rows, self.device).reshape(len(rows), -1 if rows[0] else 0).long()
+        sizes = [largest, largest, width]
+        tokens, parents, self.last = upload(rows, self.device).split(sizes, dim=1)
+        return Draft(parents, tokens, level - 1 + max(width - 2, 0))
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         if self.windows:
             self.windows = [self.windows[row] for row in rows]
+            self.last = self.last[upload(rows, self.device)]
 
     def take(self, row: int, other: "Lookahead") -> None:
         """A row goes on with the one text of another drafter."""

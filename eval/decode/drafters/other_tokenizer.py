@@ -15,7 +15,7 @@ import torch
 
 from eval.decode.drafters.draft_model import read_rows, room
 from eval.decode.texts import common_prefix
-from heads.cache import Slots, TreeCache
+from heads.cache import Kept, TreeCache
 from heads.drafting import Draft, Seen
 from heads.target.model import Reads, Target
 
@@ -181,24 +181,18 @@ class OtherTokenizer:
             min(common_prefix(old, new), len(new) - 1)
             for old, new in zip(self.read, texts, strict=True)
         ]
-        _rewind(self.cache, known)
+        self.cache.slots.rewind(known)
         new = [text[num:] for text, num in zip(texts, known, strict=True)]
         chosen = [read_rows(self.model, self.cache, new).argmax(-1)]
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=self.model.device)
+        first = torch.zeros_like(chosen[0])
         for _ in range(max(rooms) - 1):
-            output = self.model.extend(self.cache, chosen[-1], one, torch.zeros_like(chosen[0][:1]))
-            self.cache.commit([[0]] * len(texts))
+            output = self.model.extend(self.cache, chosen[-1], one, first[:1])
+            self.cache.commit([[0]] * len(texts), Kept(first, first[:, 0] + 1))
             chosen.append(self.model.logits(output.hidden_states).argmax(-1))
         drafted = torch.cat(chosen, dim=1).tolist()
         self.read = [text + tokens[:-1] for text, tokens in zip(texts, drafted, strict=True)]
         return [tokens[:most] for tokens, most in zip(drafted, rooms, strict=True)]
-
-
-def _rewind(cache: TreeCache, lengths: list[int]) -> None:
-    """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
-    slots = Slots(len(lengths), cache.slots.device)
-    slots.commit([list(range(length)) for length in lengths])
-    cache.slots = slots
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
