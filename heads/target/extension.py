@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heads.cache import TreeCache
 from heads.documents import Documents, fits_flash, flash
@@ -82,9 +83,13 @@ class Extension:
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
         """What `masked` takes; None where a single token sees everything there is."""
-        alone = self.depths.shape[1] == 1 and self.cache.even
-        if alone and window is None and chunk is None:
+        whole = self.cache.even and window is None and chunk is None
+        if whole and self.depths.shape[1] == 1:
             return None
+        if whole and self.mask is not None:
+            # All texts are as long: of the pending tokens alone are there some that are not seen.
+            own = folded_mask(self.mask.to(device), groups, dtype)
+            return pad(own, (self.cache.width - own.shape[3], 0))
         allowed = self.allowed
         if window is not None or chunk is not None:
             allowed = within(allowed, self.positions, self.key_positions, window, chunk)
