@@ -84,6 +84,8 @@ class Optimizer(Enum):
 class Schedule(Enum):
     """Learning-rate schedule after the warm-up."""
 
+    auto = "auto"
+    """`wsd` for EAGLE heads, `cosine` for Medusa's."""
     cosine = "cosine"
     wsd = "wsd"
     constant = "constant"
@@ -264,7 +266,7 @@ class TrainConfig:
     """A gradient whose norm is larger is scaled down to it; unset scales none."""
     max_grad_value: float | None = None
     """Each number of a gradient is clipped to it, either way; unset clips none."""
-    schedule: Schedule = Schedule.wsd
+    schedule: Schedule = Schedule.auto
     warmup_steps: int | None = None
     """Optimizer steps of linear warm-up; unset takes 4% of `max_steps`."""
     decay_fraction: float = 0.2

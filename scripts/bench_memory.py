@@ -25,7 +25,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import Dtype, LogConfig, TrainConfig
+from conf.schema import Dtype, LogConfig, Schedule, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
 from heads.kinds import forms
@@ -94,7 +94,10 @@ def measured(name: str, length: int) -> dict[str, Any]:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
     ):
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        config = TrainConfig(batch_size=num_processes, dtype=Dtype.bfloat16, learning_rate=1e-3)
+        config = TrainConfig(
+            batch_size=num_processes, dtype=Dtype.bfloat16, learning_rate=1e-3,
+            schedule=Schedule.constant,
+        )  # fmt: skip
         accelerator = processes.start(config)
         shape = llama(8, 4, length)
         objective = make_objective(name, shape, 4000, torch.device("cpu"))

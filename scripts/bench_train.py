@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import Dtype, LogConfig, TrainConfig
+from conf.schema import Dtype, LogConfig, Schedule, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
 from eval.clock import timed
@@ -94,6 +94,7 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     config = TrainConfig(
         max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
         micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype), learning_rate=1e-3,
+        schedule=Schedule.constant,
     )  # fmt: skip
     accelerator = processes.start(config)
     target = random_target(options, accelerator.device)

@@ -17,7 +17,7 @@ from toy_head.kind import WEIGHTS, ToyKind
 from toy_head.train import ToyRun
 from toys import save_target
 
-from conf.schema import DataConfig, HeadRef, InputError, TargetConfig, TrainConfig
+from conf.schema import DataConfig, HeadRef, InputError, Schedule, TargetConfig, TrainConfig
 from conf.schema_export import ExportFormat, ExportRun
 from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
 from eval import acceptance, speedup
@@ -82,9 +82,9 @@ def measuring(inputs: Path, head: Path, out_dir: Path) -> dict[str, Any]:
 def test_it_trains_and_resumes_to_the_same_weights(inputs: Path, head: Path, tmp_path) -> None:
     rows = [json.loads(line) for line in (head.parent / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval/loss"] < rows[0]["train/loss"] - 0.5
-    trained(inputs, tmp_path, schedule="constant", max_steps=2)
-    resumed = trained(inputs, tmp_path, schedule="constant", resume="auto")
-    straight = trained(inputs, tmp_path / "straight", schedule="constant")
+    trained(inputs, tmp_path, schedule=Schedule.constant, max_steps=2)
+    resumed = trained(inputs, tmp_path, schedule=Schedule.constant, resume="auto")
+    straight = trained(inputs, tmp_path / "straight", schedule=Schedule.constant)
     mine, theirs = (load_file(folder / WEIGHTS) for folder in (resumed, straight))
     assert torch.equal(mine["out.weight"], theirs["out.weight"])
 

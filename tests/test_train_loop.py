@@ -85,7 +85,7 @@ def settings(**changes: Any) -> TrainConfig:
     defaults: dict[str, Any] = {
         "max_steps": 6, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 0.05,
         "warmup_steps": 2, "eval_steps": 3, "num_eval_sequences": 3, "save_steps": 2,
-        "log_steps": 1, "dtype": Dtype.float32,
+        "log_steps": 1, "dtype": Dtype.float32, "schedule": Schedule.wsd,
     }  # fmt: skip
     return TrainConfig(**{**defaults, **changes})
 

@@ -3,7 +3,7 @@
 import pytest
 from test_train_memory import eagle, medusa
 
-from conf.schema import InputError, Optimizer, TrainConfig
+from conf.schema import InputError, Optimizer, Schedule, TrainConfig
 from train.loop.settle import described, settled_length, settled_optimizer
 
 
@@ -48,15 +48,18 @@ def test_rates_are_taken_by_optimizer_and_said() -> None:
     assert (found.learning_rate, found.adam_learning_rate) == (muon, adam)
     assert said == (
         f"optimizer: Muon at {muon:.2g} (auto) for hidden matrices, "
-        f"AdamW at {adam:.2g} (auto) for the rest"
+        f"AdamW at {adam:.2g} (auto) for the rest; schedule: wsd"
     )
     config = TrainConfig(optimizer=Optimizer.muon, learning_rate=1, adam_learning_rate=3e-4)
     found, said = settled_optimizer(config, objective, False)
     assert (found.learning_rate, found.adam_learning_rate) == (1.0, 3e-4)
-    assert said == "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest"
+    assert (
+        said
+        == "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest; schedule: wsd"
+    )
     found, said = settled_optimizer(TrainConfig(optimizer=Optimizer.adamw), objective, False)
     assert found.learning_rate == objective.usual_rates(Optimizer.adamw)[0]
-    assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto)"
+    assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto); schedule: wsd"
     assert found.learning_rate != muon
 
 
@@ -68,6 +71,13 @@ def test_auto_is_what_suits_the_head_and_adamw_under_deepspeed() -> None:
     found, said = settled_optimizer(TrainConfig(), objective, deepspeed=True)
     assert found.optimizer is Optimizer.adamw
     assert said.startswith("optimizer: AdamW at")
+    assert found.schedule is Schedule.wsd
+    chosen = TrainConfig(schedule=Schedule.constant)
+    assert settled_optimizer(chosen, objective, False)[0].schedule is Schedule.constant
+    objective.usual_schedule = Schedule.cosine
+    found, said = settled_optimizer(TrainConfig(), objective, False)
+    assert found.schedule is Schedule.cosine
+    assert said.endswith("; schedule: cosine")
     objective.usual_optimizer = Optimizer.adamw
     assert settled_optimizer(TrainConfig(), objective, False)[0].optimizer is Optimizer.adamw
 

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from toys import random_model
 
-from conf.schema import Dtype, LogConfig, MedusaConfig, TrainConfig
+from conf.schema import Dtype, LogConfig, MedusaConfig, Schedule, TrainConfig
 from conf.schema_eagle import EagleConfig, EagleForm
 from data.chat import Sample
 from data.pack import PackedDataset
@@ -78,7 +78,7 @@ def gradients(
     """Float32, on the CPU, by the names of the head's parameters."""
     config = TrainConfig(
         max_steps=2, batch_size=4, micro_batch_size=2, warmup_steps=0, max_grad_norm=None,
-        dtype=dtype, learning_rate=1e-3,
+        dtype=dtype, learning_rate=1e-3, schedule=Schedule.constant,
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     with patch.dict(os.environ, {"ACCELERATE_USE_CPU": str(device == "cpu").lower()}):

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from torch import Tensor
 
-from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
+from conf.schema import InputError, Labels, MedusaConfig, MedusaRun, Schedule
 from data.features import TrainingData
 from data.layout import HIDDEN
 from eval import entry
@@ -26,6 +26,7 @@ class MedusaObjective(Objective):
     """The Medusa loss of a batch."""
 
     measures = ("top1", "top5")
+    usual_schedule = Schedule.cosine
     muon_rate = 6e-2
 
     def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.schema import Optimizer
+from conf.schema import Optimizer, Schedule
 from train.batch.rows import SUPERVISION, Batch, indexed
 from train.batch.states import with_states
 from train.loss.losses import Sums
@@ -41,6 +41,7 @@ class Objective(nn.Module):
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
         learns_prompts: every token is in the loss mask while training.
         usual_optimizer: `train.optimizer` where that is `auto`.
+        usual_schedule: `train.schedule` where that is `auto`.
         muon_rate, adam_rate_times_width: what `auto` rates are made of.
     """
 
@@ -52,6 +53,7 @@ class Objective(nn.Module):
     slow_logits = 0
     learns_prompts = False
     usual_optimizer = Optimizer.muon
+    usual_schedule = Schedule.wsd
     muon_rate = 3e-2
     adam_rate_times_width = 1.5
 

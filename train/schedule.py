@@ -69,6 +69,7 @@ def rate(config: TrainConfig, step: int) -> float:
     Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or
     constant with a linear decay to 0 over the last `decay_fraction` of the steps (wsd).
     """
+    assert config.schedule is not Schedule.auto, "not settled"
     warmup_steps = config.warmup_steps or 0
     if step < warmup_steps:
         return (step + 1) / warmup_steps

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from conf.schema import AUTO, Optimizer, TrainConfig
+from conf.schema import AUTO, Optimizer, Schedule, TrainConfig
 from train.objective import Objective
 
 WARMUP_SHARE = 0.04
@@ -38,7 +38,7 @@ def settled_length(
 def settled_optimizer(
     config: TrainConfig, objective: Objective, deepspeed: bool
 ) -> tuple[TrainConfig, str]:
-    """The settings with an optimizer and rates for `auto`, and what to say about them.
+    """The settings with an optimizer, rates and schedule for `auto`, and what to say about them.
 
     Args:
         config: the run's.
@@ -57,10 +57,10 @@ def settled_optimizer(
     line = f"optimizer: AdamW at {said}"
     if optimizer is Optimizer.muon:
         line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
-    return (
-        replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam),
-        line,
-    )
+    config = replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam)
+    if config.schedule is Schedule.auto:
+        config = replace(config, schedule=objective.usual_schedule)
+    return config, f"{line}; schedule: {config.schedule.value}"
 
 
 def _settled(value: float | str, usual: float) -> tuple[float, str]:
