@@ -225,8 +225,8 @@ class SpeedupRun(MeasureRun):
     batch_size: int = 1
     """Prompts of one category decoded together."""
     compile: bool = False
-    """Compile the target's verify pass (torch.compile), over caches of fixed size; every method
-    and the baseline `vanilla` run it, `generate` does not."""
+    """Compile the target's verify pass (torch.compile) for `vanilla` and every method, and
+    `generate` over its static cache."""
     num_warmups: int = 3
     """Untimed passes of every method over the first batch."""
     num_repeats: int = 3
