@@ -228,8 +228,8 @@ class SpeedupRun(MeasureRun):
     """Further batch sizes that every method is measured at, e.g. [1,4,16]: what each costs in
     latency, and from where on drafting stops paying."""
     compile: bool = False
-    """Compile the target's verify pass (torch.compile), over caches of fixed size; every method
-    and the baseline `vanilla` run it, `generate` does not."""
+    """Compile the target's verify pass (torch.compile) for `vanilla` and every method, and
+    `generate` over its static cache."""
     num_warmups: int = 3
     """Untimed passes of every method over the first batch."""
     num_repeats: int = 3

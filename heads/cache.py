@@ -8,7 +8,7 @@ forgetting it.
 Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,8 +33,7 @@ class SlotBuffer:
     """Keys and values [B, K, S, d] of one layer, written by slot.
 
     Args:
-        capacity: slots of a buffer that never grows and is always read whole, so that shapes
-            stay the same; None grows on demand and is read up to the last slot used.
+        capacity: slots of a buffer that never grows; None grows on demand.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -59,15 +58,13 @@ class SlotBuffer:
             texts, slots = _index(slots, self.keys)
             self.keys[texts, :, slots] = keys.transpose(1, 2)
             self.values[texts, :, slots] = values.transpose(1, 2)
-        width = self.capacity or width
         return self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
 
-    def move(self, source: Tensor, to: Tensor) -> None:
-        """Copies slots [B, A] to slots [B, A]."""
-        for buffer in (self.keys, self.values):
-            assert buffer is not None
-            texts, from_slots = _index(source, buffer)
-            buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
+    def reserve(self, width: int) -> None:
+        """Grows to at least so many slots, once anything has been written."""
+        assert self.keys is not None
+        assert self.values is not None
+        self._reserve(self.keys, self.values, width, len(self.keys))
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some rows only."""
@@ -96,6 +93,15 @@ class SlotBuffer:
             raise RuntimeError(f"{width} slots needed in a cache of {size}")
         self.keys = _enlarged(self.keys, keys, size, num_texts)
         self.values = _enlarged(self.values, values, size, num_texts)
+
+
+def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
+    """Copies slots [B, A] to slots [B, A] of every buffer."""
+    for buffer in buffers:
+        for held in (buffer.keys, buffer.values):
+            assert held is not None
+            texts, from_slots = _index(source, held)
+            held[texts, :, to.to(held.device)] = held[texts, :, from_slots]
 
 
 def reserved(num_slots: int) -> int:
@@ -188,7 +194,11 @@ class Slots:
         return everything.scatter_(1, self.place(num_pending, num_pending), pending)
 
     def commit(
-        self, kept: list[list[int]], buffers: Sequence[SlotBuffer] = (), found: Kept | None = None
+        self,
+        kept: list[list[int]],
+        buffers: Sequence[SlotBuffer] = (),
+        found: Kept | None = None,
+        mover: Callable[..., None] = move,
     ) -> None:
         """Makes pending tokens part of the texts and forgets the others.
 
@@ -196,6 +206,7 @@ class Slots:
             kept: per text the pending tokens that stay, in their order.
             buffers: those whose entries move along.
             found: the same on the device, if it is there already.
+            mover: `move`, perhaps compiled.
         """
         if any(nodes != list(range(len(nodes))) for nodes in kept):
             longest = max(map(len, kept))
@@ -205,8 +216,8 @@ class Slots:
                 source = self.committed + upload(rows, self.device)
             else:
                 source = self.committed + found.nodes[:, :longest]
-            for buffer in buffers:
-                buffer.move(source, self.place(longest, longest))
+            if buffers:
+                mover(buffers, source, self.place(longest, longest))
         lengths = [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
         if found is None:
             self._set(lengths)
@@ -244,8 +255,7 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Stores the new tokens' keys and values [B, K, n, d]; gives those of all slots."""
         cache = self.cache
-        needed = max(cache.ends, default=0)
-        return self.buffer.write(key_states, value_states, cache.to, cache.width, needed)
+        return self.buffer.write(key_states, value_states, cache.to, cache.width, cache.needed)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Buffers are made when they are first written."""
@@ -274,12 +284,14 @@ class TreeCache(Cache):
         num_layers: of the model.
         capacity: see `SlotBuffer`.
         states: of the model's recurrent layers, if it has any.
+        mover: see `Slots.commit`.
 
     Attributes:
         slots: what is committed.
         sure: how many of the pending tokens belong to each text whatever comes; empty for a
             draft.
         ends: how many tokens each text has for sure, once those to come have been read.
+        needed: the most of them.
         even: whether the new tokens stand at the same slots in every text that has any.
     """
 
@@ -290,12 +302,14 @@ class TreeCache(Cache):
         num_layers: int,
         capacity: int | None = None,
         states: States | None = None,
+        mover: Callable[..., None] = move,
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self.mover = capacity, mover
         self.slots = Slots(num_texts, device)
         self.states = states
         self.sure: list[int] = []
         self.ends: list[int] = []
+        self.needed = 0
         self.even = True
         self.to: Tensor | int = 0
         self.width = 0
@@ -306,23 +320,32 @@ class TreeCache(Cache):
         """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
         lengths = self.slots.lengths
         ends = {n for n, new in zip(lengths, self.sure or [1] * len(lengths), strict=True) if new}
-        # Numbers would be constants of what is compiled for fixed shapes.
-        self.even = self.capacity is None and len(ends) == 1
+        self.even = len(ends) == 1
         if self.even:
             # What a text without new tokens is filled up with is forgotten.
             self.to = ends.pop() + num_pending - num_new
         else:
             self.to = self.slots.place(num_new, num_pending)
-        self.width = self.capacity or self.slots.width(num_pending)
+        self.width = self.slots.width(num_pending)
+
+    def begin_traced(self, num_new: int, num_pending: int, width: int) -> None:
+        """`begin` in what is compiled, of which the lengths of texts would become constants."""
+        self.even, self.width, self.needed = False, width, 0
+        self.to = self.slots.place(num_new, num_pending)
+
+    def reserve(self, width: int) -> None:
+        """Grows to at least so many slots."""
+        for buffer in self._buffers():
+            buffer.reserve(width)
 
     def announce(self, sure: list[int], ends: list[int]) -> None:
         """Says before a pass what is sure; see the attributes."""
-        self.sure, self.ends = sure, ends
+        self.sure, self.ends, self.needed = sure, ends, max(ends, default=0)
 
     def commit(self, kept: list[list[int]], found: Kept | None = None) -> None:
         """See `Slots.commit`."""
         self.sure = []
-        self.slots.commit(kept, self._buffers(), found)
+        self.slots.commit(kept, self._buffers(), found, self.mover)
         if self.states is not None:
             self.states.commit(kept)
 

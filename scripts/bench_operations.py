@@ -2,7 +2,8 @@
 
 `python scripts/bench_operations.py` decodes with random Qwen3s of any width, whose operations
 are as many as those of a wide one, and prints them by part of a step: views cost the host alone and
-are counted apart.
+are counted apart. Of a compiled target (`--compiled-layers`, as capturing many takes long)
+it counts what is still launched outside its compiled regions; what is inside, the compiler fuses.
 """
 
 import sys
@@ -15,9 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conf.schema_eagle import EagleConfig
@@ -40,6 +42,7 @@ VIEWS = {
 }  # fmt: skip
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 LONGER, SHORTER = 24, 12
+CAPACITY = 128
 
 
 class Operations(TorchDispatchMode):
@@ -84,6 +87,26 @@ def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
     }
 
 
+def compiled_target(num_layers: int) -> Target:
+    """One whose compiled regions, captured whole, are not counted."""
+    target = random_target(num_layers)
+    torch._dynamo.reset()
+    usual = torch.compile
+
+    def uncounted(run: Any, **settings: Any) -> Any:
+        compiled = usual(run, fullgraph=True, **settings)
+
+        def call(*args: Any) -> Any:
+            with _disable_current_modes():
+                return compiled(*args)
+
+        return call
+
+    with patch.object(torch, "compile", uncounted):
+        target.compile(CAPACITY, backend="eager")
+    return target
+
+
 def of_a_step(target: Target, make: Callable[[], Drafter]) -> Counter[str]:
     """Operations of a step by name: what more steps add, by their number."""
     found: list[tuple[Counter[str], int]] = []
@@ -96,22 +119,27 @@ def of_a_step(target: Target, make: Callable[[], Drafter]) -> Counter[str]:
     return Counter({name: round((many[name] - few[name]) / (more - less)) for name in many})
 
 
+def row(target: Target, drafter: str, make: Callable[[], Drafter]) -> tuple[str, ...]:
+    """A line of the table."""
+    counts = of_a_step(target, make)
+    views = sum(count for each, count in counts.items() if each in VIEWS)
+    most = [f"{each} {count}" for each, count in counts.most_common(12) if each not in VIEWS]
+    return drafter, f"{counts.total() - views:,}", f"{views:,}", ", ".join(most)
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_sizes(parser, layers=36)
+    add_sizes(parser, layers=36, compiled_layers=36)
     options = parser.parse_args()
-    target = random_target(options.layers)
-    rows = []
-    for name, make in drafters(target).items():
-        counts = of_a_step(target, make)
-        views = sum(count for each, count in counts.items() if each in VIEWS)
-        most = ", ".join(
-            f"{each} {count}" for each, count in counts.most_common(12) if each not in VIEWS
-        )
-        rows.append((name, f"{counts.total() - views:,}", f"{views:,}", most))
-    print(f"Qwen3 of {options.layers} layers, one text, a step\n")
-    print(markdown(("drafter", "operations", "views", "most frequent"), rows))
+    for how, num_layers, made in (
+        ("a step", options.layers, random_target),
+        ("a step outside compiled regions", options.compiled_layers, compiled_target),
+    ):
+        target = made(num_layers)
+        rows = [row(target, name, make) for name, make in drafters(target).items()]
+        print(f"Qwen3 of {num_layers} layers, one text, {how}\n")
+        print(markdown(("drafter", "operations", "views", "most frequent"), rows) + "\n")
 
 
 if __name__ == "__main__":

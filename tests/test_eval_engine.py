@@ -228,30 +228,6 @@ def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None
             assert waits.count == number
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
-def test_a_compiled_target_over_fixed_caches_changes_nothing(family: str) -> None:
-    target = random_target(family, num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
-    prompts = [PROMPT, PROMPT[:2]]
-    vocab = DraftVocab.everything(target.vocab_size)
-    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
-    makes = [
-        NoDraft,
-        lambda: MedusaDrafter(noisy_head(target), default_tree(3, 8)),
-        lambda: EagleTree(eagle, DynamicShape(3, 3, 8)),
-    ]
-    expected = [decode_batch(target, make(), prompts, 30) for make in makes]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    target.compile(128)
-    for make, texts in zip(makes, expected, strict=True):
-        for found, text in zip(decode_batch(target, make(), prompts, 30), texts, strict=True):
-            assert (found.token_ids, found.steps) == (text.token_ids, text.steps)
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
-
-
 def test_the_seed_of_a_text_is_0_unless_told() -> None:
     target, warm = random_target(), Sampling(temperature=1.5)
     target.model.generation_config.eos_token_id = None

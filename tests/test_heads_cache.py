@@ -87,10 +87,12 @@ def test_a_buffer_grows_and_keeps_what_it_holds() -> None:
     assert buffer.keys.shape[2] == 128
 
 
-def test_a_buffer_of_fixed_size_is_read_whole_and_never_grows() -> None:
+def test_a_buffer_of_fixed_size_never_grows() -> None:
     buffer = SlotBuffer(capacity=4)
-    keys, _ = buffer.write(states([5]), states([5]), torch.tensor([[0]]), 1)
-    assert rows(keys) == [[5, 0, 0, 0]]
+    for width in (1, 4):
+        keys, _ = buffer.write(states([5]), states([5]), torch.tensor([[0]]), width)
+        assert rows(keys) == [[5, 0, 0, 0][:width]]
+        assert buffer.keys.shape[2] == 4
     with pytest.raises(RuntimeError, match="5 slots needed in a cache of 4"):
         buffer.write(states([6]), states([6]), torch.tensor([[4]]), 5)
 

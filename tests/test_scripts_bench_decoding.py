@@ -44,9 +44,19 @@ def test_a_plain_step_builds_no_mask_and_scatters_nothing() -> None:
 
 
 def test_the_table_of_operations(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["bench_operations.py", "--layers", "6"])
+    sizes = ["--layers", "6", "--compiled-layers", "4"]
+    monkeypatch.setattr("sys.argv", ["bench_operations.py", *sizes])
     bench_operations.main()
-    assert "| EAGLE-3, chain of 4 |" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("| EAGLE-3, chain of 4 |") == 2
+
+
+def test_what_a_compiled_target_leaves_to_launch_does_not_grow_with_its_layers() -> None:
+    totals = []
+    for num_layers in (4, 6):
+        target = bench_operations.compiled_target(num_layers)
+        make = bench_operations.drafters(target)["none"]
+        totals.append(bench_operations.of_a_step(target, make).total())
+    assert totals[0] == totals[1] < 40
 
 
 def generate_options(tmp_path, monkeypatch) -> list[str]:

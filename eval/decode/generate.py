@@ -6,7 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)  # fmt: skip
 
 from eval.clock import PartClock
 from eval.decode.generation import Generation, Step
@@ -65,6 +71,19 @@ class _Passes:
         return steps, [width - 1 for width in self.widths[1 : len(steps) + 1]]
 
 
+class _AfterToken(StoppingCriteria):
+    """Tells passes apart where a hook would become part of what is compiled."""
+
+    def __init__(self, passes: _Passes) -> None:
+        self.passes = passes
+
+    def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
+        """Called with every token; no text ends here."""
+        self.passes.end_prompt()
+        self.passes.arrive()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 @torch.no_grad()
 def hf_generate(
     target: Target,
@@ -76,7 +95,9 @@ def hf_generate(
 ) -> list[Generation]:
     """Texts by `generate`, with the steps that its passes show.
 
-    What a drafting `generate` accepts in the prompt's own pass belongs to that pass.
+    What a drafting `generate` accepts in the prompt's own pass belongs to that pass. Of a compiled
+    target one that drafts nothing is compiled as well, over transformers' static cache; drafting
+    ones know no such cache.
 
     Args:
         target: the target.
@@ -93,25 +114,24 @@ def hf_generate(
     real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
     ids, mask = (torch.tensor(each, device=target.device) for each in (rows, real))
     torch.manual_seed(seed)
-    ends = (
-        [StopStringCriteria(target.tokenizer, [*target.stop_strings])]
-        if target.stop_strings
-        else []
-    )
+    settings = _settings(target, max_new_tokens, sampling, pad)
+    ends = StoppingCriteriaList()
+    if target.stop_strings:
+        ends.append(StopStringCriteria(target.tokenizer, [*target.stop_strings]))
     clock = PartClock(target.device, len(prompts))
-    passes = _Passes(clock, len(prompts), drafting=bool(assistance))
-    hook = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
-    try:
+    with ExitStack() as undo:
+        passes = _Passes(clock, len(prompts), drafting=bool(assistance))
+        undo.callback(passes.end_prompt)
+        if target.capacity is not None and not assistance:
+            settings.update(**_compiled(target.capacity))
+            ends.append(_AfterToken(passes))
+        else:
+            begin = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
+            undo.callback(begin.remove)
         output = target.model.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=_settings(target, max_new_tokens, sampling, pad),
-            **assistance,
-            stopping_criteria=StoppingCriteriaList(ends),
-        )
-    finally:
-        hook.remove()
-        passes.end_prompt()
+            ids, attention_mask=mask, generation_config=settings, **assistance,
+            stopping_criteria=ends,
+        )  # fmt: skip
     # What fills up a text that ended before others of its batch comes after its stop token.
     stops = Stops.of(target)
     texts = [stops.cut([], row) for row in output[:, longest:].tolist()]
@@ -125,6 +145,14 @@ def hf_generate(
         steps = [Step(0, 1, num_left) for num_left in range(len(text) - 1, 0, -1)]
         found.append(Generation(text, steps, [], times, [0] * len(steps), passes.given(steps)))
     return found
+
+
+def _compiled(capacity: int) -> dict[str, Any]:
+    """Settings of a compiled `generate`."""
+    how: Any = CompileConfig()
+    how._compile_all_devices = True  # else on a GPU alone
+    # One length for all, as each is compiled for itself.
+    return {"cache_implementation": "static", "max_cache_len": capacity, "compile_config": how}
 
 
 def _settings(

@@ -98,8 +98,7 @@ class _EagleDrafter:
         shape = (num_texts, length, *text.keys.shape[1:])
         new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
         width = self.slots.width(length)
-        needed = max(seen.cache.ends, default=0)
-        keys, values = self.buffer.write(new_keys, new_values, places, width, needed)
+        keys, values = self.buffer.write(new_keys, new_values, places, width, seen.cache.needed)
         kept = [list(range(len(row))) for row in seen.token_ids]
         self.slots.commit(kept, found=Kept(places, counts))
         stretch = Stretch.up_to(self.slots.committed[:, 0])

@@ -93,27 +93,50 @@ class Pass(Protocol):
 
 
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
+_TRACED: list[Pass] = []
 
 
 def current() -> Pass | None:
     """The pass that is under way."""
-    return _PASS.get()
+    if _TRACED:
+        return _TRACED[-1]
+    return None if torch.compiler.is_compiling() else _PASS.get()
 
 
 @contextmanager
 def under_way(found: Pass) -> Iterator[None]:
     """Inside, layers go by a pass, and where attention does, no model builds a mask."""
-    usual = getattr(found.config, "_attn_implementation", None)
     token = _PASS.set(found)
-    if found.config is not None:
-        # A name for which transformers knows no mask makes it build none.
-        found.config._attn_implementation = NAME
+    try:
+        with without_masks(found.config):
+            yield
+    finally:
+        _PASS.reset(token)
+
+
+@contextmanager
+def without_masks(config: Any) -> Iterator[None]:
+    """Inside, a model of this config builds no mask; None changes nothing."""
+    if config is None:
+        yield
+        return
+    usual = config._attn_implementation
+    # A name for which transformers knows no mask makes it build none.
+    config._attn_implementation = NAME
     try:
         yield
     finally:
-        if found.config is not None:
-            found.config._attn_implementation = usual
-        _PASS.reset(token)
+        config._attn_implementation = usual
+
+
+@contextmanager
+def under_way_traced(found: Pass) -> Iterator[None]:
+    """`under_way` in what is compiled, where ContextVars are not known; see `without_masks`."""
+    _TRACED.append(found)
+    try:
+        yield
+    finally:
+        _TRACED.pop()
 
 
 def attend(
@@ -142,7 +165,7 @@ def attend(
         known("s_aux", None),
     )  # fmt: skip
     _check_known(module, attention_mask, features)
-    found = _PASS.get()
+    found = current()
     assert found is not None
     return found.attend(getattr(module, "layer_idx", None), query, key, value, scores), None
 

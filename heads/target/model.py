@@ -19,6 +19,7 @@ from heads.documents import Documents
 from heads.states import States
 from heads.target.attention import Reading, current, dense, under_way
 from heads.target.blocks import find_blocks, num_handed, tap
+from heads.target.compiled import CompiledPasses
 from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of
 from heads.target.ends import TargetEnds, beside
 from heads.target.extension import Extension
@@ -103,6 +104,7 @@ class Target(TargetEnds):
         asked: what its logits go through, of its generation config, where that is followed.
         stop_strings: texts that end a response.
         ignores_stops: whether its stop tokens end none.
+        capacity: slots that `compile` was told; None before.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
 
@@ -118,10 +120,9 @@ class Target(TargetEnds):
             name,
         )
         self.capacity: int | None = None
-        self._compiled: Any = None
+        self._compiled: CompiledPasses | None = None
         self._tapped: dict[int, Tensor] = {}
         self._taps: set[int] = set()
-        self._skipping: set[int] = set()
         self.sights = Sights.of(self.config, name)
         self.is_recurrent, self.state_bytes = self.sights.recurrent, 0
         if self.is_recurrent:
@@ -156,24 +157,25 @@ class Target(TargetEnds):
     def _num_handed(self) -> list[int]:
         return num_handed(self.blocks, lambda: self.read_text([0]), self.name)
 
-    def compile(self, capacity: int) -> None:
-        """From now on caches have `capacity` slots and passes behind a text run compiled.
+    def compile(self, capacity: int, backend: str = "inductor") -> None:
+        """From now on passes over drafts run compiled; all others run as before.
 
-        Fixed slots keep shapes fixed, so a pass is compiled once per batch size and number of
-        new tokens; prompts, and drafts that skip layers, run as before.
+        On a GPU caches have fixed slots and every shape is compiled; on a CPU one compilation
+        serves any but a single text and a single token.
+
+        Args:
+            capacity: fixed slots of a cache.
+            backend: of torch.compile.
 
         Raises:
             InputError: a target with recurrent layers, whose passes are as many as a draft is deep.
         """
         if self.is_recurrent:
             raise InputError(
-                f"compile=true: {self.name} has recurrent layers, which are run level by level; "
-                "allowed: false"
+                f"compile=true: {self.name} has recurrent layers, run level by level; allowed: false"
             )
-        # Each number of draft tokens is a shape of its own.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.capacity = capacity
-        self._compiled = torch.compile(self.decoder, dynamic=False)
+        self._compiled = CompiledPasses(self, capacity, backend)
 
     def recompute_layers(self) -> None:
         """From now on a pass with gradients keeps the input of each decoder layer alone.
@@ -201,7 +203,9 @@ class Target(TargetEnds):
         states = States(self.decoder.config, num_texts) if self.is_recurrent else None
         # Not of as many layers as there are blocks where each holds two attentions (LongCat).
         num_layers = self.config.num_hidden_layers
-        return TreeCache(num_texts, self.device, num_layers, self.capacity, states)
+        if self._compiled is not None:
+            return self._compiled.new_cache(num_texts, num_layers)
+        return TreeCache(num_texts, self.device, num_layers, states=states)
 
     @torch.no_grad()
     def extend(
@@ -228,27 +232,34 @@ class Target(TargetEnds):
         """
         draft = None if mask is None or depths is None else (mask, depths)
         num_new = input_ids.shape[1]
-        cache.begin(num_new, num_new if mask is None else mask.shape[2])
-        if cache.states is not None:
-            cache.states.begin(cache.sure, draft)
         with ExitStack() as undo:
             if self.rope.switch is not None:
                 ends = cache.slots.committed + 1
                 if cache.sure:
                     ends = upload(cache.ends, self.device).unsqueeze(1)
                 undo.enter_context(self.rope.reading(ends > self.rope.switch))
+            if self._compiled is not None and draft is not None and not skip:
+                return self._compiled.extend(cache, input_ids, draft, reads or Reads())
+            cache.begin(num_new, num_new if mask is None else mask.shape[2])
+            if cache.states is not None:
+                cache.states.begin(cache.sure, draft)
             for layer in skip:
                 undo.enter_context(self._skipped(layer))
             found = Extension(self.decoder.config, cache, num_new, draft, self.sights.chunks)
-            positions = found.positions
-            if self.window is not None and cache.width > self.window:
-                # Nodes beyond are in no draft; they are run where others of their batch have some.
-                positions = positions.clamp_max(self.window - 1)
-            if self.needs_masks or self._compiled is not None:
-                masks = found.allowed, found.key_positions
-                return self.forward(input_ids, positions, *masks, cache, reads)
-            undo.enter_context(under_way(found))
-            return self._run(input_ids, positions, None, cache, reads)
+            if not self.needs_masks:
+                undo.enter_context(under_way(found))
+            return self.behind(found, input_ids, reads)
+
+    def behind(self, found: Extension, input_ids: Tensor, reads: Reads | None) -> TargetOutput:
+        """A pass over new tokens [B, n], which is under way if it needs no masks."""
+        positions, cache = found.positions, found.cache
+        if self.window is not None and cache.width > self.window:
+            # Nodes beyond are in no draft; they are run where others of their batch have some.
+            positions = positions.clamp_max(self.window - 1)
+        if self.needs_masks:
+            masks = found.allowed, found.key_positions
+            return self.forward(input_ids, positions, *masks, cache, reads)
+        return self._run(input_ids, positions, None, cache, reads)
 
     @contextmanager
     def _skipped(self, layer: int) -> Iterator[None]:
@@ -256,11 +267,9 @@ class Target(TargetEnds):
         module = self.blocks[layer]
         hooked = module.__dict__.get("forward")  # accelerate's, on a target over several devices
         module.forward = partial(_hand_on, self._num_handed[layer])
-        self._skipping.add(layer)
         try:
             yield
         finally:
-            self._skipping.discard(layer)
             del module.forward
             if hooked is not None:
                 module.forward = hooked
@@ -300,8 +309,8 @@ class Target(TargetEnds):
     ) -> TargetOutput:
         indices = (reads or Reads()).layers
         for index in indices:
-            self._tap(index)
-        output = call_decoder(self._decoder_for(cache), input_ids, position_ids, masks, cache)
+            self.keep_state(index)
+        output = call_decoder(self.decoder, input_ids, position_ids, masks, cache)
         missing = sorted(set(indices) - set(self._tapped))
         if missing:
             raise InputError(
@@ -311,11 +320,6 @@ class Target(TargetEnds):
         layers = {index: self._tapped[index] for index in indices}
         self._tapped.clear()
         return TargetOutput(output.last_hidden_state, layers).to(self.device)
-
-    def _decoder_for(self, cache: TreeCache | None) -> Any:
-        if self._compiled is None or cache is None or self._skipping:
-            return self.decoder
-        return self._compiled if any(cache.slots.lengths) else self.decoder
 
     def read(
         self,
@@ -380,13 +384,12 @@ class Target(TargetEnds):
         layers = {n: joined(before.layers[n], states) for n, states in output.layers.items()}
         return TargetOutput(joined(before.hidden_states, output.hidden_states), layers, switch)
 
-    def _tap(self, index: int) -> None:
+    def keep_state(self, index: int) -> None:
         """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
-        if not 0 <= index <= self.num_layers:
-            raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
         if index in self._taps:
             return
-
+        if not 0 <= index <= self.num_layers:
+            raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
         active = getattr(self.config, "altup_active_idx", None)
         tap(self.blocks, index, active, partial(self._tapped.__setitem__, index))
         self._taps.add(index)
