@@ -172,7 +172,7 @@ class Target(TargetEnds):
         """
         if self.is_recurrent:
             raise InputError(
-                f"compile=true: {self.name} has recurrent layers, run level by level; allowed: false"
+                f"compile=true: {self.name} has recurrent layers, run by levels; allowed: false"
             )
         self.capacity = capacity
         self._compiled = CompiledPasses(self, capacity, backend)
