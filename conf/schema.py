@@ -155,6 +155,12 @@ class TargetConfig:
     attention: str | None = None
     """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
     the last on GPUs alone; unset takes the first of these that changes nothing."""
+    prefill_chunk: int = 512
+    """Tokens of a prompt that are read at a time, where its memory is to be bounded; recurrent
+    targets read all of it at once."""
+
+    def __post_init__(self) -> None:
+        positive("target", self, "prefill_chunk")
 
 
 @dataclass

@@ -27,7 +27,6 @@ from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.target.model import Target
-from heads.target.prefill import CHUNK
 from heads.tree import Tree
 from heads.vocab import DraftVocab
 from scripts.bench.apart import markdown
@@ -99,12 +98,12 @@ def main() -> None:
     target = random_target(options)
     rows = []
     for name, make in drafters(target).items():
-        one = beyond(target, make, CHUNK)
+        one = beyond(target, make, target.prefill_chunk)
         for num_tokens in tqdm(options.tokens, desc=name, unit="prompt"):
             cache, more = cache_bytes(target, make, num_tokens), beyond(target, make, num_tokens)
             cells = f"{num_tokens:,}", f"{cache / MIB:.1f}", f"{more / MIB:.1f}"
             rows.append((name, *cells, f"{more / one:.2f}"))
-    columns = ("drafter", "tokens", "cache, MiB", "beyond it, MiB", f"of {CHUNK} tokens'")
+    columns = ("drafter", "tokens", "cache, MiB", "beyond it, MiB", "of one part's")
     print(f"{where(target.device)}, {options.layers} layers, hidden size {options.hidden}\n")
     print(markdown(columns, rows))
 

@@ -22,6 +22,7 @@ TESTS = {
     "heads/sampling.py": "eval_accept_rules",
     "eval/decode/accept.py": "eval_accept_rules",
     "eval/compare/timing.py": "eval_timing",
+    "eval/compare/sizes.py": "eval_sizes",
     "train/loss/divergences.py": "train_fused train_eagle_losses",
     "train/loss/losses.py": "train_losses train_eagle_losses train_fused train_medusa2",
     "train/loss/eagle.py": "train_fused train_eagle_losses",
@@ -35,7 +36,7 @@ TESTS = {
     "train/dist/muon.py": "train_optimizers",
     "train/dist/optimizers.py": "train_optimizers",
     "train/loop/skipping.py": "train_skipping",
-    "eval/decode/engine.py": "eval_engine eval_accept eval_timing",
+    "eval/decode/engine.py": "eval_engine eval_accept eval_timing eval_many",
 }
 SURVIVED = (None, 0, 5, 33)  # not tried; no test failed; no test was found
 SETTINGS = """\

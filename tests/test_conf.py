@@ -127,6 +127,7 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
         ),
         (lambda: schema.TrainConfig(adam_learning_rate=0), r"adam_learning_rate=0: .* or auto"),
         (lambda: schema.TrainConfig(average_decay=1.0), r"train\.average_decay=1\.0: .* below 1"),
+        (lambda: schema.TargetConfig(prefill_chunk=0), r"target\.prefill_chunk=0: must be above 0"),
         (lambda: schema.TrainConfig(num_epochs=0.0), r"train\.num_epochs=0\.0: must be above 0"),
         (lambda: schema.TrainConfig(batch_tokens=-1), r"train\.batch_tokens=-1: must be above 0"),
         (lambda: schema_measure.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from conf.schema import TargetConfig
 from heads.cache import TreeCache
-from heads.target import kernels, prefill
+from heads.target import kernels
+from heads.target.ends import TargetEnds
 from heads.target.extension import Extension
 from heads.target.kernels import Scores, causal, folded_mask, masked
+from heads.target.load import load_target
 from heads.target.model import Reads, Target
+from heads.target.prefill import parts
 from heads.target.prefill import prefill as read_rows
 from scripts.bench.footprint import peak_bytes
-from tests.toys import FAMILIES, random_target, texts
+from tests.toys import FAMILIES, random_target, save_target, texts
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 PLAIN = Scores()
@@ -149,9 +153,16 @@ def test_a_prompt_in_parts_is_read_as_in_one(family: str, monkeypatch) -> None:
     rows = [row[:length] for row, length in zip(texts(target, 3, 13), (13, 5, 8), strict=True)]
     behind = [[4, 7], [9], [11, 3]]
     expected = states(target, rows, behind)
-    monkeypatch.setattr(prefill, "CHUNK", 4)
+    monkeypatch.setattr(TargetEnds, "prefill_chunk", 4)
     for found, own in zip(states(target, rows, behind), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-3, atol=1e-4)
+
+
+def test_parts_of_a_prompt_are_as_long_as_is_asked(tmp_path) -> None:
+    config = TargetConfig(path=str(save_target(tmp_path)), prefill_chunk=3)
+    target = load_target(config, torch.device("cpu"))
+    found = parts(target, target.new_cache(1), [[5, 6, 7, 8, 9, 10, 11]])
+    assert [rows for rows, _ in found] == [[[5, 6, 7]], [[8, 9, 10]], [[11]]]
 
 
 def extension(cache: TreeCache, sure: list[int], num_new: int) -> Extension:

@@ -13,8 +13,8 @@ from eval.measure.replay import replay
 from heads.documents import Documents
 from heads.eagle.drafter import EagleChain
 from heads.medusa.drafter import MedusaDrafter
-from heads.target import prefill
 from heads.target.check import check_served
+from heads.target.ends import TargetEnds
 from heads.target.model import Target
 from heads.target.prefill import prefill as read_rows
 from heads.tree import Tree
@@ -177,7 +177,7 @@ def test_a_response_is_read_as_decoding_read_it(target: Target, texts: list[list
 def test_a_long_prompt_in_parts_is_long_from_its_first(target: Target, monkeypatch) -> None:
     rows = [PROMPTS[3], PROMPTS[0]]
     whole = read_rows(target, target.new_cache(2), rows).hidden_states
-    monkeypatch.setattr(prefill, "CHUNK", 8)
+    monkeypatch.setattr(TargetEnds, "prefill_chunk", 8)
     found = read_rows(target, target.new_cache(2), rows).hidden_states
     for one, other, row in zip(found, whole, rows, strict=True):
         torch.testing.assert_close(one[: len(row)], other[: len(row)], rtol=1e-3, atol=1e-4)

@@ -6,14 +6,13 @@ import json
 import pytest
 from toys import save_target
 
-from heads.target import prefill
+from heads.target.ends import TargetEnds
 from scripts import bench_generate, bench_operations, bench_prompt
 
 
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
-    for module in (prefill, bench_prompt):
-        monkeypatch.setattr(module, "CHUNK", 64)
+    monkeypatch.setattr(TargetEnds, "prefill_chunk", 64)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from conf.schema import InputError
+from conf.schema import InputError, TargetConfig
 from heads.projection import Projection, scaling_of
 from heads.storage import load_tensors, write_folder
 from heads.target import sizes
@@ -33,7 +33,10 @@ class TargetEnds:
         generation_config: names the tokens that end a response.
         tokenizer: its tokenizer.
         name: Hub id or folder it came from.
+        prefill_chunk: tokens of a prompt that are read at a time.
     """
+
+    prefill_chunk = TargetConfig.prefill_chunk
 
     def __init__(
         self,

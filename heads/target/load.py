@@ -42,6 +42,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         if config.adapter is not None:
             model = with_adapter(model, config.adapter).get_base_model()
         target = Target(model, tokenizer, config.path)
+        target.prefill_chunk = config.prefill_chunk
         try:
             check_once(target, config)
         except InputError:

@@ -8,8 +8,6 @@ import torch
 from heads.cache import Kept, TreeCache, upload
 from heads.target.model import Reads, Target, TargetOutput
 
-CHUNK = 512  # tokens of a pass
-
 
 def prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], reads: Reads | None = None
@@ -35,7 +33,7 @@ def parts(
     longest = max(map(len, rows))
     ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
     # Some recurrent layers of transformers go on from a state with one token only.
-    size = longest if target.is_recurrent else CHUNK
+    size = longest if target.is_recurrent else target.prefill_chunk
     for start in range(0, longest, size):
         new = [row[start : start + size] for row in rows]
         width = max(map(len, new))
