@@ -95,6 +95,16 @@ def test_every_method_gives_the_targets_own_text(family: str, tmp_path: Path) ->
     assert alone["methods"]["draft_chain"]["tau"] > 1.2
 
 
+def test_a_search_for_layers_changes_no_other_draft(
+    llama: dict, tmp_path: Path, monkeypatch
+) -> None:
+    found = {"skip": [1], "num_tokens": 2}
+    monkeypatch.setattr("eval.compare.methods._searched", lambda *_: found)
+    rows = measured(llama, tmp_path / "o", methods=["early_exit", "skip_layers"])["methods"]
+    assert rows["skip_layers"]["tree"]["parents"] == [-1, 0, 1]
+    assert rows["early_exit"]["tree"]["parents"] == [-1, 0, 1, 2, 3]
+
+
 def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
     result = measured(llama, tmp_path / "o", temperature=0.8, batch_size=2)
     assert result["lossless"] is None

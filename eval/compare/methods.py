@@ -177,6 +177,8 @@ class Builder:
     def __init__(self, bench: Bench, config: SpeedupRun) -> None:
         self.bench, self.config = bench, config
         self.target, self.sampling = bench.target, bench.sampling
+        # Before the search for layers to skip, whose draft length is not that of others.
+        self.num_exit_tokens = config.self_draft.num_tokens or 4
 
     def available(self) -> dict[str, Callable[[], Method]]:
         """How to make each method for which everything is given."""
@@ -368,8 +370,7 @@ class Builder:
             raise InputError(
                 f"self_draft.num_layers={num_layers}: the target has {self.target.num_layers}"
             )
-        num_tokens = self.config.self_draft.num_tokens or 4
-        return self._self_draft(early_exit(self.target, num_layers), num_tokens)
+        return self._self_draft(early_exit(self.target, num_layers), self.num_exit_tokens)
 
     def _skip_layers(self) -> Method:
         settings = self.config.self_draft
