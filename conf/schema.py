@@ -156,8 +156,7 @@ class TargetConfig:
     """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
     the last on GPUs alone; unset takes the first of these that changes nothing."""
     prefill_chunk: int = 512
-    """Tokens of a prompt that are read at a time, where its memory is to be bounded; recurrent
-    targets read all of it at once."""
+    """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
 
     def __post_init__(self) -> None:
         positive("target", self, "prefill_chunk")
@@ -376,8 +375,7 @@ class RegenerateRun(DataRun):
     """`scripts/regenerate.py`."""
 
     endpoint: str | None = None
-    """Base URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset
-    generates in process."""
+    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset is in process."""
     model: str | None = None
     """Model name sent to the endpoint; unset takes the first it lists."""
     api_key_env: str = "OPENAI_API_KEY"

@@ -231,7 +231,7 @@ class SpeedupRun(MeasureRun):
     """Compile the target's verify pass (torch.compile) for `vanilla` and every method, and
     `generate` over its static cache."""
     num_warmups: int = 3
-    """Untimed passes of every method over the first batch."""
+    """Untimed passes of every method over the first prompts."""
     num_repeats: int = 3
     """Timed passes over the prompts, methods in an order drawn for each; medians are reported."""
     num_texts: int = 6
