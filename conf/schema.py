@@ -64,13 +64,6 @@ class OnBadRow(Enum):
     skip = "skip"
 
 
-class Labels(Enum):
-    """What a head learns to predict: the text itself, or the target's distribution."""
-
-    hard = "hard"
-    soft = "soft"
-
-
 class Optimizer(Enum):
     """What updates a head."""
 
@@ -224,28 +217,6 @@ def _check_columns(columns: object) -> None:
 
 
 @dataclass
-class MedusaConfig:
-    """Medusa-1 heads (arXiv 2401.10774, section 2.1)."""
-
-    path: str | None = None
-    """A saved head to start from: folder or Hub id."""
-    num_heads: int = 4
-    """Head k (from 1) predicts the token k + 1 positions ahead."""
-    num_layers: int = 1
-    """Residual blocks per head."""
-    loss_decay: float = 0.8
-    """lambda_k = loss_decay ** k weighs head k."""
-    labels: Labels = Labels.soft
-    """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
-    teacher_temperature: float = 0.6
-    """Divides the target's logits for soft labels. Below 1 heads learn the likeliest tokens first,
-    which is what they draft (heads/README.md)."""
-
-    def __post_init__(self) -> None:
-        positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")
-
-
-@dataclass
 class TrainConfig:
     """The optimisation loop, the same for every head."""
 
@@ -360,14 +331,6 @@ class TrainRun(DataRun):
     log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/head"
     seed: int = 0
-
-
-@dataclass
-class MedusaRun(TrainRun):
-    """`train/medusa.py`."""
-
-    head: MedusaConfig = field(default_factory=MedusaConfig)
-    out_dir: str = "outputs/medusa"
 
 
 @dataclass

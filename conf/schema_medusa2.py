@@ -5,8 +5,6 @@ from enum import Enum
 
 from conf.schema import (
     InputError,
-    Labels,
-    MedusaConfig,
     TargetConfig,
     TrainConfig,
     TrainRun,
@@ -14,6 +12,7 @@ from conf.schema import (
     not_negative,
     positive,
 )
+from conf.schema_medusa import Labels, MedusaConfig
 
 
 class TargetLoss(Enum):

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from conf.schema import MedusaRun, TrainConfig
+from conf.schema import TrainConfig
+from conf.schema_medusa import MedusaRun
 from data.layout import HIDDEN
 from eval import entry
 from train import medusa

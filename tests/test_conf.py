@@ -16,6 +16,7 @@ from conf import (
     schema_eagle,
     schema_export,
     schema_measure,
+    schema_medusa,
     schema_medusa2,
     schema_push,
     schema_targets,
@@ -25,7 +26,7 @@ from eval.entry import register
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
 ENTRIES = {
-    "train/medusa.py": schema.MedusaRun,
+    "train/medusa.py": schema_medusa.MedusaRun,
     "train/medusa2.py": schema_medusa2.Medusa2Run,
     "train/eagle.py": schema_eagle.EagleRun,
     "eval/acceptance.py": schema_measure.AcceptanceRun,
@@ -119,7 +120,7 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
         (lambda: schema.DataConfig(max_length=0), r"data\.max_length=0: must be above 0"),
         (lambda: schema.DataConfig(num_proc=0), r"data\.num_proc=0: must be above 0"),
         (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
-        (lambda: schema.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
+        (lambda: schema_medusa.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
         (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
         (
             lambda: schema.TrainConfig(learning_rate="fast"),
@@ -183,7 +184,7 @@ def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) ->
 
 
 def test_objects_are_given_on_the_command_line() -> None:
-    register(schema.MedusaRun, "medusa", None)
+    register(schema_medusa.MedusaRun, "medusa", None)
     given = [
         "data.columns={prompt: ask, response: reply}",
         "data.chat_template_kwargs={enable_thinking: false, style: dry}",

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import noisy_head, random_target
 
-from conf.schema import InputError, MedusaConfig
+from conf.schema import InputError
+from conf.schema_medusa import MedusaConfig
 from heads.medusa.head import WEIGHTS, MedusaHead, MedusaHeadConfig
 from heads.vocab import DraftVocab
 from train.medusa import make_head

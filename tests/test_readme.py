@@ -15,6 +15,7 @@ from conf import (
     schema_eagle,
     schema_export,
     schema_measure,
+    schema_medusa,
     schema_medusa2,
     schema_push,
     schema_targets,
@@ -35,12 +36,14 @@ MODULES = (
     schema_eagle,
     schema_export,
     schema_measure,
+    schema_medusa,
+    schema_medusa,
     schema_medusa2,
     schema_push,
     schema_targets,
 )
 SCHEMAS = {
-    "medusa": schema.MedusaRun,
+    "medusa": schema_medusa.MedusaRun,
     "eagle": schema_eagle.EagleRun,
     "acceptance": schema_measure.AcceptanceRun,
     "speedup": schema_measure.SpeedupRun,

@@ -9,7 +9,7 @@ from torch import nn
 from heads.projection import Projection
 from train.batch.rows import SUPERVISION, Batch, Supervision, Unrolled, indexed, supervised
 from train.loss import fused
-from train.loss.losses import medusa_loss, medusa_weights
+from train.loss.losses import SoftLabels, medusa_loss, medusa_weights
 from train.loss.ranking import fast_argmax, fast_topk, hits
 from train.loss.teachers import TargetProbs
 
@@ -117,12 +117,35 @@ def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> Non
     batch = packed([0, 0, 0, 1, 0], [0] * 5)  # only token 3 is in the mask
     batch["input_ids"] %= 3
     assert batch[SUPERVISION].places.tolist() == [2]
-    sums = medusa_loss(head, hidden, batch, ONES, Given(hidden[0, [2]]))
+    sums = medusa_loss(head, hidden, batch, ONES, SoftLabels(Given(hidden[0, [2]])))
     # The target at position 2 predicts token 3; so do head 1 at 1 and head 2 at 0.
     p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)
     first = (p * (p.log() - torch.tensor([1.0, 0, 0]).log_softmax(0))).sum()
     second = (p * (p.log() - torch.tensor([0.0, 0, 0]).log_softmax(0))).sum()
     assert sums.terms[0].tolist() == pytest.approx([first.item(), second.item()], abs=1e-6)
+
+
+def test_drafts_behind_what_the_target_would_not_have_chosen_weigh_less() -> None:
+    head = Heads(2, 3)
+    batch = packed([0, 1, 1, 1, 1], [0] * 5)
+    batch["input_ids"] = torch.tensor([[0, 1, 2, 0, 1]])
+    # Of the tokens 1 2 0 1 that are learnt, the target would have chosen 1, 0 and the last 1.
+    teacher = Given(5.0 * torch.eye(3)[[1, 1, 0, 1]])
+    hidden = torch.ones(1, 5, 3)
+    found = medusa_loss(head, hidden, batch, torch.tensor([1.0, 10.0]), SoftLabels(teacher, 0.2))
+    alike = medusa_loss(head, hidden, batch, torch.ones(2), SoftLabels(teacher))
+    assert found.terms.equal(alike.terms)  # which are reported as they are
+    # States and tables are alike everywhere, so rows differ by the teacher's first choice alone.
+    chose = torch.tensor([1, 0, 1])  # of what head 1 drafts from tokens 0, 1 and 2
+    kl = {}
+    for k in range(2):
+        log_q = (head.table[k].detach() @ torch.ones(3) * (1 + k)).log_softmax(0)
+        p = teacher.p[[2, 0]]  # by choice: 0, 1
+        kl[k] = (p * (p.log() - log_q)).sum(-1)
+    # Head 1: behind 1 | 2 | 0. Head 2: behind 1 2 | 2 0.
+    first = torch.tensor([1.0, 0.2, 1.0]) @ kl[0][chose]
+    second = torch.tensor([0.2, 0.2]) @ kl[1][torch.tensor([0, 1])]
+    assert found.total.item() == pytest.approx((first + 10 * second).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -205,7 +228,8 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
             piece = indexed({name: value[part] for name, value in batch.items()}, 3)
             places = piece[SUPERVISION].places
             logits = hidden[part].flatten(0, 1)[places] @ projection
-            sums = medusa_loss(head, hidden[part], piece, ONES, Given(logits) if soft else None)
+            labels = SoftLabels(Given(logits), off_path_weight=0.5) if soft else None
+            sums = medusa_loss(head, hidden[part], piece, ONES, labels)
             sums.total.backward()
             total += sums.terms
         return total, torch.stack([table.grad for table in head.table])

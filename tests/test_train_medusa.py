@@ -7,7 +7,8 @@ import pytest
 import torch
 from toys import noisy_head, packed, random_target, texts
 
-from conf.schema import InputError, Labels, MedusaConfig, MedusaRun
+from conf.schema import InputError
+from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
 from heads.target.model import Target
 from heads.vocab import DraftVocab
 from train import medusa
@@ -102,5 +103,5 @@ def test_a_run_goes_on_with_the_settings_of_its_heads(target) -> None:
     objective = MedusaObjective(noisy_head(target, 2), target, MedusaConfig(num_heads=2))
     assert objective.resume_settings == {
         "head.num_heads": 2, "head.num_layers": 1, "head.loss_decay": 0.8, "head.labels": "soft",
-        "head.teacher_temperature": 0.6,
+        "head.teacher_temperature": 0.6, "head.off_path_weight": 0.2,
     }  # fmt: skip

@@ -9,15 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 from toys import noisy_head, packed, random_target, save_target
 
-from conf.schema import (
-    DataConfig,
-    InputError,
-    Labels,
-    MedusaConfig,
-    Quantization,
-    TargetConfig,
-    TrainConfig,
-)
+from conf.schema import DataConfig, InputError, Quantization, TargetConfig, TrainConfig
+from conf.schema_medusa import Labels, MedusaConfig
 from conf.schema_medusa2 import (
     AdapterConfig,
     HeadsSchedule,

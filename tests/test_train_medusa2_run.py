@@ -10,16 +10,9 @@ from safetensors.torch import load_file
 from test_train_launch import TWO, arguments, inputs, trained
 from torch import Tensor
 
-from conf.schema import (
-    DataConfig,
-    HeadRef,
-    InputError,
-    Labels,
-    MedusaConfig,
-    TargetConfig,
-    TrainConfig,
-)
+from conf.schema import DataConfig, HeadRef, InputError, TargetConfig, TrainConfig
 from conf.schema_measure import AcceptanceRun
+from conf.schema_medusa import Labels, MedusaConfig
 from conf.schema_medusa2 import AdapterConfig, Medusa2Run, MergeAdapterRun
 from data.pack import prepare
 from eval import acceptance

@@ -7,8 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from toys import random_target
 
-from conf.schema import InputError, Labels, MedusaConfig, Optimizer, TrainConfig
+from conf.schema import InputError, Optimizer, TrainConfig
 from conf.schema_eagle import EagleConfig
+from conf.schema_medusa import Labels, MedusaConfig
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.vocab import DraftVocab

@@ -11,8 +11,9 @@ from test_train_loop import fit, rows, settings, weights
 from test_train_loop import lines as metrics
 from toys import packed, random_target
 
-from conf.schema import Dtype, InputError, Labels, LogConfig, MedusaConfig, Schedule, TrainConfig
+from conf.schema import Dtype, InputError, LogConfig, Schedule, TrainConfig
 from conf.schema_eagle import Divergence, EagleConfig, StepNormalizer, TokenNormalizer
+from conf.schema_medusa import Labels, MedusaConfig
 from conf.schema_medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run
 from heads.eagle.head import EagleHead
 from heads.medusa.adapted import AdaptedMedusa
@@ -169,7 +170,7 @@ def test_medusa_heads_and_medusa_2_bring_all_of_their_settings() -> None:
     heads = MedusaHead.from_target(target, 3, 1)
     assert MedusaObjective(heads, target, config).resume_settings == {
         "head.num_heads": 4, "head.num_layers": 1, "head.labels": "soft", "head.loss_decay": 0.5,
-        "head.teacher_temperature": 0.6,
+        "head.teacher_temperature": 0.6, "head.off_path_weight": 0.2,
     }  # fmt: skip
     run = Medusa2Run(
         head=config,

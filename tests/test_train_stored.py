@@ -15,17 +15,10 @@ from stores import captured, save_inputs, settings
 from test_scripts_push import hub_env
 from toys import noisy_head, save_target
 
-from conf.schema import (
-    DataConfig,
-    Dtype,
-    InputError,
-    MedusaConfig,
-    MedusaRun,
-    TargetConfig,
-    TrainConfig,
-)
+from conf.schema import DataConfig, Dtype, InputError, TargetConfig, TrainConfig
 from conf.schema_capture import StateFormat, TeacherKind
 from conf.schema_eagle import EagleConfig, EagleForm, EagleRun
+from conf.schema_medusa import MedusaConfig, MedusaRun
 from data.features import StoredDataset
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head

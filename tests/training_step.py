@@ -10,8 +10,9 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from toys import random_model
 
-from conf.schema import Dtype, LogConfig, MedusaConfig, Schedule, TrainConfig
+from conf.schema import Dtype, LogConfig, Schedule, TrainConfig
 from conf.schema_eagle import EagleConfig, EagleForm
+from conf.schema_medusa import MedusaConfig
 from data.chat import Sample
 from data.pack import PackedDataset
 from heads.eagle.head import EagleHead

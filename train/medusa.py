@@ -7,7 +7,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from torch import Tensor
 
-from conf.schema import InputError, Labels, MedusaConfig, MedusaRun, Schedule
+from conf.schema import InputError, Schedule
+from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
 from data.features import TrainingData
 from data.layout import HIDDEN
 from eval import entry
@@ -17,7 +18,7 @@ from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, Batch
 from train.loop import command, resume
 from train.loss import sizes
-from train.loss.losses import Sums, medusa_loss, medusa_weights
+from train.loss.losses import SoftLabels, Sums, medusa_loss, medusa_weights
 from train.loss.teachers import HiddenTeacher
 from train.objective import Objective
 
@@ -34,6 +35,7 @@ class MedusaObjective(Objective):
         self.head = head
         self.target = target
         self.soft, self.temperature = config.labels is Labels.soft, config.teacher_temperature
+        self.off_path_weight = config.off_path_weight
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
         self.resume_settings = resume.settings("head", config)
         self.compiled = False
@@ -65,12 +67,13 @@ class MedusaObjective(Objective):
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
-        teacher = None
+        soft = None
         if self.soft:
             states = hidden.flatten(0, 1)[batch[SUPERVISION].places]
             temperature = self.taught_at(self.temperature)
             teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
-        return medusa_loss(self.head, hidden, batch, scale, teacher, self.compiled)
+            soft = SoftLabels(teacher, self.off_path_weight)
+        return medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
 
 
 def main(config: MedusaRun) -> None:

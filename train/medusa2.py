@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf.schema import InputError, Labels, Optimizer
+from conf.schema import InputError, Optimizer
+from conf.schema_medusa import Labels
 from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
 from data.layout import HIDDEN
 from data.pack import PackedDataset
@@ -32,7 +33,7 @@ from train.loop import command, resume
 from train.loop.job import Evaluate
 from train.loop.replay import HeldoutReplay, heldout_prompts
 from train.loss.heldout import HeldoutLoss
-from train.loss.losses import Sums, medusa_loss, medusa_weights, target_loss
+from train.loss.losses import SoftLabels, Sums, medusa_loss, medusa_weights, target_loss
 from train.loss.teachers import HiddenTeacher
 from train.medusa import make_head
 from train.objective import Group, Objective
@@ -59,6 +60,7 @@ class Medusa2Objective(Objective):
         self.distilled = config.joint.target_loss is TargetLoss.self
         self.soft = config.head.labels is Labels.soft
         self.temperature = config.head.teacher_temperature
+        self.off_path_weight = config.head.off_path_weight
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._resume_settings(config)
@@ -114,7 +116,9 @@ class Medusa2Objective(Objective):
         bare = self._bare(batch) if self._wants_bare else None
         hidden = self._adapted(batch) if bare is None or self.adapting else bare
         was = self._teacher(batch, bare) if self.distilled else None
-        soft = self._teacher(batch, bare, self.temperature) if self.soft else None
+        soft = None
+        if self.soft:
+            soft = SoftLabels(self._teacher(batch, bare, self.temperature), self.off_path_weight)
         own = target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
         heads = medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
         total = own.total + heads.total

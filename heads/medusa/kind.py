@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from conf.schema import InputError, MedusaConfig
+from conf.schema import InputError
 from conf.schema_export import ExportFormat
+from conf.schema_medusa import MedusaConfig
 from heads.kind import Drafted, HeadFacts, Kind
 from heads.medusa import export
 from heads.medusa.drafter import MedusaDrafter

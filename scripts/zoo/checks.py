@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from conf.schema import InputError, MedusaConfig, TargetConfig
+from conf.schema import InputError, TargetConfig
 from conf.schema_eagle import EagleConfig
+from conf.schema_medusa import MedusaConfig
 from data.chat import Sample
 from data.embedded_corpus import SPECIAL_TOKENS
 from data.pack import PackedDataset

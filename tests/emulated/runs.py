@@ -13,15 +13,7 @@ from emulated.device import Counts, counted, off
 from torch import Tensor
 from toys import save_target
 
-from conf.schema import (
-    DataConfig,
-    Dtype,
-    Labels,
-    MedusaConfig,
-    MedusaRun,
-    TargetConfig,
-    TrainConfig,
-)
+from conf.schema import DataConfig, Dtype, TargetConfig, TrainConfig
 from conf.schema_eagle import (
     Divergence,
     EagleConfig,
@@ -30,6 +22,7 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
+from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
 from conf.schema_medusa2 import AdapterConfig, JointConfig, Medusa2Run
 from train import eagle, medusa, medusa2
 from train.loop import loop, replay

@@ -48,6 +48,14 @@ Compare = Callable[..., Any]
 Buffers = dict[tuple[int, torch.dtype], Tensor]
 
 
+class Scales(Protocol):
+    """A tensor [M], or what gives a part of one."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """[m] float32 of m rows."""
+        ...
+
+
 class Part(NamedTuple):
     """Student rows that share a projection.
 
@@ -55,13 +63,14 @@ class Part(NamedTuple):
         hidden: [M, D].
         projection: gets a gradient if its weight, a parameter, wants one.
         rows: M rows of the teacher that they are compared with.
-        scales: [M] float32, the weight of each row in the total.
+        scales: [M] float32, the weight of each row in the total; asked of rows whose chunk the
+            teacher has given, and at the end of all.
     """
 
     hidden: Tensor
     projection: Projection
     rows: SortedIndices
-    scales: Tensor
+    scales: Scales
 
 
 class Teacher(Protocol):
@@ -187,7 +196,7 @@ class _Fused(torch.autograd.Function):
         ctx.weights = [part.projection.weight for part in parts]
         found = [student.found for student in students]
         ctx.mark_non_differentiable(*found)
-        totals = [(s.found[0] * s.part.scales).sum() for s in students]
+        totals = [(s.found[0] * s.part.scales[:]).sum() for s in students]
         return torch.stack(totals).sum(), *found
 
     @staticmethod

@@ -17,7 +17,8 @@ from heads.projection import Projection
 from heads.target.ends import TargetEnds
 from train.batch.rows import SUPERVISION, Batch, Rows
 from train.loss.divergences import Softmax, kl
-from train.loss.fused import Part, RowLosses, Teacher, fused_linear
+from train.loss.fused import Part, RowLosses, Scales, Teacher, fused_linear
+from train.loss.path import Path, PathScales
 from train.loss.ranking import hits
 from train.loss.teachers import Distribution
 
@@ -33,6 +34,19 @@ class Sums(NamedTuple):
 
     total: Tensor
     terms: Tensor
+
+
+class SoftLabels(NamedTuple):
+    """What the target says, to learn from.
+
+    Attributes:
+        teacher: of the answered places.
+        off_path_weight: multiplies what a draft adds to the total, for each token between that is
+            not the teacher's first choice.
+    """
+
+    teacher: Teacher
+    off_path_weight: float = 1.0
 
 
 class MedusaHeads(Protocol):
@@ -66,7 +80,7 @@ def medusa_loss(
     hidden: Tensor,
     batch: Batch,
     scale: Tensor,
-    teacher: Teacher | None = None,
+    soft: SoftLabels | None = None,
     compiled: bool = False,
 ) -> Sums:
     """Cross-entropy of every head against the text, or KL from the target's distribution.
@@ -76,9 +90,8 @@ def medusa_loss(
         hidden: [B, T, D], the target's last hidden states.
         batch: `input_ids` [B, T], and what is learnt of it.
         scale: [K] float32, the weight of each head's sum in the total.
-        teacher: of the answered places. With it head k at t learns the distribution that the
-            target gives at t + k, its own prediction of x_{t+1+k}. Accuracies are against the
-            text either way.
+        soft: with it head k at t learns the distribution that the target gives at t + k, its own
+            prediction of x_{t+1+k}. Accuracies are against the text either way.
         compiled: compile the loss on first use.
 
     Returns:
@@ -87,15 +100,18 @@ def medusa_loss(
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
     flat, learnt = hidden.flatten(0, 1), batch[SUPERVISION]
+    path = Path(batch, soft.off_path_weight) if soft is not None else None
     parts = []
     with record_function("head"):
         for k in range(heads.num_heads):
             rows: Rows = learnt.depths[1 + k]
             states = heads.states(k, flat[rows.places])
-            scales = scale[k].expand(len(states))
+            scales: Scales = scale[k].expand(len(states))
+            if path is not None:
+                scales = PathScales(path, rows.places, 1 + k, scale[k])
             parts.append(Part(states, heads.projection(k), rows.answers, scales))
     with record_function("loss"):
-        text = TextTeacher(_labels(batch), teacher)
+        text = TextTeacher(_labels(batch), soft.teacher if soft is not None else None, path)
         total, found = fused_linear(parts, text, text_criterion, compiled)
     return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
 
@@ -148,10 +164,12 @@ class TextTeacher:
     Attributes:
         labels: [P] int64, the token that comes.
         soft: what is learnt instead of it.
+        path: is told where the text is the likeliest of that.
     """
 
     labels: Tensor
     soft: Teacher | None = None
+    path: Path | None = None
 
     @property
     def num_rows(self) -> int:
@@ -165,8 +183,11 @@ class TextTeacher:
 
     def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
         """Labels, and the distribution, of rows begin..end."""
+        labels = self.labels[begin:end]
         soft = None if self.soft is None else self.soft.chunk(begin, end)
-        return self.labels[begin:end], soft
+        if soft is not None and self.path is not None:
+            self.path.tell(begin, end, soft.best == labels)
+        return labels, soft
 
 
 class _TextCriterion:

@@ -182,7 +182,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
 
 def medusa(job: StepJob, inputs: StepInputs) -> Training:
     """`train/medusa.py`, with heads weighed as the original does."""
-    from conf.schema import Labels, MedusaConfig
+    from conf.schema_medusa import Labels, MedusaConfig
     from heads.medusa.head import MedusaHead
     from train.medusa import MedusaObjective
 
