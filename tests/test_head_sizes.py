@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from conf.schema import InputError
-from heads.eagle.config import llama_like
+from heads.llama import llama_like
 from heads.target import sizes
 
 # Of published models: hidden size, inner width, heads, key-value heads, head size, epsilon,

@@ -14,10 +14,11 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleConfig, EagleForm
 from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.config import EagleHeadConfig, llama_like
+from heads.eagle.config import EagleHeadConfig
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
+from heads.llama import llama_like
 from heads.medusa.head import MedusaHead
 from heads.target.model import Target
 from heads.vocab import DraftVocab

@@ -4,7 +4,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.layer import EagleAttention, EagleLayer, RmsNorm
+from heads.eagle.layer import EagleLayer
+from heads.llama import LlamaAttention, RmsNorm
 
 
 def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> None:
@@ -41,7 +42,7 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
 
 def test_mixed_precision_gives_queries_keys_and_values_of_one_dtype() -> None:
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    attention = EagleAttention(config, 64, qk_norm=True)
+    attention = LlamaAttention(config, 64, qk_norm=True)
     norm = RmsNorm(64, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         inputs = norm(torch.randn(5, 64))

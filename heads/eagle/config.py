@@ -7,22 +7,7 @@ from transformers import LlamaConfig
 
 from conf.schema import InputError
 from conf.schema_eagle import EagleForm
-from heads.target import sizes
-
-LLAMA_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "attention_bias",
-    "mlp_bias",
-)
+from heads.llama import LLAMA_KEYS
 
 
 @dataclass(frozen=True)
@@ -78,35 +63,6 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
     if num_layers < 7:
         return 1, num_layers // 2, num_layers - 1
     return 2, num_layers // 2, num_layers - 3
-
-
-def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
-    """A Llama layer of the target's sizes, whatever the target's own layers are.
-
-    It is as wide as the target's embedding, which it reads.
-
-    Args:
-        config: of the target's text part.
-        vocab_size: of the target.
-
-    Raises:
-        InputError: the config names no hidden size, or a size that is none.
-    """
-    width = sizes.end_width(config)
-    heads = sizes.attention(config, width)
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=sizes.inner_width(config),
-        num_attention_heads=heads.num_heads,
-        num_key_value_heads=heads.num_key_value_heads,
-        head_dim=heads.head_dim,
-        hidden_act="silu",  # engines know no other for draft layers
-        rms_norm_eps=sizes.norm_epsilon(config),
-        rope_parameters=sizes.rope(config),
-        max_position_embeddings=sizes.num_positions(config),
-        num_hidden_layers=1,
-    )
 
 
 def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.documents import Documents
 from heads.drafting import PAD
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.config import EagleHeadConfig, config_json, default_layers, llama_like
-from heads.eagle.layer import EagleLayer, RmsNorm, normed
+from heads.eagle.config import EagleHeadConfig, config_json, default_layers
+from heads.eagle.layer import EagleLayer
 from heads.kind import UNKNOWN, DraftHead, check_fits
+from heads.llama import RmsNorm, llama_like, normed
 from heads.projection import Projection
 from heads.storage import PROVENANCE, save_head
 from heads.target.ends import TargetEnds
