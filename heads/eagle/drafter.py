@@ -15,6 +15,7 @@ from heads.cache import Kept, SlotBuffer, Slots, upload
 from heads.drafting import PAD, Draft, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead, Text
+from heads.growing import Drawn, Grown, grow, likeliest
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
 
@@ -171,17 +172,11 @@ class EagleChain(_EagleDrafter):
 
 
 class EagleTree(_EagleDrafter):
-    """Drafts EAGLE-2's tree: expand the likeliest nodes, then keep the likeliest of all.
-
-    A node's score is the log-probability of its path, so a child never scores above its
-    parent and what is kept is a tree.
+    """Drafts EAGLE-2's tree.
 
     Args:
         head: attached to the target.
         shape: its limits.
-
-    Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE `model/cnets.py`,
-    `topK_genrate`.
     """
 
     def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
@@ -190,50 +185,22 @@ class EagleTree(_EagleDrafter):
 
     def propose(self, roots: list[int]) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
-        tokens, scores, parents = self.expand(roots)
-        kept = min(self.shape.num_tokens, tokens.shape[1])
-        # A stable sort puts a parent before an equal child, the sort by number before any.
-        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
-        number = torch.zeros(
-            len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device
-        )
-        new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
-        number.scatter_(1, order + 1, new)
-        shape = number.gather(1, parents.gather(1, order))
-        return Draft(shape, tokens.gather(1, order), self.shape.depth)
+        return likeliest(self.expand(roots), self.shape)
 
-    def expand(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
+    def expand(self, roots: list[int]) -> Drawn:
+        """See `heads.drafting.DynamicDrafter`."""
+        outputs, first, branches = self._begin(roots)
 
-        Parents are numbered from 1 in this order; 0 is the root.
-        """
-        outputs, positions, branches = self._begin(roots)
-        device, width = outputs.device, min(self.shape.top_k, len(self.head.vocab.ids))
-        num_texts = len(roots)
-        texts = torch.arange(num_texts, device=device).unsqueeze(1)
-        scores = torch.zeros(num_texts, 1, device=device)  # of the nodes expanded now
-        nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
-        drawn: list[tuple[Tensor, Tensor, Tensor]] = []
-        num_nodes = 1
-        for level in range(self.shape.depth):
-            log_q = self.head.logits(outputs).float().log_softmax(-1)
-            best = log_q.topk(width)
-            tokens = self.head.vocab.to_target(best.indices).view(num_texts, -1)
-            all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
-            drafted = self._drafted(tokens, positions.unsqueeze(1) + level)
-            sure = all_scores.masked_fill(drafted == PAD, -torch.inf)
-            drawn.append((drafted, sure, nodes.repeat_interleave(width, 1)))
-            if level + 1 == self.shape.depth:
-                break
-            num_rows = nodes.shape[1]
-            scores, chosen = all_scores.topk(min(self.shape.top_k, all_scores.shape[1]))
-            rows = (texts * num_rows + chosen // width).flatten()
-            branches = branches.select(rows)
-            fed = tokens.gather(1, chosen).flatten()
-            position = (positions + level + 1).repeat_interleave(chosen.shape[1])
-            outputs = self.head.advance(outputs[rows], fed, self._known(position), branches)
-            nodes = num_nodes + chosen
-            num_nodes += all_scores.shape[1]
-        columns = zip(*drawn, strict=True)
-        tokens, scores, parents = (torch.cat(column, 1) for column in columns)
-        return tokens, scores, parents
+        def after(grown: Grown) -> Tensor:
+            nonlocal outputs, branches
+            branches = branches.select(grown.rows)
+            number = len(grown.rows) // len(roots)
+            positions = self._known((first + grown.level).repeat_interleave(number))
+            fed = outputs[grown.rows]
+            outputs = self.head.advance(fed, grown.tokens, positions, branches)
+            return self.head.logits(outputs)
+
+        def known(tokens: Tensor, level: int) -> Tensor:
+            return self._drafted(tokens, first.unsqueeze(1) + level)
+
+        return grow(self.shape, self.head.vocab, self.head.logits(outputs), after, known)

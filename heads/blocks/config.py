@@ -1,0 +1,193 @@
+"""The architecture of block drafters: fields, defaults from a target, and `config.json`.
+
+Two conventions are translated here and nowhere else. Layers: `layers` are indices of
+`output_hidden_states`, as everywhere; the authors' `target_layer_ids` name the layer whose output
+is read, one less. Rows: a block has `block_size` of them, the first of which holds the token that
+is sure. Either it drafts nothing and row j drafts the token at its own place (fill-in), or row j
+drafts the token behind (`sample_from_anchor`), one draft more.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig
+
+from conf.schema import InputError
+from heads.llama import LLAMA_KEYS, llama_like
+from heads.target.ends import TargetEnds
+
+
+@dataclass(frozen=True)
+class BlockHeadConfig:
+    """Architecture of a block drafter.
+
+    Attributes:
+        llama: sizes, RoPE and norms of its layers; its `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one target feature.
+        num_target_layers: decoder layers of the target.
+        layers: target features that are read, as indices of `output_hidden_states`.
+        block_size: rows of a block as it was trained.
+        mask_token_id: what rows hold whose token is not known.
+        sample_from_anchor: row j drafts the token behind it, not the one at its place.
+        causal: a row sees no later row of its block.
+        window: tokens of the text and the block that a row sees; None for all.
+        own_output_head, own_embedding: whether the head brings its own.
+    """
+
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    num_target_layers: int
+    layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool = False
+    causal: bool = False
+    window: int | None = None
+    own_output_head: bool = False
+    own_embedding: bool = False
+
+    @property
+    def first_row(self) -> int:
+        """The first row that drafts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens of a whole block."""
+        return self.block_size - self.first_row
+
+    def num_rows(self, depth: int) -> int:
+        """Rows of a block that drafts so many tokens."""
+        return depth + self.first_row
+
+
+def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
+    """Features in even steps from the output of layer 1 to that of layer L - 3, as DFlash's.
+
+    Args:
+        num_layers: L.
+        number: of features; those that fall together are one.
+        key: the setting that is unset.
+
+    Raises:
+        InputError: fewer than 4 layers.
+
+    Source: z-lab/dflash `model.py`, `build_target_layer_ids`; ids count layers from 0.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"{key} is unset and the target has {num_layers} layers: name the features to "
+            f"fuse, of 0..{num_layers}"
+        )
+    steps = [1 + index * (num_layers - 4) / max(1, number - 1) for index in range(number)]
+    return tuple(sorted({round(step) + 1 for step in steps}))
+
+
+def check_layers(layers: tuple[int, ...], target: TargetEnds) -> None:
+    """Refuses features that a target does not have, or one twice or out of order.
+
+    Raises:
+        InputError: with those it has.
+    """
+    # Behind the last layer comes the final norm, which engines do not apply to features.
+    known = range(target.num_layers)
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(known):
+        raise InputError(
+            f"head.layers={list(layers)}: must be rising, of 0..{target.num_layers - 1}, the "
+            f"hidden states of target.path={target.name} before its final norm"
+        )
+
+
+def mask_token(target: TargetEnds, asked: int | None) -> int:
+    """The id that stands for an unknown token: asked for, or one that no text uses.
+
+    That is the first row of the embedding behind the tokenizer's ids, or a token whose name says
+    that it masks, is reserved or unused, or fills up.
+
+    Raises:
+        InputError: out of range, a token that ends or begins texts, or none is free.
+    """
+    size, tokenizer = len(target.embedding.weight), target.tokenizer
+    if asked is not None:
+        if not 0 <= asked < size:
+            raise InputError(
+                f"head.mask_token_id={asked}: must be from 0 to {size - 1}, a row of the "
+                f"embedding of target.path={target.name}"
+            )
+        if asked in target.stop_ids:
+            raise InputError(
+                f"head.mask_token_id={asked} ends texts of target.path={target.name}: name a "
+                "token that its texts do not use"
+            )
+        return asked
+    found = None if tokenizer is None else _free_token(target, size)
+    if found is None:
+        raise InputError(
+            f"head.mask_token_id is unset and target.path={target.name} has no token to spare: "
+            f"all {size} rows of its embedding have a token, and none is called mask, reserved, "
+            "unused or pad; name one that its texts do not use"
+        )
+    return found
+
+
+def _free_token(target: TargetEnds, size: int) -> int | None:
+    tokenizer = target.tokenizer
+    if len(tokenizer) < size:
+        return len(tokenizer)
+    special = [(str(token.content).lower(), index)
+               for index, token in sorted(tokenizer.added_tokens_decoder.items())
+               if token.special and index < size and index not in target.stop_ids]  # fmt: skip
+    for word in ("mask", "reserved", "unused", "pad"):
+        for name, index in special:
+            if word in name:
+                return index
+    return None
+
+
+def block_llama(target: TargetEnds, num_layers: int) -> LlamaConfig:
+    """Layers of the target's sizes.
+
+    Raises:
+        InputError: as `llama_like`.
+    """
+    config = llama_like(target.config, target.vocab_size)
+    config.num_hidden_layers = num_layers
+    return config
+
+
+def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """What `config.json` says in every layout; Qwen3's keys."""
+    llama = config.llama
+    rope: Any = llama.rope_parameters
+    sliding = config.window is not None
+    kind = "sliding_attention" if sliding else "full_attention"
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "num_hidden_layers": llama.num_hidden_layers,
+        "layer_types": [kind] * llama.num_hidden_layers,
+        "sliding_window": config.window,
+        "use_sliding_window": sliding,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": num_draft_ids,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
+    """What stands in `dflash_config`; layers as the authors count them."""
+    window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
+    return {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [index - 1 for index in config.layers],
+        "causal": config.causal,
+        **window,
+    }

@@ -1,0 +1,174 @@
+"""Block drafters decoding: chains, and trees of the slots' candidates.
+
+Features of what the target committed become keys and values at once, and nothing else is kept:
+the rows of a block are made anew in every step. Nothing here waits for the device.
+
+Letters: B texts, D slots, H hidden, W draft vocabulary, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heads.blocks.head import BlockHead
+from heads.cache import Kept, SlotBuffer, Slots, upload
+from heads.drafting import PAD, Draft, Seen
+from heads.growing import Drawn, Grown, grow, likeliest
+from heads.sampling import GREEDY, Generators, Sampling
+from heads.tree import DynamicShape, Tree
+
+
+class _BlockDrafter:
+    """The head's memory of the committed texts.
+
+    Args:
+        head: attached to the target.
+        depth: D.
+    """
+
+    def __init__(self, head: BlockHead, depth: int) -> None:
+        self.head, self.depth = head, depth
+        self.reads = head.reads
+        self.buffers = [SlotBuffer() for _ in head.layers]
+        self.slots: Slots | None = None
+
+    def observe(self, seen: Seen) -> None:
+        """Reads the features of what was committed."""
+        features = self.head.features(seen.output)
+        num_texts, length, _ = features.shape
+        if self.slots is None:
+            self.slots = Slots(num_texts, features.device)
+        places, width = self.slots.place(length, length), self.slots.width(length)
+        positions = places.flatten().clamp_max(self.head.window - 1)
+        text = self.head.read(features.flatten(0, 1), positions)
+        for buffer, both in zip(self.buffers, text, strict=True):
+            keys, values = (each[0].unflatten(0, (num_texts, length)) for each in both)
+            new = keys.transpose(1, 2), values.transpose(1, 2)
+            buffer.write(*new, places, width, seen.cache.needed)
+        kept = [list(range(len(row))) for row in seen.token_ids]
+        self.slots.commit(kept, found=Kept(places, seen.counts))
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        if self.slots is not None:
+            self.slots.keep(rows, *self.buffers)
+
+    def take(self, row: int, other: "_BlockDrafter") -> None:
+        """A row goes on with the one text of another drafter."""
+        assert self.slots is not None
+        assert other.slots is not None
+        (length,) = other.slots.lengths
+        self.slots.take(row, length)
+        for own, new in zip(self.buffers, other.buffers, strict=True):
+            own.replace(row, new, length, len(self.slots.lengths))
+
+    def _slots(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens that are sure [B], outputs [B, D, H] and logits [B, D, W] of the slots."""
+        assert self.slots is not None
+        ends, lengths = self.slots.committed[:, 0], torch.tensor(self.slots.lengths)
+        host = (torch.zeros_like(lengths), lengths)
+        sight = self.head.sight(torch.zeros_like(ends), ends, self.depth, host)
+        width = self.slots.width(0)
+        text = [
+            (_first(buffer.keys, width), _first(buffer.values, width)) for buffer in self.buffers
+        ]
+        sure = upload(roots, ends.device)
+        outputs = self.head.draft(sure, ends, text, sight)
+        return sure, outputs, self.head.logits(outputs)
+
+    def _known(self, tokens: Tensor, slot: int) -> Tensor:
+        """Tokens [B, n] of a slot, with PAD where its row lies beyond the head's window."""
+        assert self.slots is not None
+        place = self.slots.committed + self.head.config.first_row + slot
+        return tokens.masked_fill(place >= self.head.window, PAD)
+
+
+def _first(buffer: Tensor | None, width: int) -> Tensor:
+    """[B, S, K, d] of a buffer [B, K, ., d]."""
+    assert buffer is not None
+    return buffer.narrow(2, 0, width).transpose(1, 2)
+
+
+class BlockChain(_BlockDrafter):
+    """Drafts a block as a chain, the best tokens or, when sampling, drawn from their distributions.
+
+    Args:
+        head: attached to the target.
+        depth: draft tokens.
+        sampling: the target's, applied to the drafts too.
+        seeds: of the draws, one per text; others than the target's.
+    """
+
+    def __init__(
+        self,
+        head: BlockHead,
+        depth: int,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+    ) -> None:
+        super().__init__(head, depth)
+        self.tree, self.sampling = Tree.chain(depth), sampling
+        self.generators = Generators.seeded(seeds, head.fc.weight.device)
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Chains of `depth` tokens."""
+        before, outputs, base = self._slots(roots)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for slot in range(self.depth):
+            logits = self.head.step(base[:, slot], outputs[:, slot], before)
+            before = self._sample(logits, probs)
+            tokens.append(self._known(before.unsqueeze(1), slot))
+        return Draft.of(self.tree, torch.cat(tokens, 1), torch.stack(probs, 1) if probs else None)
+
+    def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
+        """[B] target ids by [B, W] logits; when sampling, `probs` gets their [B, V] q."""
+        vocab = self.head.vocab
+        if self.sampling.greedy:
+            return vocab.to_target(logits.argmax(-1))
+        q = self.sampling.probabilities(logits)
+        probs.append(q.new_zeros(len(q), vocab.size).index_copy(1, vocab.ids, q))
+        return vocab.to_target(self.generators.sample(q))
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some texts only."""
+        super().keep(rows)
+        self.generators = self.generators.rows(rows)
+
+    def take(self, row: int, other: "_BlockDrafter") -> None:
+        """A row goes on with the one text of another drafter."""
+        assert isinstance(other, BlockChain)
+        super().take(row, other)
+        self.generators.take(row, other.generators)
+
+
+class BlockTree(_BlockDrafter):
+    """Drafts the likeliest paths through the slots, best first, in one pass of the head.
+
+    Args:
+        head: attached to the target.
+        shape: its limits.
+    """
+
+    def __init__(self, head: BlockHead, shape: DynamicShape) -> None:
+        super().__init__(head, shape.depth)
+        self.shape = shape
+
+    def propose(self, roots: list[int]) -> Draft:
+        """Trees of at most `num_tokens` nodes below the roots."""
+        return likeliest(self.expand(roots), self.shape)
+
+    def expand(self, roots: list[int]) -> Drawn:
+        """See `heads.drafting.DynamicDrafter`."""
+        sure, outputs, base = self._slots(roots)
+
+        def after(grown: Grown) -> Tensor:
+            number = len(grown.tokens) // len(roots)
+            logits, states = (
+                each[:, grown.level].repeat_interleave(number, 0) for each in (base, outputs)
+            )
+            return self.head.step(logits, states, grown.tokens)
+
+        first = self.head.step(base[:, 0], outputs[:, 0], sure)
+        return grow(self.shape, self.head.vocab, first, after, self._known)

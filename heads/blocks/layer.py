@@ -1,0 +1,51 @@
+"""The decoder layer of a block drafter: Qwen3's, whose keys and values of the text are features.
+
+Letters: T texts, S tokens, A blocks, R rows of a block, H hidden, K key-value heads, d head size.
+"""
+
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from heads.blocks.attention import Sight, block_attention
+from heads.llama import LlamaAttention, RmsNorm
+
+
+class BlockLayer(nn.Module):
+    """One layer.
+
+    Args:
+        config: sizes, norms and RoPE.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps)
+        self.self_attn = LlamaAttention(config, hidden, qk_norm=True)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
+    ) -> Tensor:
+        """[A, R, H] the layer's output.
+
+        Args:
+            states: [A, R, H].
+            rotation: [A * R, 2, d] of the rows' positions.
+            text: keys and values [T, S, K, d] that the layer made of features.
+            sight: of the blocks.
+        """
+        states = states + self._attended(self.input_layernorm(states), rotation, text, sight)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+    def _attended(
+        self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
+    ) -> Tensor:
+        rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
+        query = self.self_attn.query(rows, rotation).unflatten(0, shape)
+        keys, values = self.self_attn.keys_values(rows, rotation)
+        own = keys.unflatten(0, shape), values.unflatten(0, shape)
+        found = block_attention(query, text, own, sight)
+        return self.self_attn.o_proj(found.flatten(2))
