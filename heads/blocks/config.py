@@ -81,7 +81,9 @@ def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tu
             f"{key} is unset and the target has {num_layers} layers: name the features to "
             f"fuse, of 0..{num_layers}"
         )
-    steps = [1 + index * (num_layers - 4) / max(1, number - 1) for index in range(number)]
+    if number == 1:
+        return (num_layers // 2 + 1,)
+    steps = [1 + index * (num_layers - 4) / (number - 1) for index in range(number)]
     return tuple(sorted({round(step) + 1 for step in steps}))
 
 

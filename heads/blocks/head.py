@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from conf.schema import InputError
 from heads.blocks.attention import Sight
 from heads.blocks.config import BlockHeadConfig, check_layers
 from heads.blocks.layer import BlockLayer
@@ -67,8 +68,27 @@ class BlockHead(DraftHead):
         # In a tuple, so that the target does not become a part of the head.
         self._target: tuple[TargetEnds, ...] = ()
 
-    def initialise(self, seed: int) -> None:
-        """Fresh weights, alike for a seed; norms stay ones."""
+    def begin(self, target: TargetEnds, seed: int) -> Self:
+        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
+
+        Raises:
+            InputError: rows of a quantised output head are wanted.
+        """
+        self._initialise(seed)
+        self.attach(target)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.embedding.weight)
+        if self.lm_head is not None:
+            if target.head_is_quantized:
+                raise InputError(
+                    f"head.own_output_head=true: the output head of target.path={target.name} is "
+                    "quantised, and the head's starts from its rows"
+                )
+            rows = target.output_head.weight.detach()[self.vocab.ids]
+            self.lm_head.weight.data.copy_(rows)
+        return self
+
+    def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):

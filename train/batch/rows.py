@@ -98,18 +98,30 @@ class Unrolled:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, learnt: Supervision) -> "Unrolled":
-        """The tokens from which any depth from 1 on is learnt, and each depth's share of them."""
+    def of(cls, learnt: Supervision, drafts: Tensor | None = None) -> "Unrolled":
+        """The tokens from which any depth from 1 on is learnt, and each depth's share of them.
+
+        Args:
+            learnt: what a batch teaches.
+            drafts: some of those tokens, [N] int64 in rising order, which alone draft.
+        """
         depths = learnt.depths[1:]
+        if drafts is None:
+            drafts = torch.cat([rows.places for rows in depths]).unique()
         # One row that nothing is learnt from keeps every parameter in the graph.
-        drafts = torch.cat([rows.places for rows in depths]).unique()
         drafts = drafts if len(drafts) else torch.zeros(1, dtype=torch.int64)
+        mine = [torch.isin(rows.places, drafts) for rows in depths]
+        of_depths = list(zip(depths, mine, strict=True))
         places = torch.cat(
-            [torch.searchsorted(drafts, r.places) + k * len(drafts) for k, r in enumerate(depths)]
+            [
+                torch.searchsorted(drafts, rows.places[own]) + step * len(drafts)
+                for step, (rows, own) in enumerate(of_depths)
+            ]
         )
-        sizes = [len(rows.places) for rows in depths]
+        sizes = [int(own.sum()) for own in mine]
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
-        answers, order = torch.cat([rows.answers.host for rows in depths]).sort(stable=True)
+        answers = torch.cat([rows.answers.host[own] for rows, own in of_depths])
+        answers, order = answers.sort(stable=True)
         rows = Rows(places[order], SortedIndices(answers, answers))
         return cls(drafts, rows, steps[order], order.argsort(), tuple(sizes))
 

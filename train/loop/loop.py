@@ -232,7 +232,7 @@ class Run:
         for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
             seeds = tuple(hash((self.job.seed, step, index)) % (1 << 63) for index in group)
             batch = self.skipped.blanked(stacked(self.job.train, group), group)
-            batches.append({**objective.taught(batch), NOISE_SEEDS: seeds})
+            batches.append(objective.taught({**batch, NOISE_SEEDS: seeds}))
         return batches
 
     def _prepared(self, batch: Batch) -> Batch:
@@ -292,7 +292,7 @@ class Run:
     def _is_bad(self, index: int) -> bool:
         """Whether the loss of one sequence alone is not finite; run on all processes alike."""
         objective = self.job.objective
-        batch = {**objective.taught(stacked(self.job.train, [index])), NOISE_SEEDS: (0,)}
+        batch = objective.taught({**stacked(self.job.train, [index]), NOISE_SEEDS: (0,)})
         with self.placement.gathered():
             # As in an evaluation: without the hooks of a strategy.
             terms = objective.forward(self._prepared(batch), self._weights.to(self.device)).terms

@@ -18,7 +18,7 @@ from heads.target.ends import TargetEnds
 from train.batch.rows import SUPERVISION, Batch, Rows
 from train.loss.divergences import Softmax, kl
 from train.loss.fused import Part, RowLosses, Scales, Teacher, fused_linear
-from train.loss.path import Path, PathScales
+from train.loss.path import Followed, Path, PathScales
 from train.loss.ranking import hits
 from train.loss.teachers import Distribution
 
@@ -100,7 +100,10 @@ def medusa_loss(
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
     flat, learnt = hidden.flatten(0, 1), batch[SUPERVISION]
-    path = Path(batch, soft.off_path_weight) if soft is not None else None
+    labels, teacher = labels_of(batch), None
+    path = None if soft is None else Path(batch, soft.off_path_weight)
+    if soft is not None and path is not None:
+        teacher = Followed(soft.teacher, labels, path)
     parts = []
     with record_function("head"):
         for k in range(heads.num_heads):
@@ -108,15 +111,16 @@ def medusa_loss(
             states = heads.states(k, flat[rows.places])
             scales: Scales = scale[k].expand(len(states))
             if path is not None:
-                scales = PathScales(path, rows.places, 1 + k, scale[k])
+                depths = rows.places.new_full((), 1 + k).expand(len(states))
+                scales = PathScales(path, rows.places, depths, scales[:])
             parts.append(Part(states, heads.projection(k), rows.answers, scales))
     with record_function("loss"):
-        text = TextTeacher(_labels(batch), soft.teacher if soft is not None else None, path)
+        text = TextTeacher(labels, teacher)
         total, found = fused_linear(parts, text, text_criterion, compiled)
     return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
 
 
-def _labels(batch: Batch) -> Tensor:
+def labels_of(batch: Batch) -> Tensor:
     """[P] int64, the tokens after the answered places."""
     return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
 
@@ -146,7 +150,7 @@ def target_loss(
     states = hidden.flatten(0, 1)[rows.places]
     part = Part(states, target.projection, rows.answers, scale.expand(len(states)))
     with record_function("loss"):
-        text = TextTeacher(_labels(batch), teacher)
+        text = TextTeacher(labels_of(batch), teacher)
         total, (found,) = fused_linear([part], text, text_criterion, compiled)
     return Sums(total, term_sums(found).unsqueeze(1))
 
@@ -164,12 +168,10 @@ class TextTeacher:
     Attributes:
         labels: [P] int64, the token that comes.
         soft: what is learnt instead of it.
-        path: is told where the text is the likeliest of that.
     """
 
     labels: Tensor
     soft: Teacher | None = None
-    path: Path | None = None
 
     @property
     def num_rows(self) -> int:
@@ -183,11 +185,8 @@ class TextTeacher:
 
     def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
         """Labels, and the distribution, of rows begin..end."""
-        labels = self.labels[begin:end]
         soft = None if self.soft is None else self.soft.chunk(begin, end)
-        if soft is not None and self.path is not None:
-            self.path.tell(begin, end, soft.best == labels)
-        return labels, soft
+        return self.labels[begin:end], soft
 
 
 class _TextCriterion:

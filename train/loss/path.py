@@ -6,10 +6,14 @@ them, as Medusa's, has to know what the target says after those, not after any t
 Letters: S tokens of a batch in a row, P answered places, m rows of a student.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from train.batch.rows import SUPERVISION, Batch
+from train.loss.fused import Teacher
+from train.loss.teachers import Distribution
 
 
 class Path:
@@ -20,12 +24,15 @@ class Path:
         weight: of a draft, for each token before it that the target would not have chosen.
 
     Attributes:
+        longest: depth of a draft.
         shares: [S] float32 for the token after each: 1, or `weight`. Those in no loss mask were
             given to the target, and leave its path as little as its own do.
     """
 
     def __init__(self, batch: Batch, weight: float) -> None:
-        self.weight, self.places = weight, batch[SUPERVISION].places
+        learnt = batch[SUPERVISION]
+        self.weight, self.places = weight, learnt.places
+        self.longest = len(learnt.depths) - 1
         num_tokens = batch["input_ids"].numel()
         self.shares = torch.ones(num_tokens, device=self.places.device)
 
@@ -40,15 +47,49 @@ class PathScales:
     Args:
         path: of the batch.
         places: [M] int64, the tokens that draft, of S.
-        depth: of the drafts, from 1: as many tokens lie between.
-        scale: [] float32, of a draft on the path.
+        depths: [M] int64 of the drafts, from 1: as many tokens lie between.
+        scales: [M] float32, of drafts on the path.
     """
 
-    def __init__(self, path: Path, places: Tensor, depth: int, scale: Tensor) -> None:
-        self.path, self.places, self.scale = path, places, scale
-        self.ahead = torch.arange(depth, device=places.device)
+    def __init__(self, path: Path, places: Tensor, depths: Tensor, scales: Tensor) -> None:
+        self.path, self.places, self.depths, self.scales = path, places, depths, scales
 
     def __getitem__(self, rows: slice) -> Tensor:
         """[m] float32."""
-        before = self.places[rows].unsqueeze(1) + self.ahead
-        return self.scale * self.path.shares[before].prod(1)
+        places, depths = self.places[rows], self.depths[rows]
+        found = self.scales[rows].clone()
+        for step in range(self.path.longest):
+            inside = step < depths
+            found *= torch.where(inside, self.path.shares[places + inside * step], 1.0)
+        return found
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A teacher that tells a path what it would have chosen, as far as it is asked.
+
+    Attributes:
+        teacher: gives distributions.
+        labels: [P] int64, the tokens that came.
+        path: is told.
+    """
+
+    teacher: Teacher
+    labels: Tensor
+    path: Path
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return self.teacher.num_rows
+
+    @property
+    def row_bytes(self) -> int:
+        """The teacher's."""
+        return self.teacher.row_bytes
+
+    def chunk(self, begin: int, end: int) -> Distribution:
+        """The teacher's."""
+        found: Distribution = self.teacher.chunk(begin, end)
+        self.path.tell(begin, end, found.best == self.labels[begin:end])
+        return found

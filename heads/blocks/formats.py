@@ -1,0 +1,292 @@
+"""Reading block drafters, whoever wrote them.
+
+Tensors have the authors' names everywhere. Settings lie in the root of `config.json` and in
+`dflash_config` (z-lab, SpecForge, DeepSpec, ours), or in `transformer_layer_config` (speculators).
+Layers are counted as the outputs of layers in `target_layer_ids`, as hidden states, one more, in
+`aux_hidden_state_layer_ids`. What contradicts the tensors, and what no part here computes, is
+refused.
+
+Sources: the writers z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and vllm-project/speculators;
+the readers of vLLM 0.32 and SGLang 0.5.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaConfig
+
+from conf.schema import InputError
+from heads.blocks.config import BlockHeadConfig
+from heads.blocks.head import BlockHead
+from heads.kind import UNKNOWN
+from heads.storage import PROVENANCE, load_tensors
+from heads.vocab import DraftVocab
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+SCALED_ROPE = ("linear", "yarn", "llama3")
+NESTED = ("transformer_layer_config", "dflash_config")
+# A head with another value computes something else.
+ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_sink_bias": False,
+    "use_aux_hidden_state": True,
+    "is_neox_style": True,
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+TARGETS = ("embed_tokens.weight", "lm_head.weight")
+"""Of the target in files of speculators, which hold copies of both."""
+VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+"""What speculators keeps for training, and no draft is made with."""
+
+
+def _settings(folder: Path, path: str) -> dict[str, Any]:
+    """`config.json`, its parts merged; no None.
+
+    Raises:
+        InputError: it is no JSON.
+    """
+    file = folder / "config.json"
+    try:
+        root = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"head.path={path}: config.json is not JSON: {error}") from error
+    parts = [root[name] for name in NESTED if isinstance(root.get(name), dict)]
+    merged: dict[str, Any] = {}
+    for part in (*parts, root):
+        merged |= {key: value for key, value in part.items() if value is not None}
+    return merged
+
+
+@dataclass
+class BlockFile:
+    """What a folder holds.
+
+    Attributes:
+        path: as the user gave it.
+        settings: of `config.json`.
+        tensors: by their names in `BlockHead.state_dict`.
+        vocab: the ids that are drafted.
+        export: what `heads.export.writer` noted about the folder; empty for others.
+    """
+
+    path: str
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    vocab: DraftVocab
+    export: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path, path: str) -> "BlockFile":
+        """Reads settings and tensors.
+
+        Raises:
+            InputError: missing, pickled or corrupt files, or settings of another architecture.
+        """
+        settings, export, tensors = _settings(folder, path), {}, dict[str, Tensor]()
+        if (folder / PROVENANCE).is_file():
+            export = json.loads((folder / PROVENANCE).read_text()).get("export", {})
+        files = sorted(folder.glob("model*.safetensors"))
+        found = cls(path, settings, tensors, DraftVocab.everything(1), export)
+        if not files:
+            names = sorted(each.name for each in folder.iterdir())
+            raise found.error(
+                f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
+                "never opened: convert them with "
+                "https://huggingface.co/spaces/safetensors/convert"
+            )
+        for file in files:
+            tensors |= {n.removeprefix("model."): t for n, t in load_tensors(file).items()}
+        found._forget()
+        found._check()
+        found.vocab = found._vocabulary()
+        return found
+
+    def _forget(self) -> None:
+        """Drops what is the target's, in files that say so."""
+        copies = (*self.export.get("added", ()), *VERIFIER)
+        for name in copies:
+            self.tensors.pop(name, None)
+
+    def error(self, problem: str) -> InputError:
+        """To be raised."""
+        return InputError(f"head.path={self.path}: {problem}")
+
+    def _check(self) -> None:
+        for key, only in ONLY.items():
+            if self.settings.get(key, only) != only:
+                raise self.error(f"config.json says {key}={self.settings[key]}: must be {only}")
+        if "mask_hidden" in self.tensors:
+            raise self.error("mask_hidden: a P-EAGLE head, of another kind")
+        missing = [key for key in SIZES if key not in self.settings]
+        if missing:
+            raise self.error(f"config.json lacks {missing}")
+
+    def _vocabulary(self) -> DraftVocab:
+        size, tensors = self.settings["vocab_size"], self.tensors
+        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        vocab = DraftVocab.everything(size)
+        if d2t is not None:
+            vocab = DraftVocab.from_offsets(d2t, size, t2d)
+        stated, rows = self.settings.get("draft_vocab_size", size), tensors.get("lm_head.weight")
+        if stated != len(vocab.ids) or (rows is not None and len(rows) != len(vocab.ids)):
+            raise self.error(
+                f"draft vocabulary of {len(vocab.ids)} of {size} ids by d2t (without it, all), "
+                f"{stated} by config.json, {None if rows is None else len(rows)} by lm_head: must "
+                "agree"
+            )
+        if not vocab.full and rows is None:
+            raise self.error(f"lm_head.weight missing: the target's has not {len(vocab.ids)} ids")
+        return vocab
+
+    def architecture(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
+        """Of the head.
+
+        Args:
+            layers: in place of those in `config.json`.
+            anchored: `sample_from_anchor` where the file does not say.
+
+        Raises:
+            InputError: what a block needs is not said, or not served.
+        """
+        settings = self.settings
+        llama, window = self._llama(), self._window()
+        width = settings.get("target_hidden_size", llama.hidden_size)
+        chosen = self._layers(layers, width)
+        return BlockHeadConfig(
+            llama=llama,
+            target=self._target(),
+            target_hidden_size=width,
+            num_target_layers=settings.get("num_target_layers", 0),
+            layers=chosen,
+            block_size=self._number("block_size"),
+            mask_token_id=self._number("mask_token_id"),
+            sample_from_anchor=settings.get("sample_from_anchor", anchored),
+            causal=self._causal(window),
+            window=window,
+            own_output_head="lm_head.weight" in self.tensors,
+            own_embedding="embed_tokens.weight" in self.tensors,
+        )
+
+    def _number(self, key: str) -> int:
+        found = self.settings.get(key)
+        if not isinstance(found, int):
+            raise self.error(f"config.json has {found!r} for {key}: must be a whole number")
+        return found
+
+    def _target(self) -> str:
+        verifier = self.settings.get("speculators_config", {}).get("verifier", {})
+        return (
+            self.settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
+        )
+
+    def _window(self) -> int | None:
+        """Tokens that every layer sees; None for all.
+
+        Raises:
+            InputError: layers differ.
+        """
+        kinds = set(self.settings.get("layer_types", ()))
+        sliding = self.settings.get("use_swa", False) or "sliding_attention" in kinds
+        if len(kinds) > 1:
+            raise self.error(f"config.json says layer_types {sorted(kinds)}: must be all of a kind")
+        if not sliding:
+            return None
+        size = self.settings.get("swa_window_size", self.settings.get("sliding_window"))
+        if not isinstance(size, int):
+            raise self.error("config.json asks for a sliding window, but has no sliding_window")
+        return size
+
+    def _causal(self, window: int | None) -> bool:
+        """As vLLM decides: what is said, and otherwise whether layers slide."""
+        settings = self.settings
+        if "speculators_model_type" in settings:
+            return not settings.get("sliding_window_non_causal", True)
+        return bool(settings.get("is_causal", settings.get("causal", window is not None)))
+
+    def _layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+        settings = self.settings
+        stated = [index + 1 for index in settings.get("target_layer_ids", ())]
+        stated = settings.get("aux_hidden_state_layer_ids", stated)
+        chosen = tuple(stated if layers is None else layers)
+        fc = self.tensors.get("fc.weight")
+        if not chosen or (fc is not None and fc.shape[-1] != len(chosen) * width):
+            read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} features of {width}"
+            raise self.error(
+                f"fc.weight reads {read}, but head.layers or config.json names {list(chosen)}"
+            )
+        return chosen
+
+    def _llama(self) -> LlamaConfig:
+        settings = self.settings
+        sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
+        try:
+            return LlamaConfig(**sizes, rope_parameters=self._rope(), attention_bias=False)
+        except (StrictDataclassError, KeyError) as error:
+            raise self.error(f"config.json: {error}") from error
+
+    def _rope(self) -> dict[str, Any]:
+        """Both spellings of RoPE settings, before and since transformers 5, as the latter."""
+        settings = self.settings
+        rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        rope.pop("type", None)
+        # What engines take where nothing is said.
+        theta = rope.pop("rope_theta", settings.get("rope_theta", 1e6))
+        part = rope.pop("partial_rotary_factor", 1.0)
+        if part == 1.0 and kind == "default":
+            return {"rope_type": "default", "rope_theta": theta}
+        if part == 1.0 and kind in SCALED_ROPE:
+            return rope | {"rope_type": kind, "rope_theta": theta}
+        raise self.error(
+            f"config.json says RoPE is {kind} over {part} of each head: must be default, "
+            f"{', '.join(SCALED_ROPE)} over 1.0"
+        )
+
+    def fill(self, head: BlockHead) -> None:
+        """Loads a head made for `architecture` with the tensors.
+
+        Raises:
+            InputError: a tensor too many, too few or misshapen.
+        """
+        expected, tensors = head.state_dict(), self.tensors
+        shapes = [
+            f"{name} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
+            for name in sorted(set(expected) & set(tensors))
+            if expected[name].shape != tensors[name].shape
+        ]
+        wrong = {
+            "missing": sorted(set(expected) - set(tensors)),
+            "foreign": sorted(set(tensors) - set(expected)),
+            "misshapen": shapes,
+        }
+        problems = [f"{kind}: {names}" for kind, names in wrong.items() if names]
+        if problems:
+            raise self.error("tensors " + "; ".join(problems))
+        head.load_state_dict(tensors)
+
+
+def names_kind(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
+    """Whether a folder's `config.json` is of a kind, by engines' names or by speculators'."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except ValueError:
+        return False  # who is asked last says what is wrong
+    named = set(settings.get("architectures", ())) & set(architectures)
+    return settings.get("speculators_model_type") == model_type or bool(named)

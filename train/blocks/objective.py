@@ -1,0 +1,210 @@
+"""What every block drafter learns from, and how one is made.
+
+Anchors, the tokens behind which blocks draft, are drawn by sequence and step on the CPU: alike on
+any number of processes, and after a stop.
+"""
+
+from abc import abstractmethod
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from conf.schema import InputError
+from conf.schema_blocks import BlockConfig
+from data.features import TrainingData
+from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from heads.blocks.config import (
+    BlockHeadConfig,
+    block_llama,
+    check_layers,
+    default_layers,
+    mask_token,
+)
+from heads.blocks.head import BlockHead
+from heads.target.ends import TargetEnds
+from heads.vocab import DraftVocab, coverage_lines
+from train.batch.rows import (
+    DOCUMENTS,
+    NOISE_SEEDS,
+    SUPERVISION,
+    UNROLLED,
+    Batch,
+    SortedIndices,
+    Unrolled,
+)
+from train.batch.states import states_of
+from train.loop import resume
+from train.loss.blocks import MEASURES, BlockCriterion, block_loss, slot_weights
+from train.loss.fused import Part, Teacher
+from train.loss.losses import Sums
+from train.loss.teachers import HiddenTeacher, TopKTeacher
+from train.objective import Objective
+
+FIRST, END = "first_tokens", "block_places"
+"""Of the tokens in a row the first and, but one, the last that each block sees."""
+
+
+class BlockObjective(Objective):
+    """The loss of drawn blocks; `slots` is what a kind adds to them."""
+
+    measures = MEASURES
+
+    def __init__(self, head: BlockHead, target: TargetEnds, config: BlockConfig) -> None:
+        super().__init__()
+        self.head, self.target, self.config = head, target, config
+        self.learns_prompts = config.learn_prompts
+        self.weights = slot_weights(config, head.config.num_draft_tokens)
+        self.criterion = BlockCriterion(config, head.vocab)
+        self.resume_settings = resume.settings("head", config)
+        if not head.vocab.ids.is_meta:  # of which memory alone is estimated
+            ids = head.vocab.ids.cpu().numpy().tobytes()
+            self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
+
+    def compile_parts(self) -> None:
+        """From now on compiles the loss, and the parts of the layers that fuse well."""
+        self.criterion.compiled = True
+        self.head.compile_layers()
+
+    def indexed(self, batch: Batch) -> Batch:
+        """A batch on the CPU with where its documents and its blocks lie."""
+        batch = super().indexed(batch)
+        learnt, documents = batch[SUPERVISION], batch[DOCUMENTS]
+        shape = batch["input_ids"].shape
+        seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
+        anchors = drawn(learnt.depths[1].places, shape[1], self.config.num_anchors, seeds)
+        unrolled = Unrolled.of(learnt, anchors)
+        bounds = documents.bounds.long()
+        first = bounds[torch.searchsorted(bounds, unrolled.drafts, right=True) - 1]
+        end = unrolled.drafts + 1
+        sight = {FIRST: SortedIndices(first, first), END: SortedIndices(end, end)}
+        return {**batch, UNROLLED: unrolled, **sight}
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[D] float32 learnt drafts of each depth."""
+        return torch.tensor(list(map(float, batch[UNROLLED].sizes)))
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What the head gives on a prepared batch; `scale` [D] weighs the losses of the slots."""
+        with record_function("head"):
+            outputs = self._outputs(batch)
+        with record_function("loss"):
+            unrolled: Unrolled = batch[UNROLLED]
+            rows = outputs.transpose(0, 1).flatten(0, 1).index_select(0, unrolled.rows.places)
+            slots = self.slots(rows, batch, scale[unrolled.steps])
+            weight = self.config.off_path_weight if self.training else 1.0
+            return block_loss(self.criterion, slots, batch, self._teacher(batch), weight)
+
+    @abstractmethod
+    def slots(self, rows: Tensor, batch: Batch, scales: Tensor) -> Part:
+        """The learnt rows [M, H] of all slots as students, scaled by [M]."""
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        """[A, D, H] of the drawn blocks, of all sequences in a row."""
+        head, ids = self.head, batch["input_ids"].flatten()
+        positions = batch["position_ids"].flatten()
+        features = head.features(states_of(batch)).flatten(0, 1)
+        text, anchors = head.read(features, positions), batch[UNROLLED].drafts
+        first, end = batch[FIRST], batch[END]
+        host, depth = (first.host, end.host), head.config.num_draft_tokens
+        sight = head.sight(first.device, end.device, depth, host)
+        return head.draft(ids.roll(-1)[anchors], positions[anchors] + 1, text, sight)
+
+    def _teacher(self, batch: Batch) -> Teacher:
+        """What the target says after the answered places."""
+        vocab, places = self.head.vocab, batch[SUPERVISION].places
+        temperature = self.taught_at(self.config.teacher_temperature)
+        if TEACHER_IDS in batch:
+            names = (TEACHER_IDS, TEACHER_LOG_PROBS)
+            ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
+            return TopKTeacher(vocab, ids, log_probs, temperature)
+        states = batch[HIDDEN].flatten(0, 1)[places]
+        return HiddenTeacher(self.target, vocab, states, temperature)
+
+
+def drawn(places: Tensor, num_tokens: int, most: int, seeds: tuple[int, ...]) -> Tensor:
+    """[A] int64 rising: at most so many of the places in each sequence, drawn by its seed.
+
+    Args:
+        places: [n] int64 rising, of all sequences in a row.
+        num_tokens: of a sequence.
+        most: of a sequence.
+        seeds: one a sequence.
+    """
+    found = []
+    for number, seed in enumerate(seeds):
+        mine = places[(places >= number * num_tokens) & (places < (number + 1) * num_tokens)]
+        if len(mine) > most:
+            generator = torch.Generator().manual_seed(seed)
+            mine = mine[torch.randperm(len(mine), generator=generator)[:most].sort().values]
+        found.append(mine)
+    return torch.cat(found)
+
+
+def chosen_vocab(
+    config: BlockConfig, target: TargetEnds, train: TrainingData
+) -> tuple[DraftVocab, list[str]]:
+    """The ids that a fresh head drafts, and what to say about them."""
+    counts, always = train.token_counts(target.vocab_size), target.special_ids
+    vocab = DraftVocab.choose(counts, config.draft_vocab_size, always)
+    return vocab, [] if vocab.full else coverage_lines(counts, vocab, always)
+
+
+def architecture(
+    config: BlockConfig, target: TargetEnds, train: TrainingData, sample_from_anchor: bool
+) -> BlockHeadConfig:
+    """Of a fresh head for a target.
+
+    Raises:
+        InputError: layers or a mask token that the target does not have, or that the data use.
+    """
+    layers = config.layers or default_layers(target.num_layers, config.num_features)
+    check_layers(tuple(layers), target)
+    mask = mask_token(target, config.mask_token_id)
+    counts = train.token_counts(target.vocab_size)
+    if mask < len(counts) and counts[mask]:
+        raise InputError(
+            f"head.mask_token_id={mask}: the data use it {int(counts[mask])} times; name a token "
+            "that no text uses"
+        )
+    return BlockHeadConfig(
+        llama=block_llama(target, config.num_layers),
+        target=target.name,
+        target_hidden_size=target.feature_size,
+        num_target_layers=target.num_layers,
+        layers=tuple(layers),
+        block_size=config.block_size,
+        mask_token_id=mask,
+        sample_from_anchor=sample_from_anchor,
+        causal=config.causal,
+        window=config.window,
+        own_output_head=config.own_output_head,
+        # A file says that a target's embedding fits by one width for all.
+        own_embedding=target.feature_size != target.hidden_size,
+    )
+
+
+def check_trained(head: BlockHead, target: TargetEnds) -> None:
+    """Refuses a head that is trained through an output head without gradients.
+
+    Raises:
+        InputError: the target's is quantised.
+    """
+    if head.lm_head is None and not target.output_head.weight.is_floating_point():
+        raise InputError(
+            f"target.path={target.name}: its output head is quantised, and this head is trained "
+            "through it; name the model before quantisation (target.quantization leaves it alone)"
+        )
+
+
+def described(head: BlockHead, name: str) -> str:
+    """What a run says of a head."""
+    config = head.config
+    trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
+    return (
+        f"head: {name}, {config.llama.num_hidden_layers} layers over hidden states "
+        f"{list(config.layers)}, blocks of {config.block_size} rows "
+        f"({config.num_draft_tokens} draft tokens), mask token {config.mask_token_id}, "
+        f"{trained / 1e6:.1f} M parameters"
+    )

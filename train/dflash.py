@@ -1,0 +1,71 @@
+"""Trains DFlash heads: `accelerate launch train/dflash.py target.path=... data.path=...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from torch import Tensor
+
+from conf.schema_dflash import DFlashConfig, DFlashRun
+from data.features import TrainingData
+from eval import entry
+from heads.dflash.formats import load_dflash
+from heads.dflash.head import DFlashHead
+from heads.target.ends import TargetEnds
+from train.batch.rows import UNROLLED, Batch
+from train.blocks.objective import (
+    BlockObjective,
+    architecture,
+    check_trained,
+    chosen_vocab,
+    described,
+)
+from train.loop import command
+from train.loss.fused import Part
+
+
+class DFlashObjective(BlockObjective):
+    """Each slot by itself."""
+
+    def slots(self, rows: Tensor, batch: Batch, scales: Tensor) -> Part:
+        """Through the output head alone."""
+        return Part(rows, self.head.projection(), batch[UNROLLED].rows.answers, scales)
+
+
+def main(config: DFlashRun) -> None:
+    """Trains to `out_dir/head`."""
+
+    def build(target: TargetEnds, train: TrainingData) -> tuple[DFlashObjective, list[str]]:
+        head, lines = make_head(config.head, target, train, config.seed)
+        return DFlashObjective(head, target, config.head), lines
+
+    command.train(config, build)
+
+
+def make_head(
+    config: DFlashConfig, target: TargetEnds, train: TrainingData, seed: int
+) -> tuple[DFlashHead, list[str]]:
+    """An untrained head, or a saved one that fits the target; and what to say about it.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    if config.path is not None:
+        head, lines = load_dflash(config.path, config.revision, config.layers), list[str]()
+        head.attach(target)
+    else:
+        vocab, lines = chosen_vocab(config, target, train)
+        head = DFlashHead(architecture(config, target, train, sample_from_anchor=False), vocab)
+        head.begin(target, seed)
+    check_trained(head, target)
+    return head, [*lines, described(head, "DFlash")]
+
+
+def default_objective(head: DFlashHead, target: TargetEnds) -> DFlashObjective:
+    """With the settings of the recipe, for benchmarks."""
+    return DFlashObjective(head, target, entry.head_recipe(DFlashConfig, "dflash"))
+
+
+if __name__ == "__main__":
+    entry.run(main, DFlashRun, "dflash", recipe="dflash")

@@ -1,0 +1,113 @@
+"""The loss of block drafters: cross-entropy and a divergence, of slots in drawn blocks.
+
+Sums over supervised tokens, as in `train.loss.losses`. The draft at depth d (from 1) of a block
+behind token t is x_{t+1+d}, so it is supervised where Medusa's head d is, and is compared with
+what the target says at t + d.
+
+Letters: A blocks, M rows of all slots, P answered places, H hidden, W draft vocabulary, D depths.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from conf.schema_blocks import BlockConfig
+from heads.vocab import DraftVocab
+from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.loss.divergences import LossGrad, Softmax, divergence
+from train.loss.fused import Part, RowLosses, Teacher, fused_linear
+from train.loss.losses import Sums, TextTeacher, labels_of, term_sums
+from train.loss.path import Followed, Path, PathScales
+from train.loss.teachers import Distribution
+
+MEASURES = ("top1", "alpha")
+"""Tokens where the head's and the target's first choice agree; and the sum over the whole
+vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
+
+
+def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
+    """[D] float32: exp(-(d - 1) / gamma) for d = 1..D.
+
+    Source: DFlash, arXiv 2602.06036, eq. 4.
+    """
+    return torch.exp(-torch.arange(num_draft_tokens) / config.slot_gamma)
+
+
+def block_loss(
+    criterion: "BlockCriterion",
+    slots: Part,
+    batch: Batch,
+    teacher: Teacher,
+    off_path_weight: float,
+) -> Sums:
+    """The losses of all slots of a batch.
+
+    Args:
+        criterion: weights and formulas.
+        slots: the learnt rows, in the order of the answers; scaled by slot.
+        batch: what is learnt of it.
+        teacher: what the target says after its P answered places.
+        off_path_weight: multiplies what a draft adds to the total, for each token between that is
+            not the teacher's first choice.
+
+    Returns:
+        `terms` with `MEASURES`.
+    """
+    unrolled: Unrolled = batch[UNROLLED]
+    labels = labels_of(batch)
+    if off_path_weight != 1:
+        path = Path(batch, off_path_weight)
+        places = unrolled.drafts[unrolled.rows.places % len(unrolled.drafts)]
+        scales = PathScales(path, places, 1 + unrolled.steps, slots.scales[:])
+        slots, teacher = slots._replace(scales=scales), Followed(teacher, labels, path)
+    text = TextTeacher(labels, teacher)
+    total, (found,) = fused_linear([slots], text, criterion, criterion.compiled)
+    by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
+    return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
+
+
+class BlockCriterion:
+    """The weighted losses of a row; compiled on first use if asked for."""
+
+    num_measures = len(MEASURES)
+
+    def __init__(self, config: BlockConfig, vocab: DraftVocab, compiled: bool = False) -> None:
+        self.config, self.vocab, self.compiled = config, vocab, compiled
+
+    def __call__(
+        self, chunk: tuple[Tensor, Distribution], at: Tensor, student: Softmax, want_grad: bool
+    ) -> RowLosses:
+        """See `train.loss.fused.Criterion`."""
+        labels, soft = chunk[0][at], chunk[1]
+        best, full = soft.best[at], self.vocab.full
+        top1 = (student.best if full else self.vocab.to_target(student.best)) == best
+        pair, config = soft.pair(at, student), self.config
+        alpha = torch.minimum(pair.p, pair.q).sum(-1)
+        terms: list[LossGrad] = []
+        if config.divergence_weight:
+            found = divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(found.times(config.divergence_weight))
+        if config.text_weight:
+            found = self._text(labels, student, want_grad)
+            terms.append(found.times(config.text_weight))
+        loss, grad = _summed(terms)
+        return RowLosses(torch.stack([loss, top1.to(alpha), alpha]), grad)
+
+    def _text(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
+        """Cross-entropy; 0 where the label cannot be drafted."""
+        columns = labels if self.vocab.full else self.vocab.to_draft(labels)
+        inside = columns >= 0
+        column = columns.clamp_min(0).unsqueeze(1)
+        loss = -student.log_q_at(column).squeeze(1)
+        grad = None
+        if want_grad:
+            grad = student.q.scatter_add(1, column, student.q.new_full(column.shape, -1.0))
+        return LossGrad(loss, grad).where(inside)
+
+
+def _summed(terms: Sequence[LossGrad]) -> LossGrad:
+    first, *others = terms
+    for each in others:
+        first = first.plus(each)
+    return first
