@@ -1,14 +1,11 @@
 """DFlash heads as a kind of draft head."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from heads.blocks.kind import BlockKind
 from heads.dflash.formats import holds, read_dflash
 from heads.dflash.head import DFlashHead
-from heads.kind import HeadFacts
-from heads.target.ends import TargetEnds
-from heads.vocab import DraftVocab
 
 
 class DFlashKind(BlockKind[DFlashHead]):
