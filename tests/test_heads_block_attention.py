@@ -1,0 +1,111 @@
+"""Attention of blocks against a sum written row by row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.blocks import attention
+from heads.blocks.attention import Sight, block_attention, plain_attention
+
+S, SIZE = 11, 3
+FIRST, END = [0, 0, 4, 4, 9], [1, 4, 6, 9, 11]
+KINDS = [(False, None), (True, None), (False, 3), (True, 3), (False, 2), (False, 1)]
+
+
+def sight(causal: bool = False, window: int | None = None) -> Sight:
+    first, end = torch.tensor(FIRST), torch.tensor(END)
+    return Sight(first, end, SIZE, causal, window, (first, end))
+
+
+def inputs(heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, text keys and values, own keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    many, few = heads
+    blocks, text = (len(FIRST), SIZE), (1, S)
+    shapes = [(*blocks, many), *[(*text, few)] * 2, *[(*blocks, few)] * 2]
+    made = [torch.randn(*shape, 8, generator=generator, dtype=dtype) for shape in shapes]
+    return [each.requires_grad_() for each in made]
+
+
+def literal(query: Tensor, *both: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Row by row and head by head."""
+    keys, values, own_keys, own_values = both
+    groups, found = query.shape[2] // keys.shape[2], []
+    for block in range(len(FIRST)):
+        for row in range(SIZE):
+            place = END[block] + row
+            text = [
+                s for s in range(FIRST[block], END[block]) if window is None or place - s < window
+            ]
+            mine = [
+                other
+                for other in range(SIZE)
+                if (not causal or other <= row) and (window is None or abs(row - other) < window)
+            ]
+            for head in range(query.shape[2]):
+                few = head // groups
+                k = torch.cat([keys[0, text, few], own_keys[block, mine, few]])
+                v = torch.cat([values[0, text, few], own_values[block, mine, few]])
+                weights = (k @ query[block, row, head] / query.shape[-1] ** 0.5).softmax(-1)
+                found.append(weights @ v)
+    return torch.stack(found).view_as(query)
+
+
+def run(attend, made: list[Tensor]) -> tuple[Tensor, ...]:
+    """The output, and gradients of all that went in."""
+    output = attend(*made)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    return output, *torch.autograd.grad(output, made, upstream.to(output))
+
+
+def both_ways(attend, seen: Sight):
+    return lambda query, k, v, own_k, own_v: attend(query, (k, v), (own_k, own_v), seen)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize(("causal", "window"), KINDS)
+@pytest.mark.parametrize("rows", [1, 6, 128])
+def test_rows_see_their_text_and_their_block(
+    heads: tuple[int, int], causal: bool, window: int | None, rows: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(attention, "ROWS_PER_CHUNK", rows)
+    made = inputs(heads)
+    expected = run(lambda *each: literal(*each, causal=causal, window=window), made)
+    for attend in (block_attention, plain_attention):
+        found = run(both_ways(attend, sight(causal, window)), made)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_several_texts_each_with_its_own_blocks() -> None:
+    query, keys, values, own_keys, own_values = (each.detach() for each in inputs())
+    query, own = query[:4], (own_keys[:4], own_values[:4])
+    text = tuple(torch.cat([each, each.flip(1)]) for each in (keys, values))
+    first, end = torch.tensor(FIRST[:4]), torch.tensor(END[:4])
+    found = block_attention(query, text, own, Sight(first, end, SIZE))
+    for number, rows in enumerate((slice(0, 2), slice(2, 4))):
+        seen = Sight(first[rows], end[rows], SIZE, host=(first[rows], end[rows]))
+        alone = tuple(each[number, None] for each in text)
+        mine = block_attention(query[rows], alone, tuple(each[rows] for each in own), seen)
+        torch.testing.assert_close(found[rows], mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_numbers_are_near_wide_ones(dtype: torch.dtype) -> None:
+    made = inputs()
+    expected = run(both_ways(block_attention, sight()), made)
+    narrow = [each.detach().to(dtype).requires_grad_() for each in made]
+    found = run(both_ways(block_attention, sight()), narrow)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype is dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_chunk_reads_no_token_that_none_of_its_blocks_sees(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "ROWS_PER_CHUNK", 2 * SIZE)
+    assert sight().chunks == [
+        (slice(0, 2), slice(0, 4)),
+        (slice(2, 4), slice(4, 9)),
+        (slice(4, 5), slice(9, 11)),
+    ]
