@@ -87,6 +87,10 @@ class DraftHead(nn.Module, ABC):
     def output_heads(self) -> list[Tensor]:
         """Matrices of its own from states to logits: a row for each id that it drafts."""
 
+    def embeddings(self) -> list[Tensor]:
+        """Trained matrices of its own with a row for each id that it reads."""
+        return []
+
     @abstractmethod
     def pruned(self, vocab: DraftVocab) -> "DraftHead":
         """A copy, float32 and not attached, that drafts some of its ids with the same logits."""

@@ -116,8 +116,9 @@ class BlockChain(_BlockDrafter):
         before, outputs, base = self._slots(roots)
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
+        state: Tensor | None = None
         for slot in range(self.depth):
-            logits = self.head.step(base[:, slot], outputs[:, slot], before)
+            logits, state = self.head.step(base[:, slot], outputs[:, slot], before, state)
             before = self._sample(logits, probs)
             tokens.append(self._known(before.unsqueeze(1), slot))
         return Draft.of(self.tree, torch.cat(tokens, 1), torch.stack(probs, 1) if probs else None)
@@ -162,13 +163,16 @@ class BlockTree(_BlockDrafter):
     def expand(self, roots: list[int]) -> Drawn:
         """See `heads.drafting.DynamicDrafter`."""
         sure, outputs, base = self._slots(roots)
+        first, state = self.head.step(base[:, 0], outputs[:, 0], sure, None)
 
         def after(grown: Grown) -> Tensor:
+            nonlocal state
             number = len(grown.tokens) // len(roots)
-            logits, states = (
+            mine, slot = (
                 each[:, grown.level].repeat_interleave(number, 0) for each in (base, outputs)
             )
-            return self.head.step(logits, states, grown.tokens)
+            before = None if state is None else state[grown.rows]
+            logits, state = self.head.step(mine, slot, grown.tokens, before)
+            return logits
 
-        first = self.head.step(base[:, 0], outputs[:, 0], sure)
         return grow(self.shape, self.head.vocab, first, after, self._known)

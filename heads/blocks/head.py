@@ -192,13 +192,16 @@ class BlockHead(DraftHead):
         return target.logits(outputs.to(target.output_head.weight.dtype)).to(outputs.dtype)
 
     @abstractmethod
-    def step(self, base: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
-        """[N, W] logits of a slot, given the tokens that stand before it.
+    def step(
+        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, W] logits of a slot, given the tokens that stand before it, and the next state.
 
         Args:
-            base: [N, W] of `logits`; may be written over.
+            base: [N, W] of `logits`, which stay as they are.
             outputs: [N, H], the slot's.
-            before: [N] int64 target ids.
+            before: [N] int64 target ids of the tokens right before.
+            state: [N, .] what the slots before have left; None before the first, or if nothing.
         """
 
     def output_heads(self) -> list[Tensor]:
@@ -232,11 +235,13 @@ class BlockHead(DraftHead):
         nothing, end = torch.zeros_like(rows), rows + 1
         sight = self.sight(nothing, end, depth, (nothing.cpu(), end.cpu()))
         outputs = self.draft(ids[end], end, text, sight)
-        best = []
+        best: list[Tensor] = []
+        state: Tensor | None = None
         for slot in range(depth):
             # Of a text that has ended nobody looks at drafts.
             before = ids[(end + slot).clamp_max(len(ids) - 1)]
-            logits = self.step(self.logits(outputs[:, slot]), outputs[:, slot], before)
+            base = self.logits(outputs[:, slot])
+            logits, state = self.step(base, outputs[:, slot], before, state)
             found = self.vocab.to_target(logits.topk(width).indices)
             best.append(
                 found.masked_fill(

@@ -14,9 +14,11 @@ from heads.blocks.head import BlockHead
 class DFlashHead(BlockHead):
     """See the module's docstring."""
 
-    def step(self, base: Tensor, outputs: Tensor, before: Tensor) -> Tensor:  # noqa: ARG002
+    def step(
+        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """[N, W] the slot's own logits, whatever stands before it."""
-        return base
+        return base, state
 
     def config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""

@@ -32,6 +32,10 @@ class AdaptedMedusa(nn.Module):
         """The heads' own, see `MedusaHead.output_heads`."""
         return self.heads.output_heads()
 
+    def embeddings(self) -> list[Tensor]:
+        """The heads' own, see `DraftHead.embeddings`."""
+        return self.heads.embeddings()
+
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
         """Writes the heads to `folder` and the adapter beside it, to `adapter`.
 

@@ -1,7 +1,7 @@
 """What updates a head: AdamW, or Muon for its hidden matrices and AdamW for the rest.
 
 Muon moves a matrix alike in all directions, so what few tokens speak for is learnt as fast as the
-rest. Output heads are AdamW's: a row there is an id, most of which are rare.
+rest. Output heads and embeddings are AdamW's: a row there is an id, most of which are rare.
 """
 
 from collections.abc import Iterable
@@ -94,7 +94,7 @@ def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
     """By name, the trained matrices that Muon updates; none if there is no Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
-    left_out = {id(each) for each in head.output_heads()}
+    left_out = {id(each) for each in (*head.output_heads(), *head.embeddings())}
     named: Iterable[tuple[str, nn.Parameter]] = head.named_parameters()
     return {
         name: each

@@ -56,6 +56,18 @@ class Scales(Protocol):
         ...
 
 
+class LowRank(NamedTuple):
+    """What is added to logits: a product of few columns.
+
+    Attributes:
+        states: [M, r].
+        weight: [W, r], a parameter.
+    """
+
+    states: Tensor
+    weight: Tensor
+
+
 class Part(NamedTuple):
     """Student rows that share a projection.
 
@@ -65,12 +77,19 @@ class Part(NamedTuple):
         rows: M rows of the teacher that they are compared with.
         scales: [M] float32, the weight of each row in the total; asked of rows whose chunk the
             teacher has given, and at the end of all.
+        added: to the projection's logits.
     """
 
     hidden: Tensor
     projection: Projection
     rows: SortedIndices
     scales: Scales
+    added: LowRank | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """States and weights, in pairs, that may want gradients."""
+        return self.hidden, self.projection.weight, *(self.added or ())
 
 
 class Teacher(Protocol):
@@ -157,7 +176,7 @@ def fused_linear(
         total: [] float32 with a gradient to hidden states.
         found: per part [1 + L, M] float32, loss and measures of each row, without one.
     """
-    inputs = [tensor for part in parts for tensor in (part.hidden, part.projection.weight)]
+    inputs = [tensor for part in parts for tensor in part.inputs]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     compare = partial(compare_compiled if compiled else compared, criterion)
     total, *found = _Fused.apply(
@@ -192,8 +211,8 @@ class _Fused(torch.autograd.Function):
                 for student in students:
                     student.compare(partial(compare, chunk), number, begin)
                 del chunk  # before the next one is made
-        ctx.hidden_grads = [student.hidden_grad for student in students]
-        ctx.weights = [part.projection.weight for part in parts]
+        ctx.state_grads = [grad for student in students for grad in student.state_grads]
+        ctx.weights = [weight for part in parts for weight in part.inputs[1::2]]
         found = [student.found for student in students]
         ctx.mark_non_differentiable(*found)
         totals = [(s.found[0] * s.part.scales[:]).sum() for s in students]
@@ -202,15 +221,15 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        assert ctx.hidden_grads is not None, "one backward pass per loss"
+        assert ctx.state_grads is not None, "one backward pass per loss"
         assert grad_total.is_cuda or grad_total == 1, "a total is run backward as it is"
         grads: list[Tensor | None] = []
-        for grad, weight in zip(ctx.hidden_grads, ctx.weights, strict=True):
+        for grad, weight in zip(ctx.state_grads, ctx.weights, strict=True):
             grads.append(grad)
             # Not None: who waits for this gradient, as DDP does, must hear of it.
             trained = weight.requires_grad
             grads.append(weight.new_zeros(()).expand_as(weight) if trained else None)
-        ctx.hidden_grads = None
+        ctx.state_grads = None
         return None, None, None, None, None, *grads
 
 
@@ -230,13 +249,19 @@ class _Student:
         weight = part.projection.weight
         self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
         self.projection: Projection | None = None
+        self.added: LowRank | None = None
         self.bounds = torch.searchsorted(part.rows.host, torch.tensor(edges)).tolist()
         precise = torch.promote_types(weight.dtype, torch.float32)
         shape = (1 + num_measures, len(part.hidden))
         self.found = torch.zeros(shape, dtype=precise, device=weight.device)
-        wanted = want_grad and part.hidden.requires_grad
-        self.hidden_grad = torch.zeros_like(part.hidden) if wanted else None
-        self.weight_grad = _grad_of(weight) if want_grad and weight.requires_grad else None
+        pairs = [part.inputs[at : at + 2] for at in range(0, len(part.inputs), 2)]
+        self.state_grads = [
+            torch.zeros_like(states) if want_grad and states.requires_grad else None
+            for states, _ in pairs
+        ]
+        self.weight_grads = [
+            _grad_of(each) if want_grad and each.requires_grad else None for _, each in pairs
+        ]
 
     def compare(self, compare: Compare, number: int, begin: int) -> None:
         """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
@@ -244,24 +269,31 @@ class _Student:
         if self.projection is None:
             narrow = weight.detach().to(self.dtype)
             self.projection = self.part.projection._replace(weight=narrow)
+            added = self.part.added
+            self.added = added and LowRank(*(each.detach().to(self.dtype) for each in added))
         first, last = self.bounds[number : number + 2]
         size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
         for rows in balanced(first, last, size):
             self._rows(compare, rows, self.projection, begin)
         if number == self.last_chunk:
-            self.projection = None  # before the next student casts its own
+            self.projection = self.added = None  # before the next student casts its own
 
     def _rows(self, compare: Compare, rows: slice, projection: Projection, begin: int) -> None:
         hidden = self.part.hidden[rows].detach().to(self.dtype)
         logits = projection.logits(hidden, self._buffer(len(hidden)))
+        added = self._added(rows, logits)
         at = self.part.rows.device[rows] - begin
         for piece in balanced(0, len(logits), piece_rows(logits)):
             result = compare(at[piece], logits[piece], self.want_grad)
             self.found[:, rows][:, piece] = result.values
             if result.grad is not None:
-                logits[piece] = projection.before(result.grad, logits[piece])
+                self._carry_added(
+                    result.grad, slice(rows.start + piece.start, rows.start + piece.stop)
+                )
+                of_projection = logits[piece] if added is None else logits[piece] - added[piece]
+                logits[piece] = projection.before(result.grad, of_projection)
         if self.want_grad:
-            self._carry_back(logits, rows, hidden, projection)
+            self._carry_back(0, logits, rows, hidden, projection.weight)
 
     def _buffer(self, num_rows: int) -> Tensor:
         """[R, W] for logits; the same memory for all chunks, which the first touch makes dear."""
@@ -273,19 +305,39 @@ class _Student:
             held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
         return held[:num_rows]
 
+    def _added(self, rows: slice, logits: Tensor) -> Tensor | None:
+        """Adds to logits [R, W] what is to be; gives it where gradients ask for it again."""
+        if self.added is None:
+            return None
+        states, weight = self.added
+        if self.part.projection.cap is None:
+            logits.addmm_(states[rows], weight.T)
+            return None
+        added = states[rows] @ weight.T
+        logits += added
+        return added
+
+    def _carry_added(self, grad: Tensor, rows: slice) -> None:
+        """Carries the gradient [r, W] of logits to what was added to them."""
+        if self.added is not None:
+            states, weight = self.added
+            self._carry_back(1, grad.to(self.dtype), rows, states[rows], weight)
+
     def _carry_back(
-        self, grad: Tensor, rows: slice, hidden: Tensor, projection: Projection
+        self, number: int, grad: Tensor, rows: slice, states: Tensor, weight: Tensor
     ) -> None:
+        """From the gradient [R, W] of a product to its states [R, .] and weight, a pair of them."""
         # The scales go to the narrow side of each product.
         scales = self.part.scales[rows].unsqueeze(1)
-        if self.hidden_grad is not None:
-            self.hidden_grad[rows] = scales * (grad @ projection.weight)
-        if self.weight_grad is not None:
-            hidden = (scales * hidden).to(hidden)
-            size = rows_of(TILE_BYTES, 4 * max(hidden.shape))
-            tiles = zip(self.weight_grad.split(size), grad.split(size, dim=1), strict=True)
+        of_states, of_weight = self.state_grads[number], self.weight_grads[number]
+        if of_states is not None:
+            of_states[rows] = scales * (grad @ weight)
+        if of_weight is not None:
+            states = (scales * states).to(states)
+            size = rows_of(TILE_BYTES, 4 * max(states.shape))
+            tiles = zip(of_weight.split(size), grad.split(size, dim=1), strict=True)
             for whole, tile in tiles:
-                _add_product(whole, tile.T, hidden)
+                _add_product(whole, tile.T, states)
 
 
 def _grad_of(weight: Tensor) -> Tensor:
