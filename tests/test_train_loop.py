@@ -36,6 +36,8 @@ class ToyHead(nn.Linear):
     def output_heads(self) -> list[Tensor]:
         return []
 
+    embeddings = output_heads
+
     def save(self, folder: Path, provenance: dict) -> None:
         save_head(folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance})
 

@@ -13,7 +13,7 @@ from eval import entry
 from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead
 from heads.target.ends import TargetEnds
-from train.batch.rows import UNROLLED, Batch
+from train.batch.rows import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
     architecture,
@@ -28,9 +28,11 @@ from train.loss.fused import Part
 class DFlashObjective(BlockObjective):
     """Each slot by itself."""
 
-    def slots(self, rows: Tensor, batch: Batch, scales: Tensor) -> Part:
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
         """Through the output head alone."""
-        return Part(rows, self.head.projection(), batch[UNROLLED].rows.answers, scales)
+        unrolled: Unrolled = batch[UNROLLED]
+        rows = self.rows(outputs, unrolled)
+        return Part(rows, self.head.projection(), unrolled.rows.answers, scales)
 
 
 def main(config: DFlashRun) -> None:

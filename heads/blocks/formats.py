@@ -175,8 +175,8 @@ class BlockFile:
             target_hidden_size=width,
             num_target_layers=settings.get("num_target_layers", 0),
             layers=chosen,
-            block_size=self._number("block_size"),
-            mask_token_id=self._number("mask_token_id"),
+            block_size=self.number("block_size"),
+            mask_token_id=self.number("mask_token_id"),
             sample_from_anchor=settings.get("sample_from_anchor", anchored),
             causal=self._causal(window),
             window=window,
@@ -184,7 +184,12 @@ class BlockFile:
             own_embedding="embed_tokens.weight" in self.tensors,
         )
 
-    def _number(self, key: str) -> int:
+    def number(self, key: str) -> int:
+        """A whole number of `config.json`.
+
+        Raises:
+            InputError: it is none, or not there.
+        """
         found = self.settings.get(key)
         if not isinstance(found, int):
             raise self.error(f"config.json has {found!r} for {key}: must be a whole number")

@@ -18,6 +18,7 @@ class DFlashHead(BlockHead):
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[N, W] the slot's own logits, whatever stands before it."""
+        del outputs, before
         return base, state
 
     def config_json(self) -> dict[str, Any]:

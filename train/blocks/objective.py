@@ -5,6 +5,7 @@ any number of processes, and after a stop.
 """
 
 from abc import abstractmethod
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -90,15 +91,24 @@ class BlockObjective(Objective):
         with record_function("head"):
             outputs = self._outputs(batch)
         with record_function("loss"):
-            unrolled: Unrolled = batch[UNROLLED]
-            rows = outputs.transpose(0, 1).flatten(0, 1).index_select(0, unrolled.rows.places)
-            slots = self.slots(rows, batch, scale[unrolled.steps])
+            slots = self.slots(outputs, batch, scale[batch[UNROLLED].steps])
             weight = self.config.off_path_weight if self.training else 1.0
-            return block_loss(self.criterion, slots, batch, self._teacher(batch), weight)
+            beside = partial(self.beside, outputs, batch)
+            return block_loss(self.criterion, slots, batch, self._teacher(batch), weight, beside)
 
     @abstractmethod
-    def slots(self, rows: Tensor, batch: Batch, scales: Tensor) -> Part:
-        """The learnt rows [M, H] of all slots as students, scaled by [M]."""
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+        """The learnt rows of all slots, of outputs [A, D, H], as students, scaled by [M]."""
+
+    def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
+        """[M] what else a learnt row costs, given its loss and measures, [1 + L, M]."""
+        del outputs, batch, found
+        return None
+
+    @staticmethod
+    def rows(slots: Tensor, unrolled: Unrolled) -> Tensor:
+        """[M, ...] the learnt rows of what slots give, [A, D, ...]."""
+        return slots.transpose(0, 1).flatten(0, 1).index_select(0, unrolled.rows.places)
 
     def _outputs(self, batch: Batch) -> Tensor:
         """[A, D, H] of the drawn blocks, of all sequences in a row."""

@@ -7,7 +7,7 @@ what the target says at t + d.
 Letters: A blocks, M rows of all slots, P answered places, H hidden, W draft vocabulary, D depths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def block_loss(
     batch: Batch,
     teacher: Teacher,
     off_path_weight: float,
+    beside: Callable[[Tensor], Tensor | None],
 ) -> Sums:
     """The losses of all slots of a batch.
 
@@ -50,6 +51,7 @@ def block_loss(
         teacher: what the target says after its P answered places.
         off_path_weight: multiplies what a draft adds to the total, for each token between that is
             not the teacher's first choice.
+        beside: what else a row costs [M], given what was found of it [1 + L, M].
 
     Returns:
         `terms` with `MEASURES`.
@@ -63,6 +65,10 @@ def block_loss(
         slots, teacher = slots._replace(scales=scales), Followed(teacher, labels, path)
     text = TextTeacher(labels, teacher)
     total, (found,) = fused_linear([slots], text, criterion, criterion.compiled)
+    more = beside(found)
+    if more is not None:
+        total = total + (more * slots.scales[:]).sum()
+        found[0] += more.detach()
     by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
     return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
 

@@ -1,0 +1,104 @@
+"""Trains DSpark heads: `accelerate launch train/dspark.py target.path=... data.path=...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from conf.schema_dspark import DSparkConfig, DSparkRun
+from data.features import TrainingData
+from eval import entry
+from heads.dspark.formats import load_dspark
+from heads.dspark.head import DSparkHead, DSparkHeadConfig
+from heads.target.ends import TargetEnds
+from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.blocks.objective import (
+    BlockObjective,
+    architecture,
+    check_trained,
+    chosen_vocab,
+    described,
+)
+from train.loop import command
+from train.loss.fused import LowRank, Part
+
+
+class DSparkObjective(BlockObjective):
+    """Slots that hear of the text's own tokens before them, and their confidence."""
+
+    head: DSparkHead
+    config: DSparkConfig
+
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+        """Through the output head, and what the tokens before add."""
+        unrolled: Unrolled = batch[UNROLLED]
+        told = self.head.told(outputs, self._before(batch))
+        rows, heard = (self.rows(each, unrolled) for each in (outputs, told))
+        added = LowRank(heard, self.head.markov_head.markov_w2.weight)
+        return Part(rows, self.head.projection(), unrolled.rows.answers, scales, added)
+
+    def _before(self, batch: Batch) -> Tensor:
+        """[A, D] int64, the tokens right before those that are drafted."""
+        ids, anchors = batch["input_ids"].flatten(), batch[UNROLLED].drafts
+        slots = torch.arange(len(self.weights), device=ids.device)
+        # Behind the text's end nothing is learnt.
+        return ids[(anchors.unsqueeze(1) + 1 + slots).clamp_max(len(ids) - 1)]
+
+    def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
+        """[M] of each learnt row: cross-entropy of its confidence, against alpha."""
+        if self.head.confidence_head is None or not self.config.confidence_weight:
+            return super().beside(outputs, batch, found)
+        said = self.rows(self.head.confidence(outputs, self._before(batch)), batch[UNROLLED])
+        alpha = found[2].clamp(0, 1)
+        loss = F.binary_cross_entropy_with_logits(said, alpha, reduction="none")
+        return self.config.confidence_weight * loss
+
+
+def main(config: DSparkRun) -> None:
+    """Trains to `out_dir/head`."""
+
+    def build(target: TargetEnds, train: TrainingData) -> tuple[DSparkObjective, list[str]]:
+        head, lines = make_head(config.head, target, train, config.seed)
+        return DSparkObjective(head, target, config.head), lines
+
+    command.train(config, build)
+
+
+def make_head(
+    config: DSparkConfig, target: TargetEnds, train: TrainingData, seed: int
+) -> tuple[DSparkHead, list[str]]:
+    """An untrained head, or a saved one that fits the target; and what to say about it.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    if config.path is not None:
+        head, lines = load_dspark(config.path, config.revision, config.layers), list[str]()
+        head.attach(target)
+    else:
+        vocab, lines = chosen_vocab(config, target, train)
+        plain = architecture(config, target, train, sample_from_anchor=True)
+        shape = DSparkHeadConfig(
+            **vars(plain),
+            markov_rank=config.markov_rank,
+            markov_head_type=config.markov_head_type,
+            confidence=config.confidence_weight > 0,
+            confidence_with_markov=config.confidence_head_with_markov,
+        )
+        head = DSparkHead(shape, vocab)
+        head.begin(target, seed)
+    check_trained(head, target)
+    return head, [*lines, described(head, "DSpark")]
+
+
+def default_objective(head: DSparkHead, target: TargetEnds) -> DSparkObjective:
+    """With the settings of the recipe, for benchmarks."""
+    return DSparkObjective(head, target, entry.head_recipe(DSparkConfig, "dspark"))
+
+
+if __name__ == "__main__":
+    entry.run(main, DSparkRun, "dspark", recipe="dspark")
