@@ -1,0 +1,229 @@
+"""Anchors, weights and losses of block drafters, against sums written out."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from block_heads import block_head, fresh, objective_of, settings_of
+from torch import Tensor
+from toys import packed, random_target, texts, tokenizer
+
+from conf.schema import InputError
+from conf.schema_blocks import BlockConfig
+from conf.schema_dflash import DFlashConfig
+from conf.schema_eagle import Divergence
+from heads.blocks.config import default_layers, mask_token
+from heads.projection import Projection
+from heads.target.model import Target
+from train.batch.rows import NOISE_SEEDS, SUPERVISION, UNROLLED, SortedIndices, Unrolled, indexed
+from train.blocks.objective import architecture, drawn
+from train.loss import fused
+from train.loss.blocks import slot_weights
+from train.loss.fused import LowRank, Part, fused_linear
+from train.loss.losses import TextTeacher, text_criterion
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
+def test_weights_fall_with_depth() -> None:
+    found = slot_weights(BlockConfig(slot_gamma=2.0), 3)
+    assert found.tolist() == pytest.approx([1.0, 0.60653066, 0.36787944])
+
+
+def test_default_features_are_in_even_steps() -> None:
+    # Outputs of layers 1, 9, 17, 25 and 33 of 36, as the authors of DFlash and DSpark say.
+    assert default_layers(36, 5) == (2, 10, 18, 26, 34)
+    assert default_layers(8, 5) == (2, 3, 4, 5, 6)
+    assert default_layers(36, 1) == (19,)
+    with pytest.raises(InputError, match=r"head\.layers is unset and the target has 3 layers"):
+        default_layers(3, 5)
+
+
+def test_anchors_are_drawn_by_sequence() -> None:
+    places = torch.tensor([1, 2, 5, 9, 10, 11, 14, 17, 19])
+    assert drawn(places, 10, 9, (0, 0)).equal(places)
+    few = drawn(places, 10, 2, (7, 8))
+    assert len(few) == 4
+    assert few.tolist() == sorted(few.tolist())
+    assert set(few.tolist()) <= set(places.tolist())
+    assert (few < 10).sum() == 2
+    # Alike in any company, others with another seed.
+    assert drawn(places[4:] - 10, 10, 2, (8,)).add(10).equal(few[2:])
+    others = {tuple(drawn(places, 10, 2, (7, seed))[2:].tolist()) for seed in range(20)}
+    assert len(others) > 3
+
+
+def test_only_some_tokens_draft() -> None:
+    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    found = Unrolled.of(learnt, torch.tensor([1, 5]))
+    assert found.drafts.tolist() == [1, 5]
+    # From 1 all of x3, x4, x5; from 5 x7 alone. Rows lie in the order of the answers 2, 3, 4, 6.
+    assert found.sizes == (2, 1, 1)
+    assert found.rows.places.tolist() == [0, 2, 4, 1]
+    assert found.steps.tolist() == [0, 1, 2, 0]
+    assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 4, 6]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (0.5, 3.0)])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_a_low_rank_addition_behind_scale_and_cap(
+    scale: float, cap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 11 * rows)
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * 11 * 4)
+    hidden, weight = random(9, 6, seed=0), random(11, 6, seed=1)
+    states, more = random(9, 2, seed=2), random(11, 2, seed=3)
+    leaves = [each.requires_grad_() for each in (hidden, weight, states, more)]
+    labels = torch.randint(11, (9,), generator=torch.Generator().manual_seed(4))
+    scales = random(9, seed=5)
+    indices = SortedIndices(torch.arange(9), torch.arange(9))
+    part = Part(
+        hidden, Projection(weight, None, scale, cap), indices, scales, LowRank(states, more)
+    )
+    total, (found,) = fused_linear([part], TextTeacher(labels), text_criterion)
+    total.backward()
+    mine = [each.grad.clone() for each in leaves]
+    logits = scale * (hidden @ weight.T)
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) + states @ more.T
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(found[0], loss.detach())
+    theirs = torch.autograd.grad((scales * loss).sum(), leaves)
+    for each, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(each, expected)
+
+
+def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> Tensor:
+    """The total, slot by slot and anchor by anchor, with all logits there are."""
+    head, config, target = objective.head, objective.config, objective.target
+    ids, unrolled = batch["input_ids"].flatten(), batch[UNROLLED]
+    last = batch["hidden_states"].flatten(0, 1)
+    learnt = [set(rows.places.tolist()) for rows in batch[SUPERVISION].depths]
+    said = (target.logits(last) / config.teacher_temperature).softmax(-1)
+    total = torch.zeros(())
+    for number, anchor in enumerate(unrolled.drafts.tolist()):
+        state = None
+        for slot in range(outputs.shape[1]):
+            slot_output = outputs[number, slot][None]
+            before = ids[anchor + 1 + slot : anchor + 2 + slot]
+            if anchor not in learnt[1 + slot]:
+                continue
+            logits, state = head.step(head.logits(slot_output), slot_output, before, state)
+            log_q = logits[0].log_softmax(-1)
+            place = anchor + 1 + slot
+            p = said[place][head.vocab.ids]
+            loss = config.divergence_weight * (p / p.sum() * ((p / p.sum()).log() - log_q)).sum()
+            label = head.vocab.to_draft(ids[place + 1][None])[0]
+            if label >= 0:
+                loss = loss - config.text_weight * log_q[label]
+            if getattr(head, "confidence_head", None) is not None:
+                alpha = torch.minimum(log_q.exp(), p).sum().detach()
+                sure = head.confidence(slot_output, before)[0]
+                loss = loss + F.binary_cross_entropy_with_logits(sure, alpha)
+            for between in range(anchor, place):
+                # Tokens in no loss mask were given to the target.
+                judged = between in learnt[0]
+                if judged and said[between].argmax() != ids[between + 1]:
+                    loss = loss * config.off_path_weight
+            total = total + scale[slot] * loss
+    return total
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash, reduced", "dspark", "dspark, rnn"])
+def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(target: Target, name: str) -> None:
+    config = settings_of(name, off_path_weight=0.3, teacher_temperature=0.8, num_anchors=7)
+    objective = objective_of(fresh(target, config), target, config)
+    documents = texts(target, 2, 12)
+    documents[0][9], documents[1][7] = 40, 41  # that the target would not have said
+    batch = {**packed(documents), NOISE_SEEDS: (5,)}
+    batch = objective.prepare(objective.taught(batch))
+    assert len(batch[UNROLLED].drafts) == 7
+    scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
+    sums = objective(batch, scale)
+    sums.total.backward()
+    trained = {n: p for n, p in objective.head.named_parameters() if p.requires_grad}
+    mine = {name: each.grad.clone() for name, each in trained.items()}
+    expected = naive(objective, batch, objective._outputs(batch), scale)
+    torch.testing.assert_close(sums.total, expected, rtol=1e-4, atol=1e-4)
+    theirs = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
+    for (each, found), given in zip(mine.items(), theirs, strict=True):
+        wanted = torch.zeros_like(found) if given is None else given
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=each)
+    assert sums.terms[1].tolist() == objective.counts(batch).tolist()
+
+
+def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
+    config = settings_of("dflash", num_anchors=3)
+    objective = objective_of(fresh(target, config), target, config)
+    batch = packed(texts(target, 2, 12))
+    found = [
+        objective.taught({**batch, NOISE_SEEDS: (seed,)})[UNROLLED].drafts.tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_head_learns_what_it_measures(target: Target) -> None:
+    """alpha, which the confidence is to say, and its own words of it."""
+    head = block_head(target, "dspark", num_updates=40)
+    config = settings_of("dspark")
+    objective = objective_of(head, target, config).eval()
+    batch = objective.prepare(objective.indexed(packed(texts(target, 6, 40))))
+    outputs = objective._outputs(batch)
+    said = objective.rows(head.confidence(outputs, objective._before(batch)), batch[UNROLLED])
+    sums = objective(batch, objective.weights).terms
+    alpha = sums[3].sum() / sums[1].sum()
+    assert abs(said.sigmoid().mean() - alpha) < 0.1
+    assert 0.1 < alpha < 0.95
+
+
+class Data:
+    """Of which a token is used once."""
+
+    def __init__(self, used: int) -> None:
+        self.used = used
+
+    def token_counts(self, size: int) -> Tensor:
+        return F.one_hot(torch.tensor(self.used), size)
+
+
+def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
+    target = random_target(num_hidden_layers=4, vocab_size=300)
+    with pytest.raises(InputError, match=r"mask_token_id is unset and target\.path=llama has no"):
+        mask_token(target, None)
+    assert mask_token(target, 17) == 17
+    with pytest.raises(InputError, match=r"mask_token_id=300: must be from 0 to 299"):
+        mask_token(target, 300)
+    with pytest.raises(InputError, match=r"mask_token_id=2 ends texts"):
+        mask_token(target, 2)
+    target.tokenizer = tokenizer()
+    assert mask_token(target, None) == len(tokenizer())  # which leaves rows to spare
+    with pytest.raises(InputError, match=r"mask_token_id=17: the data use it 1 times"):
+        architecture(DFlashConfig(mask_token_id=17), target, Data(17), sample_from_anchor=False)
+    with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):
+        architecture(DFlashConfig(layers=[4]), target, Data(1), sample_from_anchor=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 1}, "head.block_size=1: must be at least 2"),
+        ({"text_weight": 0.0}, "head.text_weight: every loss has weight 0"),
+        ({"draft_vocab_size": 9}, "head.draft_vocab_size=9: needs head.own_output_head=true"),
+        ({"off_path_weight": 1.5}, "head.off_path_weight=1.5: must be from 0 to 1"),
+        ({"num_anchors": 0}, "head.num_anchors=0: must be above 0"),
+    ],
+)
+def test_settings_that_make_no_head_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        BlockConfig(**changes, divergence=Divergence.kl)
