@@ -7,16 +7,19 @@ from toys import packed, texts
 
 from conf.schema_blocks import BlockConfig
 from conf.schema_dflash import DFlashConfig
+from conf.schema_dflash2 import DFlash2Config
 from conf.schema_dspark import DSparkConfig, Markov
 from conf.schema_eagle import Divergence
 from heads.blocks.config import BlockHeadConfig, block_llama
 from heads.blocks.head import BlockHead
 from heads.dflash.head import DFlashHead
+from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
 from heads.target.model import Target
 from heads.vocab import DraftVocab
 from train.blocks.objective import BlockObjective
 from train.dflash import DFlashObjective
+from train.dflash2 import DFlash2Objective
 from train.dspark import DSparkObjective
 
 MASK = 3
@@ -24,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash, causal in a window": {"causal": True, "window": 9},
     "dflash, reduced": {"own_output_head": True, "draft_vocab_size": 64},
+    "dflash2": {},
     "dspark": {"markov_head_type": Markov.vanilla},
     "dspark, gated": {"markov_head_type": Markov.gated, "confidence_head_with_markov": False},
     "dspark, rnn": {
@@ -38,6 +42,9 @@ def settings_of(name: str, **changes: Any) -> BlockConfig:
     """Of a kind, small."""
     common = {"num_layers": 2, "block_size": 5, "text_weight": 0.5, "divergence_weight": 1.0}
     chosen = {**common, **KINDS[name], **changes}
+    if name == "dflash2":
+        small = {"conv_group_size": 8, "conv_kernel_size": 3, "selector_rank": 4}
+        return DFlash2Config(**chosen, **small, selector_top_k=9)
     if name.startswith("dflash"):
         return DFlashConfig(**chosen)
     return DSparkConfig(divergence=Divergence.kl, markov_rank=8, **chosen)
@@ -62,6 +69,10 @@ def fresh(target: Target, config: BlockConfig, layers: tuple[int, ...] = (1, 2))
         window=config.window,
         own_output_head=config.own_output_head,
     )
+    if isinstance(config, DFlash2Config):
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        second = DFlash2HeadConfig(**vars(shape), **{name: getattr(config, name) for name in names})
+        return DFlash2Head(second, vocab).begin(target, seed=0)
     if not isinstance(config, DSparkConfig):
         return DFlashHead(shape, vocab).begin(target, seed=0)
     more = DSparkHeadConfig(
@@ -77,6 +88,8 @@ def objective_of(head: BlockHead, target: Target, config: BlockConfig) -> BlockO
     """What trains it."""
     if isinstance(head, DSparkHead):
         return DSparkObjective(head, target, config)  # type: ignore[arg-type]
+    if isinstance(head, DFlash2Head):
+        return DFlash2Objective(head, target, config)  # type: ignore[arg-type]
     return DFlashObjective(head, target, config)  # type: ignore[arg-type]
 
 

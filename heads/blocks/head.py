@@ -57,7 +57,7 @@ class BlockHead(DraftHead):
         read = len(config.layers) * config.target_hidden_size
         self.fc = nn.Linear(read, hidden, bias=False)
         self.hidden_norm = RmsNorm(hidden, eps)
-        self.layers = nn.ModuleList(BlockLayer(llama) for _ in range(llama.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer() for _ in range(llama.num_hidden_layers))
         self.norm = RmsNorm(hidden, eps)
         own_head = config.own_output_head
         self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
@@ -74,7 +74,7 @@ class BlockHead(DraftHead):
         Raises:
             InputError: rows of a quantised output head are wanted.
         """
-        self._initialise(seed)
+        self.initialise(seed)
         self.attach(target)
         if self.embed_tokens is not None:
             self.embed_tokens.weight.data.copy_(target.embedding.weight)
@@ -88,7 +88,12 @@ class BlockHead(DraftHead):
             self.lm_head.weight.data.copy_(rows)
         return self
 
-    def _initialise(self, seed: int) -> None:
+    def make_layer(self) -> BlockLayer:
+        """One of its layers."""
+        return BlockLayer(self.config.llama)
+
+    def initialise(self, seed: int) -> None:
+        """Fresh weights, alike for a seed, of all matrices but those of the target's."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):

@@ -37,12 +37,13 @@ class BlockLayer(nn.Module):
             text: keys and values [T, S, K, d] that the layer made of features.
             sight: of the blocks.
         """
-        states = states + self._attended(self.input_layernorm(states), rotation, text, sight)
+        states = states + self.attended(self.input_layernorm(states), rotation, text, sight)
         return states + self.mlp(self.post_attention_layernorm(states))
 
-    def _attended(
+    def attended(
         self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
     ) -> Tensor:
+        """[A, R, H] of normed inputs [A, R, H]; the rest as of `forward`."""
         rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
         query = self.self_attn.query(rows, rotation).unflatten(0, shape)
         keys, values = self.self_attn.keys_values(rows, rotation)

@@ -1,0 +1,106 @@
+"""DFlash-2: DFlash with convolutions in its layers and a walk through each slot's candidates.
+
+Source: inco.ai/dflash2 (2026); vLLM `models/qwen3_dflash.py`. Letters: N rows, H hidden, r rank,
+k candidates, V vocabulary, S tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.blocks.config import BlockHeadConfig, dflash_keys, shared_keys
+from heads.blocks.head import BlockHead
+from heads.blocks.layer import BlockLayer
+from heads.dflash2.layer import ConvolvedLayer
+from heads.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class DFlash2HeadConfig(BlockHeadConfig):
+    """Architecture of a DFlash-2 head.
+
+    Attributes:
+        conv_kernel_size, conv_group_size: of its convolutions.
+        selector_rank: r.
+        selector_top_k: k.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+class CandidateSelector(nn.Module):
+    """How well a candidate follows the token before it: <A[before] * P h, B[candidate]>.
+
+    Args:
+        vocab_size: V.
+        hidden_size: H.
+        rank: r.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, outputs: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        """[N, k] scores of candidates [N, k], given outputs [N, H] and tokens before [N]."""
+        asked = self.predecessor_codebook[before] * self.hidden_projection(outputs)
+        return (self.successor_codebook[candidates] @ asked.unsqueeze(-1)).squeeze(-1)
+
+
+class DFlash2Head(BlockHead):
+    """A DFlash-2 head.
+
+    Args:
+        config: the architecture.
+        vocab: all ids.
+    """
+
+    config: DFlash2HeadConfig
+
+    def __init__(self, config: DFlash2HeadConfig, vocab: DraftVocab) -> None:
+        assert vocab.full
+        super().__init__(config, vocab)
+        sizes = (vocab.size, config.llama.hidden_size, config.selector_rank)
+        self.candidate_selector = CandidateSelector(*sizes)
+
+    def make_layer(self) -> BlockLayer:
+        """With its convolutions."""
+        config = self.config
+        return ConvolvedLayer(config.llama, config.conv_kernel_size, config.conv_group_size)
+
+    def initialise(self, seed: int) -> None:
+        """Codebooks too."""
+        super().initialise(seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        for each in self.embeddings():
+            nn.init.normal_(each, std=0.02, generator=generator)
+
+    def step(
+        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, V] of the k likeliest tokens, by what stands before them; -inf for the others."""
+        best = base.topk(min(self.config.selector_top_k, base.shape[-1]))
+        scores = best.values + self.candidate_selector(outputs, before, best.indices)
+        return torch.full_like(base, -torch.inf).scatter(-1, best.indices, scores), state
+
+    def embeddings(self) -> list[Tensor]:
+        """See `DraftHead.embeddings`: both codebooks."""
+        selector = self.candidate_selector
+        return [selector.predecessor_codebook, selector.successor_codebook]
+
+    def config_json(self) -> dict[str, Any]:
+        """The authors' keys, which vLLM and SGLang read."""
+        config = self.config
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {
+            "architectures": ["DFlash2DraftModel"],
+            **shared_keys(config, len(self.vocab.ids)),
+            "dflash_config": dflash_keys(config) | {name: getattr(config, name) for name in names},
+        }

@@ -1,0 +1,85 @@
+"""DFlash-2's layer: each sublayer between two convolutions over the rows of a block.
+
+Source: inco.ai/dflash2; vLLM `models/qwen3_dflash.py`. Letters: T texts, S tokens, A blocks, R
+rows, H hidden, G groups of channels, K key-value heads, d head size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from heads.blocks.attention import Sight
+from heads.blocks.layer import BlockLayer
+
+SIDES = 2
+"""Before a sublayer, and after it."""
+
+
+class BlockConvolution(nn.Module):
+    """Mixes a few rows of a block into each, by kernels that a row's own state changes.
+
+    Starts as the identity.
+
+    Args:
+        hidden_size: H.
+        taps: rows that are mixed.
+        group_size: H / G.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.groups = hidden_size // group_size
+        kernel = torch.zeros(SIDES, taps, hidden_size)
+        kernel[:, 0] = 1
+        self.base_kernel = nn.Parameter(kernel)
+        size = SIDES * taps * self.groups
+        self.kernel_projection = nn.Linear(hidden_size, size, bias=False)
+
+    def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """[A, R, H] of a sublayer between both sides, given its normed input [A, R, H]."""
+        _, taps, _ = self.base_kernel.shape
+        change = self.kernel_projection(states).unflatten(-1, (SIDES, taps, self.groups))
+        before, after = change.unbind(2)
+        first, second = self.base_kernel.to(states).unbind(0)
+        return _mixed(sublayer(_mixed(states, first, before)), second, after)
+
+
+def _mixed(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
+    """[A, R, H] sums over taps of rows [A, R, H] by kernels [taps, H] and [A, R, taps, G]."""
+    num_rows, (taps, groups) = states.shape[1], change.shape[2:]
+    grouped = states.unflatten(-1, (groups, -1))
+    kernel = base.unflatten(-1, (groups, -1)) + change.unsqueeze(-1)
+    found = kernel[:, :, 0] * grouped
+    for tap in range(1, taps):
+        # Nothing stands before a block's first row.
+        earlier = functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :num_rows]
+        found = found + kernel[:, :, tap] * earlier
+    return found.flatten(-2)
+
+
+class ConvolvedLayer(BlockLayer):
+    """One layer.
+
+    Args:
+        config: sizes, norms and RoPE.
+        taps, group_size: see `BlockConvolution`.
+    """
+
+    def __init__(self, config: LlamaConfig, taps: int, group_size: int) -> None:
+        super().__init__(config)
+        self.attention_conv = BlockConvolution(config.hidden_size, taps, group_size)
+        self.mlp_conv = BlockConvolution(config.hidden_size, taps, group_size)
+
+    def forward(
+        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
+    ) -> Tensor:
+        """[A, R, H] the layer's output; see `BlockLayer`."""
+
+        def attend(inputs: Tensor) -> Tensor:
+            return self.attended(inputs, rotation, text, sight)
+
+        states = states + self.attention_conv(self.input_layernorm(states), attend)
+        return states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)

@@ -1,0 +1,110 @@
+"""Trains DFlash-2 heads: `accelerate launch train/dflash2.py target.path=... data.path=...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from conf.schema import InputError
+from conf.schema_dflash2 import DFlash2Config, DFlash2Run
+from data.features import TrainingData
+from eval import entry
+from heads.dflash2.formats import load_dflash2
+from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
+from heads.target.ends import TargetEnds
+from heads.vocab import DraftVocab
+from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.blocks.objective import BlockObjective, architecture, check_trained, described
+from train.loop import command
+from train.loss.fused import Part
+from train.loss.losses import labels_of
+
+ROWS_PER_CHUNK = 1024
+
+
+class DFlash2Objective(BlockObjective):
+    """Each slot by itself, and the selector among its candidates behind the text's own tokens."""
+
+    head: DFlash2Head
+    config: DFlash2Config
+
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+        """Through the output head alone."""
+        unrolled: Unrolled = batch[UNROLLED]
+        rows = self.rows(outputs, unrolled)
+        return Part(rows, self.head.projection(), unrolled.rows.answers, scales)
+
+    def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
+        """[M] of each learnt row: the selector's cross-entropy among the slot's candidates."""
+        del found
+        unrolled: Unrolled = batch[UNROLLED]
+        rows, labels = self.rows(outputs, unrolled), labels_of(batch)
+        before = batch["input_ids"].flatten()[self._before(unrolled)]
+        values, candidates = self._candidates(rows.detach())
+        hit = candidates == labels[unrolled.rows.answers.device].unsqueeze(1)
+        scores = values + self.head.candidate_selector(rows, before, candidates)
+        loss = F.cross_entropy(scores.float(), hit.int().argmax(1), reduction="none")
+        # Nothing can choose a label that is not among the candidates.
+        return self.config.selector_weight * loss.where(hit.any(1), 0.0)
+
+    @staticmethod
+    def _before(unrolled: Unrolled) -> Tensor:
+        """[M] int64, the places right before the tokens that rows draft."""
+        anchors = unrolled.drafts[unrolled.rows.places % len(unrolled.drafts)]
+        return anchors + 1 + unrolled.steps
+
+    @torch.no_grad()
+    def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and ids [M, k] of the likeliest tokens of rows [M, H]."""
+        k = min(self.head.config.selector_top_k, len(self.head.vocab.ids))
+        parts = [self.head.logits(part).topk(k) for part in rows.split(ROWS_PER_CHUNK)]
+        values, ids = (torch.cat(each) for each in zip(*parts, strict=True))
+        return values, ids
+
+
+def main(config: DFlash2Run) -> None:
+    """Trains to `out_dir/head`."""
+
+    def build(target: TargetEnds, train: TrainingData) -> tuple[DFlash2Objective, list[str]]:
+        head = make_head(config.head, target, train, config.seed)
+        return DFlash2Objective(head, target, config.head), [described(head, "DFlash-2")]
+
+    command.train(config, build)
+
+
+def make_head(
+    config: DFlash2Config, target: TargetEnds, train: TrainingData, seed: int
+) -> DFlash2Head:
+    """An untrained head, or a saved one that fits the target.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    if config.path is not None:
+        head = load_dflash2(config.path, config.revision, config.layers).attach(target)
+    else:
+        plain = architecture(config, target, train, sample_from_anchor=False)
+        hidden, group = plain.llama.hidden_size, config.conv_group_size
+        if hidden % group:
+            raise InputError(
+                f"head.conv_group_size={group}: must divide the hidden size {hidden} of "
+                f"target.path={target.name}"
+            )
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        shape = DFlash2HeadConfig(**vars(plain), **{name: getattr(config, name) for name in names})
+        head = DFlash2Head(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed)
+    check_trained(head, target)
+    return head
+
+
+def default_objective(head: DFlash2Head, target: TargetEnds) -> DFlash2Objective:
+    """With the settings of the recipe, for benchmarks."""
+    return DFlash2Objective(head, target, entry.head_recipe(DFlash2Config, "dflash2"))
+
+
+if __name__ == "__main__":
+    entry.run(main, DFlash2Run, "dflash2", recipe="dflash2")
