@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import InputError
+from heads.dflash.kind import DFlashKind
+from heads.dflash2.kind import DFlash2Kind
+from heads.dspark.kind import DSparkKind
 from heads.eagle.kind import EagleKind
 from heads.kind import DraftHead, Kind
 from heads.medusa.kind import MedusaKind
@@ -13,6 +16,9 @@ from heads.storage import locate
 KINDS: dict[str, Kind[Any]] = {
     "eagle": EagleKind(),  # first, so asked last: its files have no sign of their own
     "medusa": MedusaKind(),
+    "dflash": DFlashKind(),
+    "dflash2": DFlash2Kind(),
+    "dspark": DSparkKind(),
 }
 """By the name of the folder, the entry script `train/{name}.py`, and its ways to draft."""
 

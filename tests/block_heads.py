@@ -10,7 +10,7 @@ from conf.schema_dflash import DFlashConfig
 from conf.schema_dflash2 import DFlash2Config
 from conf.schema_dspark import DSparkConfig, Markov
 from conf.schema_eagle import Divergence
-from heads.blocks.config import BlockHeadConfig, block_llama
+from heads.blocks.config import block_config
 from heads.blocks.head import BlockHead
 from heads.dflash.head import DFlashHead
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
@@ -40,7 +40,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def settings_of(name: str, **changes: Any) -> BlockConfig:
     """Of a kind, small."""
-    common = {"num_layers": 2, "block_size": 5, "text_weight": 0.5, "divergence_weight": 1.0}
+    common = {
+        "num_layers": 2,
+        "block_size": 5,
+        "layers": [1, 2],
+        "mask_token_id": MASK,
+        "text_weight": 0.5,
+        "divergence_weight": 1.0,
+    }
     chosen = {**common, **KINDS[name], **changes}
     if name == "dflash2":
         small = {"conv_group_size": 8, "conv_kernel_size": 3, "selector_rank": 4}
@@ -50,25 +57,13 @@ def settings_of(name: str, **changes: Any) -> BlockConfig:
     return DSparkConfig(divergence=Divergence.kl, markov_rank=8, **chosen)
 
 
-def fresh(target: Target, config: BlockConfig, layers: tuple[int, ...] = (1, 2)) -> BlockHead:
+def fresh(target: Target, config: BlockConfig) -> BlockHead:
     """An untrained head."""
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0, 1, 2])
     dspark = isinstance(config, DSparkConfig)
-    shape = BlockHeadConfig(
-        llama=block_llama(target, config.num_layers),
-        target=target.name,
-        target_hidden_size=target.feature_size,
-        num_target_layers=target.num_layers,
-        layers=layers,
-        block_size=config.block_size,
-        mask_token_id=MASK,
-        sample_from_anchor=dspark,
-        causal=config.causal,
-        window=config.window,
-        own_output_head=config.own_output_head,
-    )
+    shape = block_config(config, target, sample_from_anchor=dspark)
     if isinstance(config, DFlash2Config):
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         second = DFlash2HeadConfig(**vars(shape), **{name: getattr(config, name) for name in names})

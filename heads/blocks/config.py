@@ -13,6 +13,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from conf.schema import InputError
+from conf.schema_blocks import BlockConfig
 from heads.llama import LLAMA_KEYS, llama_like
 from heads.target.ends import TargetEnds
 
@@ -148,15 +149,33 @@ def _free_token(target: TargetEnds, size: int) -> int | None:
     return None
 
 
-def block_llama(target: TargetEnds, num_layers: int) -> LlamaConfig:
-    """Layers of the target's sizes.
+def block_config(
+    settings: BlockConfig, target: TargetEnds, sample_from_anchor: bool
+) -> BlockHeadConfig:
+    """Of a fresh head for a target, with layers of the target's sizes.
 
     Raises:
-        InputError: as `llama_like`.
+        InputError: features or a mask token that the target does not have.
     """
-    config = llama_like(target.config, target.vocab_size)
-    config.num_hidden_layers = num_layers
-    return config
+    layers = tuple(settings.layers or default_layers(target.num_layers, settings.num_features))
+    check_layers(layers, target)
+    llama = llama_like(target.config, target.vocab_size)
+    llama.num_hidden_layers = settings.num_layers
+    return BlockHeadConfig(
+        llama=llama,
+        target=target.name,
+        target_hidden_size=target.feature_size,
+        num_target_layers=target.num_layers,
+        layers=layers,
+        block_size=settings.block_size,
+        mask_token_id=mask_token(target, settings.mask_token_id),
+        sample_from_anchor=sample_from_anchor,
+        causal=settings.causal,
+        window=settings.window,
+        own_output_head=settings.own_output_head,
+        # A file says that a target's embedding fits by one width for all.
+        own_embedding=target.feature_size != target.hidden_size,
+    )
 
 
 def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:

@@ -1,13 +1,19 @@
 """What all kinds of block drafters answer alike; see `heads/kind.py`."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from torch import Tensor
+
+from conf.schema_export import ExportFormat
+from heads.blocks import export, golden
 from heads.blocks.config import default_layers
 from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.export import BlockLayout
 from heads.blocks.head import BlockHead
-from heads.kind import Kind
+from heads.kind import Drafted, Files, HeadFacts, Kind
 from heads.sampling import Sampling, drafter_seeds
+from heads.target.model import Target
 from heads.tree import DynamicShape, Shape, usual_dynamic_shape
 
 Head = TypeVar("Head", bound=BlockHead)
@@ -15,9 +21,17 @@ NUM_FEATURES = 5
 
 
 class BlockKind(Kind[Head]):
-    """A kind of block drafter."""
+    """A kind of block drafter.
+
+    Attributes:
+        layout: what engines call it.
+        method, paper: of the method.
+    """
 
     static = False
+    layout: ClassVar[BlockLayout]
+    method: ClassVar[str]
+    paper: ClassVar[str]
 
     def most_tokens(self, head: Head) -> int:
         """Those of a block as it was trained."""
@@ -53,3 +67,53 @@ class BlockKind(Kind[Head]):
             "this head drafts through the target's output head, of which no row can go; allowed: "
             "heads trained with head.own_output_head=true"
         )
+
+    def export_problem(self, head: Head, engine: ExportFormat) -> str | None:
+        """See `heads/blocks/export.py`."""
+        return export.problem(head, engine, self.layout)
+
+    def files(self, head: Head, engine: ExportFormat) -> Files:
+        """See `heads/blocks/export.py`."""
+        return export.files(head, engine, self.layout)
+
+    def serve_command(self, head: Head, engine: ExportFormat, folder: str) -> str:
+        """See `heads/blocks/export.py`."""
+        return export.serve_command(head, engine, folder, self.layout)
+
+    def drafted(
+        self, head: Head, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> Drafted:
+        """See `heads/blocks/golden.py`."""
+        return golden.drafted(head, target, states, token_ids, places)
+
+    def facts(
+        self, head: Head, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """Layers, features and slots."""
+        config = head.config
+        return HeadFacts(
+            tag=self.layout.name,
+            name=f"{self.method} head",
+            method=self.method,
+            paper=self.paper,
+            description=(
+                f"{config.llama.num_hidden_layers} decoder layers (hidden size "
+                f"{config.llama.hidden_size}, {head.vocab.described()}) that read the target's "
+                f"hidden states {', '.join(map(str, config.layers))} (as `output_hidden_states` "
+                f"counts them). It drafts {config.num_draft_tokens} tokens in one pass{self.words}"
+            ),
+            num_draft_tokens=config.num_draft_tokens,
+            vllm_method=self.layout.name.replace("dflash2", "dflash"),
+            vllm_problem=export.problem(head, ExportFormat.vllm, self.layout) or "",
+        )
+
+    words: ClassVar[str] = ""
+
+    def copied(self, head: Head, provenance: dict[str, Any]) -> list[str]:
+        """What a head has of the target's ends."""
+        found = []
+        if head.lm_head is not None:
+            found.append("an output head that started as rows of its own")
+        if head.embed_tokens is not None:
+            found.append("its token embedding")
+        return found

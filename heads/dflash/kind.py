@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import ClassVar
 
+from conf.schema_dflash import DFlashConfig
+from heads.blocks.config import block_config
+from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind
 from heads.dflash.formats import holds, read_dflash
 from heads.dflash.head import DFlashHead
+from heads.target.ends import TargetEnds
+from heads.vocab import DraftVocab
 
 
 class DFlashKind(BlockKind[DFlashHead]):
@@ -14,9 +19,17 @@ class DFlashKind(BlockKind[DFlashHead]):
     head = DFlashHead
     forms: ClassVar = {"dflash": "DFlash heads"}
     phrase = "a DFlash head"
+    layout = BlockLayout("dflash", "DFlash heads", "DFlashDraftModel")
+    method, paper = "DFlash", "2602.06036"
 
     def holds(self, folder: Path) -> bool:
         """By the name of its architecture."""
         return holds(folder)
 
     read = staticmethod(read_dflash)
+
+    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> DFlashHead:
+        """With the recipe's sizes, of all ids."""
+        del form
+        shape = block_config(DFlashConfig(), target, sample_from_anchor=False)
+        return DFlashHead(shape, DraftVocab.everything(vocab.size)).begin(target, seed=0)

@@ -16,13 +16,7 @@ from conf.schema import InputError
 from conf.schema_blocks import BlockConfig
 from data.features import TrainingData
 from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from heads.blocks.config import (
-    BlockHeadConfig,
-    block_llama,
-    check_layers,
-    default_layers,
-    mask_token,
-)
+from heads.blocks.config import BlockHeadConfig, block_config
 from heads.blocks.head import BlockHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab, coverage_lines
@@ -169,30 +163,14 @@ def architecture(
     Raises:
         InputError: layers or a mask token that the target does not have, or that the data use.
     """
-    layers = config.layers or default_layers(target.num_layers, config.num_features)
-    check_layers(tuple(layers), target)
-    mask = mask_token(target, config.mask_token_id)
-    counts = train.token_counts(target.vocab_size)
+    found = block_config(config, target, sample_from_anchor)
+    mask, counts = found.mask_token_id, train.token_counts(target.vocab_size)
     if mask < len(counts) and counts[mask]:
         raise InputError(
             f"head.mask_token_id={mask}: the data use it {int(counts[mask])} times; name a token "
             "that no text uses"
         )
-    return BlockHeadConfig(
-        llama=block_llama(target, config.num_layers),
-        target=target.name,
-        target_hidden_size=target.feature_size,
-        num_target_layers=target.num_layers,
-        layers=tuple(layers),
-        block_size=config.block_size,
-        mask_token_id=mask,
-        sample_from_anchor=sample_from_anchor,
-        causal=config.causal,
-        window=config.window,
-        own_output_head=config.own_output_head,
-        # A file says that a target's embedding fits by one width for all.
-        own_embedding=target.feature_size != target.hidden_size,
-    )
+    return found
 
 
 def check_trained(head: BlockHead, target: TargetEnds) -> None:

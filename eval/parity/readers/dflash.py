@@ -1,0 +1,32 @@
+"""Reads exported DFlash heads as their engine would; see `eval/parity/blocks.py`."""
+
+from eval.parity.block_shape import BlockReader, BlockShape
+from eval.parity.blocks import ServedBlocks
+from eval.parity.files import Export, Golden
+
+FORMATS = {"dflash": ("vllm", "sglang", "speculators", "original")}
+NATIVE = "DFlashDraftModel"
+ARCHITECTURES = dict.fromkeys(FORMATS["dflash"], NATIVE)
+
+
+def read(export: Export, golden: Golden) -> ServedBlocks:
+    """See `eval.parity.gate.Reader`."""
+    reader = BlockReader(export, golden, ARCHITECTURES)
+    return ServedBlocks(export, golden, shape_of(reader), {})
+
+
+def shape_of(reader: BlockReader) -> BlockShape:
+    """Of heads that fill in masks.
+
+    Raises:
+        InputError: as `BlockReader.shape`.
+    """
+    root = reader.root
+    if reader.nested:
+        root.equal("sample_from_anchor", False, "as rows draft the token at their place", "guesses")
+        return reader.shape(root, anchored=False, causal=reader.non_causal())
+    block = root.part("dflash_config")
+    causal = block.need("causal", bool, "takes it from layer_types")
+    root.only("is_causal", causal)
+    root.only("sample_from_anchor", False)
+    return reader.shape(block, anchored=False, causal=causal)

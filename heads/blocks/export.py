@@ -1,0 +1,140 @@
+"""Block drafters in the words of each engine: who can serve which, tensors, `config.json`, command.
+
+Read from the loaders themselves: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and
+`configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9 `models/dflash`;
+z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`. All but speculators take the
+authors' own layout, which is how heads are saved.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from conf.schema_export import ExportFormat
+from heads.blocks.head import WEIGHTS, BlockHead
+from heads.engines import dtype_of, vllm_command
+from heads.kind import Files
+from heads.llama import LLAMA_KEYS
+
+EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How loaders want a kind of block drafter.
+
+    Attributes:
+        name: of the method, as vLLM, SGLang (in capitals) and speculators call it.
+        title: of its heads, for sentences.
+        speculators: the class that speculators gives them; None if it has none.
+        with_ends: the authors' files hold the target's embedding and output head.
+    """
+
+    name: str
+    title: str
+    speculators: str | None
+    with_ends: bool = False
+
+
+def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str | None:
+    """Why an engine cannot serve a head, as the end of a sentence."""
+    config = head.config
+    if engine is ExportFormat.vllm:
+        return None
+    if engine is ExportFormat.speculators and layout.speculators is not None:
+        if config.causal and config.window is None:
+            return "lets rows see later ones wherever they see all of the text (head.causal=true)"
+        return None
+    if engine not in (ExportFormat.sglang, ExportFormat.original):
+        return f"loads no {layout.title}"
+    own = head.lm_head is not None or head.embed_tokens is not None
+    if own:
+        return "drafts with the target's embedding and output head, and this head has its own"
+    limited = config.causal or config.window is not None
+    return "lets rows see all of the text and of their block" if limited else None
+
+
+def files(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> Files:
+    """What an engine that can serve the head reads."""
+    added = _added(head, engine, layout)
+    settings = head.config_json() | {"dtype": dtype_of(head), "torch_dtype": dtype_of(head)}
+    if engine is ExportFormat.speculators:
+        settings = _speculators_config(head, settings, layout)
+    return Files(settings, WEIGHTS, head.tensors() | added, sorted(added), list(head.config.layers))
+
+
+def _added(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> dict[str, Tensor]:
+    """What the engine would otherwise start at random."""
+    added, target = {}, head.target
+    ends = engine is ExportFormat.original and layout.with_ends
+    if ends and head.embed_tokens is None:
+        added[EMBEDDING] = target.embedding.weight.to(head.dtype)
+    if head.lm_head is None and (ends or engine is ExportFormat.speculators):
+        # A copy, as one file cannot hold a tensor that is tied to the embedding.
+        added[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
+    return added
+
+
+def _speculators_config(
+    head: BlockHead, flat: dict[str, Any], layout: BlockLayout
+) -> dict[str, Any]:
+    """Keys of speculators; those of the layers lie in one of their own."""
+    config = head.config
+    of_layers = (
+        *LLAMA_KEYS, "model_type", "rope_theta", "num_hidden_layers", "layer_types",
+        "sliding_window", "use_sliding_window", "tie_word_embeddings",
+    )  # fmt: skip
+    elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
+    kept = {n: value for n, value in flat.items() if n not in {*of_layers, *elsewhere}}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.num_draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return kept | {
+        "architectures": [layout.speculators],
+        "speculators_model_type": layout.name,
+        "speculators_version": "0.9.0",
+        "aux_hidden_state_layer_ids": list(config.layers),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not config.causal,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {name: flat[name] for name in of_layers},
+        "speculators_config": {
+            "algorithm": layout.name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": head.target_name,
+                "architectures": head.target.architectures,
+            },
+        },
+    }
+
+
+def serve_command(head: BlockHead, engine: ExportFormat, folder: str, layout: BlockLayout) -> str:
+    """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
+    target, tokens = head.target_name, head.config.num_draft_tokens
+    if engine is ExportFormat.vllm:
+        return vllm_command(layout.name.replace("dflash2", "dflash"), tokens, target, folder)
+    if engine is ExportFormat.speculators:
+        return f"vllm serve {folder}"
+    if engine is ExportFormat.sglang:
+        method = layout.name.replace("dflash2", "dflash").upper()
+        return (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {method} --speculative-draft-model-path {folder} "
+            f"--speculative-num-draft-tokens {tokens + 1}"
+        )
+    if layout.with_ends:
+        return (
+            "from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel\n"
+            f'draft = Qwen3DSparkModel.from_pretrained("{folder}")'
+        )
+    return (
+        "from dflash.model import DFlashDraftModel\n"
+        f'draft = DFlashDraftModel.from_pretrained("{folder}")'
+    )

@@ -1,0 +1,93 @@
+"""What a block drafter makes of features, slot by slot, in float32 on the CPU.
+
+Letters: S rows, D slots, F target hidden, H hidden, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import InputError
+from heads.blocks.head import BlockHead
+from heads.kind import Drafted
+from heads.target.model import Target, TargetOutput
+
+ROWS_PER_CHUNK = 8192
+
+
+def drafted(
+    head: BlockHead, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> Drafted:
+    """Row t of slot d is drafted in a block behind token t, whose sure token is t + 1.
+
+    What an engine computes while every draft is accepted, so tokens before a slot are the text's
+    own; arguments as `Kind.drafted` says.
+
+    Raises:
+        InputError: an output head of the target that is quantised, or has a bias.
+    """
+    num_rows, mask = len(places), head.config.mask_token_id
+    wanted = torch.cat([token_ids, torch.tensor([mask])])
+    copy = _on_cpu(head, _embeddings(head, target, wanted))
+    output = TargetOutput(states[-1], dict(enumerate(states)))
+    text = copy.read(copy.features(output), places)
+    ends = torch.arange(1, num_rows + 1)
+    nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
+    sight = copy.sight(nothing, ends, depth, (nothing, ends))
+    outputs = copy.draft(ends, places + 1, text, sight)
+    rows = None if head.lm_head is not None else _output_rows(target, head.dtype)
+    beside = {"token_embeddings": _embeddings(head, target, token_ids[1:], of_target=True)}
+    beside["mask_token_id"] = torch.tensor([mask])
+    beside["mask_embedding"] = _embeddings(head, target, torch.tensor([mask]), of_target=True)
+    found, state = [], None
+    for slot in range(depth):
+        base = copy.logits(outputs[:, slot]) if rows is None else _projected(outputs[:, slot], rows)
+        before = token_ids[1 + slot : 1 + slot + num_rows]
+        logits, state = copy.step(base, outputs[:, slot], before, state)
+        found.append(logits)
+    drawn = torch.stack(found)
+    logits = torch.full((*drawn.shape[:2], head.vocab.size), float("-inf"))
+    logits[..., head.vocab.ids.cpu()] = drawn
+    if rows is None:
+        beside["logsumexp"] = drawn.logsumexp(-1)
+    return Drafted(logits, beside, rows)
+
+
+def _embeddings(
+    head: BlockHead, target: Target, token_ids: Tensor, of_target: bool = False
+) -> Tensor:
+    """[n, H] rows as an engine that runs in the head's dtype holds them."""
+    own = None if of_target else head.embed_tokens
+    weight = target.embedding.weight if own is None else own.weight
+    return weight[token_ids.to(weight.device)].to("cpu", head.dtype)
+
+
+def _on_cpu(head: BlockHead, embeddings: Tensor) -> BlockHead:
+    """A float32 copy whose embedding holds the tokens of the text in order, then the mask."""
+    config = replace(head.config, mask_token_id=len(embeddings) - 1)
+    copy = type(head)(config, head.vocab.to("cpu"))
+    copy.embed_tokens = None
+    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
+    copy.load_state_dict(tensors)
+    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
+    return copy.eval()
+
+
+def _output_rows(target: Target, dtype: torch.dtype) -> Tensor:
+    """[V, H] of the target's output head.
+
+    Its scalings stay out: they change no greedy draft of a slot by itself.
+    """
+    if not target.has_plain_head:
+        raise InputError(
+            f"target.path={target.name}: its output head is quantised or has a bias, and this "
+            "head drafts with it; allowed: target.quantization=none and a plain output head"
+        )
+    return target.output_head.weight.detach().to("cpu", dtype)
+
+
+def _projected(outputs: Tensor, weight: Tensor) -> Tensor:
+    """[S, V] float32 of outputs [S, H] by a weight [V, H] of any dtype."""
+    parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
+    return torch.cat(parts, dim=-1)
