@@ -45,7 +45,7 @@ class BlockConfig:
     """How fast `hybrid` turns from KL to acceptance as alpha grows."""
     teacher_temperature: float = 1.0
     """Divides the target's logits in training's divergence."""
-    off_path_weight: float = 1.0
+    off_path_weight: float = 0.2
     """What a draft's loss is multiplied by for each token before it in the text that the target
     would not have chosen; 1 weighs all alike."""
     learn_prompts: bool = False

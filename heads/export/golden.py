@@ -55,7 +55,8 @@ def golden(
     longest = num_positions(target.config)
     token_ids = _tokens(target, num_rows + depth + 1)
     states = _hidden_states(target, token_ids[:num_rows])
-    places = torch.linspace(0, longest - depth - 1, num_rows, dtype=torch.float64).long()
+    # A block has a row more than it drafts.
+    places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
     drafted = kind.drafted(head, target, states, token_ids, places)
     ids = _ids(drafted.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
