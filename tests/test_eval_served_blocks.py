@@ -173,10 +173,9 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "engine", "fault", "message"), FAULTS)
-def test_a_fault_is_caught(
-    target: Target, heads, name: str, engine: str, fault, message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: f"{case[0]} {case[1]} {case[3]}")
+def test_a_fault_is_caught(target: Target, heads, case: Any, tmp_path: Path) -> None:
+    name, engine, fault, message = case
     folder = exported(heads[name], target, engine, tmp_path / "export")
     check_parity(folder)
     fault(folder)

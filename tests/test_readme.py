@@ -12,6 +12,9 @@ from omegaconf import OmegaConf
 from conf import (
     schema,
     schema_capture,
+    schema_dflash,
+    schema_dflash2,
+    schema_dspark,
     schema_eagle,
     schema_export,
     schema_measure,
@@ -33,6 +36,9 @@ PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md"
 MODULES = (
     schema,
     schema_capture,
+    schema_dflash,
+    schema_dflash2,
+    schema_dspark,
     schema_eagle,
     schema_export,
     schema_measure,
@@ -43,6 +49,9 @@ MODULES = (
     schema_targets,
 )
 SCHEMAS = {
+    "dflash": schema_dflash.DFlashRun,
+    "dflash2": schema_dflash2.DFlash2Run,
+    "dspark": schema_dspark.DSparkRun,
     "medusa": schema_medusa.MedusaRun,
     "eagle": schema_eagle.EagleRun,
     "acceptance": schema_measure.AcceptanceRun,

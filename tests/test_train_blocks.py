@@ -1,6 +1,6 @@
 """Anchors, weights and losses of block drafters, against sums written out."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -197,10 +197,19 @@ class Data:
         return F.one_hot(torch.tensor(self.used), size)
 
 
+class Crowded:
+    """A tokenizer none of whose tokens is to spare."""
+
+    eos_token_id = 2
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __len__(self) -> int:
+        return 10_000
+
+
 def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     target = random_target(num_hidden_layers=4, vocab_size=300)
-    with pytest.raises(InputError, match=r"mask_token_id is unset and target\.path=llama has no"):
-        mask_token(target, None)
+    assert mask_token(target, None) == 299
     assert mask_token(target, 17) == 17
     with pytest.raises(InputError, match=r"mask_token_id=300: must be from 0 to 299"):
         mask_token(target, 300)
@@ -208,6 +217,12 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
         mask_token(target, 2)
     target.tokenizer = tokenizer()
     assert mask_token(target, None) == len(tokenizer())  # which leaves rows to spare
+    full = random_target(num_hidden_layers=4, vocab_size=len(tokenizer()))
+    full.tokenizer = tokenizer()
+    assert mask_token(full, None) == 0  # <pad>
+    full.tokenizer = Crowded()
+    with pytest.raises(InputError, match=r"mask_token_id is unset and target\.path=llama has no"):
+        mask_token(full, None)
     with pytest.raises(InputError, match=r"mask_token_id=17: the data use it 1 times"):
         architecture(DFlashConfig(mask_token_id=17), target, Data(17), sample_from_anchor=False)
     with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):

@@ -106,7 +106,7 @@ def check_layers(layers: tuple[int, ...], target: TargetEnds) -> None:
 def mask_token(target: TargetEnds, asked: int | None) -> int:
     """The id that stands for an unknown token: asked for, or one that no text uses.
 
-    That is the first row of the embedding behind the tokenizer's ids, or a token whose name says
+    That is the last row of a target without tokenizer, the first row of the embedding behind the tokenizer's ids, or a token whose name says
     that it masks, is reserved or unused, or fills up.
 
     Raises:
@@ -125,7 +125,8 @@ def mask_token(target: TargetEnds, asked: int | None) -> int:
                 "token that its texts do not use"
             )
         return asked
-    found = None if tokenizer is None else _free_token(target, size)
+    # Without a tokenizer no text is known either.
+    found = size - 1 if tokenizer is None else _free_token(target, size)
     if found is None:
         raise InputError(
             f"head.mask_token_id is unset and target.path={target.name} has no token to spare: "
