@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from block_heads import block_head
 from toys import eagle_head, noisy_head, random_model, random_target, tokenizer
 
 from conf.schema_eagle import EagleForm
@@ -16,6 +17,8 @@ from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.other_tokenizer import OtherTokenizer
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.engine import NoDraft
+from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.head import BlockHead
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
@@ -61,6 +64,14 @@ def medusa() -> MedusaHead:
     return noisy_head(small_target())
 
 
+@cache
+def blocks(name: str) -> BlockHead:
+    """Block drafters that are sometimes right."""
+    head = block_head(small_target(), name, num_updates=25)
+    head.window = SHORT_WINDOW
+    return head
+
+
 def drafting(tree: Tree, length: DraftLength | None = None) -> Make:
     """A draft model of the target's vocabulary."""
     return lambda how, seeds: DraftModel(small_models()[1], tree, how, drafter_seeds(seeds), length)
@@ -72,6 +83,11 @@ EVERY_DRAFTER: dict[str, Make] = {
     "medusa tree": lambda *_: MedusaDrafter(medusa(), TREE),
     "eagle chain": lambda how, seeds: EagleChain(small_models()[0], 5, how, drafter_seeds(seeds)),
     "eagle tree": lambda *_: EagleTree(small_models()[0], DynamicShape(5, 3, 8)),
+    "dflash chain": lambda how, seeds: BlockChain(blocks("dflash"), 4, how, drafter_seeds(seeds)),
+    "dflash tree": lambda *_: BlockTree(blocks("dflash"), DynamicShape(4, 3, 8)),
+    "dspark chain": lambda how, seeds: BlockChain(
+        blocks("dspark, rnn"), 5, how, drafter_seeds(seeds)
+    ),
     "draft chain": drafting(Tree.chain(5)),
     "draft tree": drafting(TREE),
     "heuristic": drafting(Tree.chain(8), DraftLength(start=2)),
@@ -107,10 +123,24 @@ def positions_read() -> Iterator[dict[str, int]]:
         note("eagle", positions)
         return read(fused, ids, positions)
 
+    attentions = [blocks(name)._attention(0) for name in ("dflash", "dspark, rnn")]
+    rotations = [each.rotation for each in attentions]
+
+    def turning(rotation: Callable[..., Any]) -> Callable[..., Any]:
+        def turn(inputs: Any, positions: torch.Tensor) -> Any:
+            note("blocks", positions)
+            return rotation(inputs, positions)
+
+        return turn
+
     head.read = reading  # type: ignore[method-assign]
+    for each, rotation in zip(attentions, rotations, strict=True):
+        each.rotation = turning(rotation)
     try:
         yield furthest
     finally:
         del head.read
+        for each in attentions:
+            del each.rotation
         for hook in hooks:
             hook.remove()

@@ -106,8 +106,8 @@ def check_layers(layers: tuple[int, ...], target: TargetEnds) -> None:
 def mask_token(target: TargetEnds, asked: int | None) -> int:
     """The id that stands for an unknown token: asked for, or one that no text uses.
 
-    That is the last row of a target without tokenizer, the first row of the embedding behind the tokenizer's ids, or a token whose name says
-    that it masks, is reserved or unused, or fills up.
+    That is the first row of the embedding behind the tokenizer's ids (without a tokenizer, the
+    last), or a token whose name says that it masks, is reserved or unused, or fills up.
 
     Raises:
         InputError: out of range, a token that ends or begins texts, or none is free.
