@@ -164,7 +164,8 @@ class BlockHead(DraftHead):
         ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
         positions = (places.unsqueeze(1) + rows).clamp_max(self.window - 1)
         states = self.embed(ids)
-        rotation = self._attention(0).rotation(states.flatten(0, 1), positions.flatten())
+        # In the dtype of the text's keys, which under autocast is not that of embeddings.
+        rotation = self._attention(0).rotation(text[0][0], positions.flatten())
         for number, layer in enumerate(self.layers):
             states = layer(states, rotation, text[number], sight)
         return self.norm(states[:, self.config.first_row :])

@@ -14,6 +14,9 @@ from torch import Tensor
 from toys import save_target
 
 from conf.schema import DataConfig, Dtype, TargetConfig, TrainConfig
+from conf.schema_dflash import DFlashConfig, DFlashRun
+from conf.schema_dflash2 import DFlash2Config, DFlash2Run
+from conf.schema_dspark import DSparkConfig, DSparkRun, Markov
 from conf.schema_eagle import (
     Divergence,
     EagleConfig,
@@ -24,7 +27,7 @@ from conf.schema_eagle import (
 )
 from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
 from conf.schema_medusa2 import AdapterConfig, JointConfig, Medusa2Run
-from train import eagle, medusa, medusa2
+from train import dflash, dflash2, dspark, eagle, medusa, medusa2
 from train.loop import loop, replay
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
@@ -42,6 +45,16 @@ HASS = replace(
 )  # fmt: skip
 EAGLE_3 = EagleConfig(num_steps=3, draft_vocab_size=120)
 EAGLE_3_1 = replace(EAGLE_3, fc_norm=True, norm_output=True, divergence=Divergence.hybrid)
+BLOCK: dict[str, Any] = {
+    "num_layers": 2, "block_size": 4, "num_features": 2, "num_anchors": 12,
+    "divergence_weight": 1.0,
+}  # fmt: skip
+# All ids: of two that are as likely in bfloat16, either may be the last of a few.
+SELECTOR: dict[str, Any] = {"selector_rank": 8, "selector_top_k": 300}
+RNN: dict[str, Any] = {
+    "markov_head_type": Markov.rnn, "markov_rank": 8, "own_output_head": True,
+    "draft_vocab_size": 120,
+}  # fmt: skip
 HEADS_OF: dict[str, tuple[Callable[[Any], None], Any]] = {
     "medusa": (medusa.main, MedusaRun(head=MedusaConfig(num_heads=3))),
     "medusa, soft labels": (
@@ -59,6 +72,9 @@ HEADS_OF: dict[str, tuple[Callable[[Any], None], Any]] = {
     "hass": (eagle.main, EagleRun(head=HASS)),
     "eagle-3": (eagle.main, EagleRun(head=EAGLE_3)),
     "eagle-3.1": (eagle.main, EagleRun(head=EAGLE_3_1)),
+    "dflash": (dflash.main, DFlashRun(head=DFlashConfig(**BLOCK, causal=True, window=20))),
+    "dflash-2": (dflash2.main, DFlash2Run(head=DFlash2Config(**BLOCK, **SELECTOR))),
+    "dspark": (dspark.main, DSparkRun(head=DSparkConfig(**BLOCK, **RNN))),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from block_heads import fresh, settings_of
 from emulated.device import Counts, counted, off
 from test_eval_other_tokenizer import permuted
 from toys import noisy_head, random_model, tokenizer
@@ -21,6 +22,8 @@ from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
+from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.head import BlockHead
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
@@ -37,6 +40,9 @@ PROMPTS = [[5, 17, 40, 8, 77, 23, 61], [9, 77, 31], [5, 17, 5, 17, 5]]
 SEEDS = [3, 4, 5]
 NUM_TOKENS = 14
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_k=40, top_p=0.9)}
+
+
+BlockMaker = Callable[[Target], BlockHead]
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,19 @@ def chain(form: EagleForm) -> Callable[..., Drafter]:
 
 def tree(form: EagleForm) -> Callable[..., Drafter]:
     return lambda target, _how: EagleTree(eagle_head(target, form), DynamicShape(3, 3, 8))
+
+
+def block(name: str) -> BlockMaker:
+    """Of a kind, from features that two layers have."""
+    return lambda target: fresh(target, settings_of(name, layers=[0, 1], num_layers=1))
+
+
+def block_chain(make: BlockMaker) -> Callable[..., Drafter]:
+    return lambda target, how: BlockChain(make(target), 3, how, [7, 8, 9])
+
+
+def block_tree(make: BlockMaker) -> Callable[..., Drafter]:
+    return lambda target, _how: BlockTree(make(target), DynamicShape(3, 3, 8))
 
 
 def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
@@ -110,6 +129,15 @@ KINDS = {
     "eagle_tree, EAGLE-3": Kind(tree(EAGLE_3), 1),
     # The roots for the head, and what was copied.
     "eagle_suffix": Kind(hybrid(tree(EAGLE_3)), 2),
+    "dflash_chain": Kind(block_chain(block("dflash")), 1),
+    "dflash_tree": Kind(block_tree(block("dflash, causal in a window")), 1),
+    "dflash_suffix": Kind(hybrid(block_tree(block("dflash"))), 2),
+    "dflash2_chain": Kind(block_chain(block("dflash2")), 1),
+    "dflash2_tree": Kind(block_tree(block("dflash2")), 1),
+    "dflash2_suffix": Kind(hybrid(block_tree(block("dflash2"))), 2),
+    "dspark_chain": Kind(block_chain(block("dspark, rnn")), 1),
+    "dspark_tree": Kind(block_tree(block("dspark, rnn")), 1),
+    "dspark_suffix": Kind(hybrid(block_tree(block("dspark"))), 2),
     "draft_chain": Kind(draft_model(CHAIN), 1),
     "draft_chain, by what was accepted": Kind(draft_model(CHAIN, DraftLength(2)), 2),
     # How sure each of three tokens was comes down; where the chains end goes up.

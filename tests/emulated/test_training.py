@@ -69,7 +69,7 @@ def test_a_micro_batch_is_one_pass_whatever_it_holds(
     assert operations(4) < 0.4 * operations(1)
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle-1", "eagle-3.1"])
+@pytest.mark.parametrize("name", ["medusa", "eagle-1", "eagle-3.1", "dflash"])
 def test_gradients_in_bfloat16_are_those_in_float32(
     name: str, inputs: Path, tmp_path: Path
 ) -> None:
