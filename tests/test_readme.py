@@ -114,7 +114,8 @@ def keys(schema: Any, prefix: str = "") -> set[str]:
 
 def composes(name: str, overrides: list[str]) -> None:
     """Raises where the command refuses these settings."""
-    register(SCHEMAS[name], name, "eagle3" if name == "eagle" else None)
+    own = name if name in RECIPES else None
+    register(SCHEMAS[name], name, "eagle3" if name == "eagle" else own)
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         OmegaConf.to_object(compose(name, overrides))
 

@@ -32,7 +32,8 @@ def arguments(inputs: Path, kind: str, out_dir: Path, *more: str) -> list[str]:
         str(ROOT / "train" / f"{kind}.py"), f"target.path={inputs / 'target'}",
         f"data.path={inputs / 'chat.jsonl'}", f"out_dir={out_dir}", "data.max_length=32",
         "data.eval_fraction=0.1", "train.batch_size=4", "train.warmup_steps=2",
-        "train.max_steps=12", "train.save_steps=2", "train.eval_steps=6", "train.log_steps=1", *SMALL, *KINDS[kind], *more,
+        "train.max_steps=12", "train.save_steps=2", "train.eval_steps=6", "train.log_steps=1",
+        "train.learning_rate=0.01", "train.adam_learning_rate=0.01", *SMALL, *KINDS[kind], *more,
     ]  # fmt: skip
 
 
