@@ -58,6 +58,16 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
     )
 
 
+def old_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None:
+    """RoPE scaling as before transformers 5, whose first readers took two keys and no more."""
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    if short:
+        return {"type": kind, "factor": float(rope["factor"])}
+    return {"type": kind} | {name: value for name, value in rope.items() if name != "rope_theta"}
+
+
 class RmsNorm(nn.RMSNorm):
     """Llama's norm in float32, by one kernel where there is one.
 

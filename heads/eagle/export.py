@@ -12,6 +12,7 @@ from heads.eagle.head import LAYER_NAMES, WEIGHTS, EagleHead
 from heads.eagle.layouts import NORMS, EagleLayout, layout_of, takes_own_embedding
 from heads.engines import dtype_of, vllm_command
 from heads.kind import Files
+from heads.llama import old_rope
 from heads.target import sizes
 
 NUM_DRAFT_TOKENS = 5
@@ -64,7 +65,7 @@ def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     settings |= {
         "base_model_name_or_path": head.target_name,
         "max_position_embeddings": sizes.num_positions(head.target.config),
-        "rope_scaling": _old_rope(settings["rope_parameters"], short=layout.old_rope),
+        "rope_scaling": old_rope(settings["rope_parameters"], short=layout.old_rope),
         "dtype": dtype,
         "torch_dtype": dtype,
         # SGLang's key for a bias of the attention, while its `fc` always has one.
@@ -87,16 +88,6 @@ def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
         settings |= {"num_aux_hidden_states": len(ids), "eagle_aux_hidden_state_layer_ids": ids}
         settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
     return settings
-
-
-def _old_rope(rope: dict[str, Any], short: bool) -> dict[str, Any] | None:
-    """RoPE scaling as before transformers 5, whose first readers took two keys and no more."""
-    kind = rope["rope_type"]
-    if kind == "default":
-        return None
-    if short:
-        return {"type": kind, "factor": float(rope["factor"])}
-    return {"type": kind} | {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
 def _speculators_config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
