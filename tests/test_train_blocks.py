@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from block_heads import block_head, fresh, objective_of, settings_of
+from block_heads import KINDS, block_head, fresh, objective_of, settings_of
 from torch import Tensor
 from toys import packed, random_target, texts, tokenizer
 
@@ -242,3 +242,11 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
 def test_settings_that_make_no_head_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         BlockConfig(**changes, divergence=Divergence.kl)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_fresh_weights_are_alike_for_a_seed(target: Target, name: str) -> None:
+    """Whatever else has been drawn, in this process or another."""
+    first, second = (fresh(target, settings_of(name)).state_dict() for _ in range(2))
+    for key, tensor in first.items():
+        assert tensor.equal(second[key]), key

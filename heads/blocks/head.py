@@ -96,10 +96,10 @@ class BlockHead(DraftHead):
         """Fresh weights, alike for a seed, of all matrices but those of the target's."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02, generator=generator)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> Self:
         """See `DraftHead.attach`; borrows the target's embedding and, without one, output head."""
