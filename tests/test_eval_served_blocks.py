@@ -69,7 +69,10 @@ def test_which_engine_takes_which_head(heads) -> None:
     }
     with pytest.raises(InputError, match=r"markov_head_type=vanilla alone, and this head has rnn"):
         check_format(heads["dspark, rnn"], ExportFormat.vllm)
-    with pytest.raises(InputError, match="loads no DFlash heads; allowed for this head: vllm"):
+    with pytest.raises(
+        InputError,
+        match="has no layout for DFlash heads that is written here; allowed for this head: vllm",
+    ):
         check_format(heads["dflash"], ExportFormat.trtllm)
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from conf.schema import InputError
 from conf.schema_blocks import BlockConfig
-from heads.llama import LLAMA_KEYS, llama_like
+from heads.llama import LLAMA_KEYS, llama_like, old_rope
 from heads.target.ends import TargetEnds
 
 
@@ -26,7 +26,7 @@ class BlockHeadConfig:
         llama: sizes, RoPE and norms of its layers; its `vocab_size` is the target's.
         target: Hub id or folder of the target.
         target_hidden_size: width of one target feature.
-        num_target_layers: decoder layers of the target.
+        num_target_layers: decoder layers of the target; 0 until it is known.
         layers: target features that are read, as indices of `output_hidden_states`.
         block_size: rows of a block as it was trained.
         mask_token_id: what rows hold whose token is not known.
@@ -189,6 +189,7 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
         "model_type": "qwen3",
         **{name: getattr(llama, name) for name in LLAMA_KEYS},
         "rope_theta": rope["rope_theta"],
+        "rope_scaling": old_rope(rope),
         "num_hidden_layers": llama.num_hidden_layers,
         "layer_types": [kind] * llama.num_hidden_layers,
         "sliding_window": config.window,

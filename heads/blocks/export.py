@@ -47,7 +47,7 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
             return "lets rows see later ones wherever they see all of the text (head.causal=true)"
         return None
     if engine not in (ExportFormat.sglang, ExportFormat.original):
-        return f"loads no {layout.title}"
+        return f"has no layout for {layout.title} that is written here"
     own = head.lm_head is not None or head.embed_tokens is not None
     if own:
         return "drafts with the target's embedding and output head, and this head has its own"
@@ -82,7 +82,7 @@ def _speculators_config(
     """Keys of speculators; those of the layers lie in one of their own."""
     config = head.config
     of_layers = (
-        *LLAMA_KEYS, "model_type", "rope_theta", "num_hidden_layers", "layer_types",
+        *LLAMA_KEYS, "model_type", "rope_theta", "rope_scaling", "num_hidden_layers", "layer_types",
         "sliding_window", "use_sliding_window", "tie_word_embeddings",
     )  # fmt: skip
     elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}

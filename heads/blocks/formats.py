@@ -36,12 +36,13 @@ SIZES = (
 )
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 SCALED_ROPE = ("linear", "yarn", "llama3")
-NESTED = ("transformer_layer_config", "dflash_config")
 # A head with another value computes something else.
 ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "attention_value_scale": 1.0,
     "use_aux_hidden_state": True,
     "is_neox_style": True,
     "partial_rotary_factor": 1.0,
@@ -50,8 +51,8 @@ ONLY = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
 }
-TARGETS = ("embed_tokens.weight", "lm_head.weight")
-"""Of the target in files of speculators, which hold copies of both."""
+MASK_EMBEDDING = "mask_embedding.pt"
+"""Beside the weights: vLLM takes it in place of the mask token's embedding."""
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 """What speculators keeps for training, and no draft is made with."""
 
@@ -67,10 +68,11 @@ def _settings(folder: Path, path: str) -> dict[str, Any]:
         root = json.loads(file.read_text())
     except ValueError as error:
         raise InputError(f"head.path={path}: config.json is not JSON: {error}") from error
-    parts = [root[name] for name in NESTED if isinstance(root.get(name), dict)]
+    # Engines look into `dflash_config` first, and into the root then.
     merged: dict[str, Any] = {}
-    for part in (*parts, root):
-        merged |= {key: value for key, value in part.items() if value is not None}
+    for part in (root.get("transformer_layer_config"), root, root.get("dflash_config")):
+        if isinstance(part, dict):
+            merged |= {key: value for key, value in part.items() if value is not None}
     return merged
 
 
@@ -110,6 +112,10 @@ class BlockFile:
                 f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
                 "never opened: convert them with "
                 "https://huggingface.co/spaces/safetensors/convert"
+            )
+        if (folder / MASK_EMBEDDING).is_file():
+            raise found.error(
+                f"{MASK_EMBEDDING}: a mask embedding of its own, pickled: such heads are not read"
             )
         for file in files:
             tensors |= {n.removeprefix("model."): t for n, t in load_tensors(file).items()}
@@ -222,13 +228,15 @@ class BlockFile:
         """As vLLM decides: what is said, and otherwise whether layers slide."""
         settings = self.settings
         if "speculators_model_type" in settings:
-            return not settings.get("sliding_window_non_causal", True)
+            # Its name says it: without a window speculators trains rows that see each other.
+            return window is not None and not settings.get("sliding_window_non_causal", True)
         return bool(settings.get("is_causal", settings.get("causal", window is not None)))
 
     def _layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings
         stated = [index + 1 for index in settings.get("target_layer_ids", ())]
-        stated = settings.get("aux_hidden_state_layer_ids", stated)
+        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+            stated = settings.get(key, stated)
         chosen = tuple(stated if layers is None else layers)
         fc = self.tensors.get("fc.weight")
         if not chosen or (fc is not None and fc.shape[-1] != len(chosen) * width):

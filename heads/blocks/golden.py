@@ -8,12 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from conf.schema import InputError
 from heads.blocks.head import BlockHead
 from heads.kind import Drafted
 from heads.target.model import Target, TargetOutput
-
-ROWS_PER_CHUNK = 8192
+from heads.target.rows import embedding_rows, output_rows, projected
 
 
 def drafted(
@@ -36,13 +34,13 @@ def drafted(
     nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
     sight = copy.sight(nothing, ends, depth, (nothing, ends))
     outputs = copy.draft(ends, places + 1, text, sight)
-    rows = None if head.lm_head is not None else _output_rows(target, head.dtype)
+    rows = None if head.lm_head is not None else output_rows(target, head.dtype)
     beside = {"token_embeddings": _embeddings(head, target, token_ids[1:], of_target=True)}
     beside["mask_token_id"] = torch.tensor([mask])
     beside["mask_embedding"] = _embeddings(head, target, torch.tensor([mask]), of_target=True)
     found, state = [], None
     for slot in range(depth):
-        base = copy.logits(outputs[:, slot]) if rows is None else _projected(outputs[:, slot], rows)
+        base = copy.logits(outputs[:, slot]) if rows is None else projected(outputs[:, slot], rows)
         before = token_ids[1 + slot : 1 + slot + num_rows]
         logits, state = copy.step(base, outputs[:, slot], before, state)
         found.append(logits)
@@ -57,10 +55,10 @@ def drafted(
 def _embeddings(
     head: BlockHead, target: Target, token_ids: Tensor, of_target: bool = False
 ) -> Tensor:
-    """[n, H] rows as an engine that runs in the head's dtype holds them."""
+    """[n, H] rows of the target's embedding, or of the head's own if it has one."""
     own = None if of_target else head.embed_tokens
     weight = target.embedding.weight if own is None else own.weight
-    return weight[token_ids.to(weight.device)].to("cpu", head.dtype)
+    return embedding_rows(weight, token_ids, head.dtype)
 
 
 def _on_cpu(head: BlockHead, embeddings: Tensor) -> BlockHead:
@@ -72,22 +70,3 @@ def _on_cpu(head: BlockHead, embeddings: Tensor) -> BlockHead:
     copy.load_state_dict(tensors)
     copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
     return copy.eval()
-
-
-def _output_rows(target: Target, dtype: torch.dtype) -> Tensor:
-    """[V, H] of the target's output head.
-
-    Its scalings stay out: they change no greedy draft of a slot by itself.
-    """
-    if not target.has_plain_head:
-        raise InputError(
-            f"target.path={target.name}: its output head is quantised or has a bias, and this "
-            "head drafts with it; allowed: target.quantization=none and a plain output head"
-        )
-    return target.output_head.weight.detach().to("cpu", dtype)
-
-
-def _projected(outputs: Tensor, weight: Tensor) -> Tensor:
-    """[S, V] float32 of outputs [S, H] by a weight [V, H] of any dtype."""
-    parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
-    return torch.cat(parts, dim=-1)

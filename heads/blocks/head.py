@@ -108,8 +108,8 @@ class BlockHead(DraftHead):
         if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
             check_fits(self, target, config.llama.hidden_size)
         check_layers(config.layers, target)
-        if config.target == UNKNOWN:
-            self.config = replace(config, target=target.name)
+        name = target.name if config.target == UNKNOWN else config.target
+        self.config = replace(config, target=name, num_target_layers=target.num_layers)
         if isinstance(target, Target):
             assert target.blocks  # found, or refused before any work
         self._target = (target,)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from conf.schema_export import ExportFormat
 from heads.blocks import export, golden
-from heads.blocks.config import default_layers
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.export import BlockLayout
 from heads.blocks.head import BlockHead
@@ -17,7 +16,6 @@ from heads.target.model import Target
 from heads.tree import DynamicShape, Shape, usual_dynamic_shape
 
 Head = TypeVar("Head", bound=BlockHead)
-NUM_FEATURES = 5
 
 
 class BlockKind(Kind[Head]):
@@ -54,10 +52,6 @@ class BlockKind(Kind[Head]):
         if isinstance(shape, DynamicShape):
             return BlockTree(head, shape)
         return BlockChain(head, shape.depth, sampling, drafter_seeds(seeds))
-
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """Features in even steps."""
-        return default_layers(num_layers, NUM_FEATURES, "layers")
 
     def pruning_problem(self, head: Head) -> str | None:
         """A head without an output head of its own has no rows to lose."""
