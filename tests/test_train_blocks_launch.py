@@ -59,7 +59,7 @@ def straight(
 def test_a_head_learns(straight: tuple[str, Path]) -> None:
     _, out_dir = straight
     losses = curve(out_dir, "train/loss")
-    assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
+    assert sum(losses[-3:]) < sum(losses[:3])
     for name in ("loss_d3", "top1_d3", "alpha_d3", "greedy_alpha_d3", "tau"):
         assert len(curve(out_dir, f"eval/{name}")) == 2, name
 
