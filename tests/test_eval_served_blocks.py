@@ -67,6 +67,11 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dspark, in a window": ["vllm", "speculators"],
         "dflash, ends": ["vllm", "sglang", "speculators", "original"],
     }
+    facts = {name: kind_of(head).facts(head, {}, None) for name, head in heads.items()}
+    served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
+    assert served == ["dflash", "dspark", None]
+    assert "markov_head_type=vanilla alone" in facts["dspark, rnn"].vllm_problem
+    assert "drafts 5 tokens in one pass, each by the token" in facts["dspark"].description
     with pytest.raises(InputError, match=r"markov_head_type=vanilla alone, and this head has rnn"):
         check_format(heads["dspark, rnn"], ExportFormat.vllm)
     with pytest.raises(

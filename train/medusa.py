@@ -28,7 +28,7 @@ class MedusaObjective(Objective):
 
     measures = ("top1", "top5")
     usual_schedule = Schedule.cosine
-    muon_rate = 8.5e-2
+    muon_rate = 8.4e-2
     adam_rate_times_width = 2.1
 
     def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:

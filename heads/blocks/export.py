@@ -25,13 +25,15 @@ class BlockLayout:
     """How loaders want a kind of block drafter.
 
     Attributes:
-        name: of the method, as vLLM, SGLang (in capitals) and speculators call it.
+        name: of the method, as speculators calls it.
+        vllm: the same in vLLM, and in SGLang in capitals.
         title: of its heads, for sentences.
         speculators: the class that speculators gives them; None if it has none.
         with_ends: the authors' files hold the target's embedding and output head.
     """
 
     name: str
+    vllm: str
     title: str
     speculators: str | None
     with_ends: bool = False
@@ -119,14 +121,14 @@ def serve_command(head: BlockHead, engine: ExportFormat, folder: str, layout: Bl
     """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:
-        return vllm_command(layout.name.replace("dflash2", "dflash"), tokens, target, folder)
+        return vllm_command(layout.vllm, tokens, target, folder)
     if engine is ExportFormat.speculators:
         return f"vllm serve {folder}"
     if engine is ExportFormat.sglang:
-        method = layout.name.replace("dflash2", "dflash").upper()
         return (
             f"python -m sglang.launch_server --model-path {target} "
-            f"--speculative-algorithm {method} --speculative-draft-model-path {folder} "
+            f"--speculative-algorithm {layout.vllm.upper()} "
+            f"--speculative-draft-model-path {folder} "
             f"--speculative-num-draft-tokens {tokens + 1}"
         )
     if layout.with_ends:

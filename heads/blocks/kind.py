@@ -24,12 +24,14 @@ class BlockKind(Kind[Head]):
     Attributes:
         layout: what engines call it.
         method, paper: of the method.
+        words: what a card says of its slots beyond their number.
     """
 
     static = False
     layout: ClassVar[BlockLayout]
     method: ClassVar[str]
     paper: ClassVar[str]
+    words: ClassVar[str] = ""
 
     def most_tokens(self, head: Head) -> int:
         """Those of a block as it was trained."""
@@ -84,7 +86,7 @@ class BlockKind(Kind[Head]):
         self, head: Head, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
         """Layers, features and slots."""
-        config = head.config
+        config, problem = head.config, self.export_problem(head, ExportFormat.vllm)
         return HeadFacts(
             tag=self.layout.name,
             name=f"{self.method} head",
@@ -97,11 +99,9 @@ class BlockKind(Kind[Head]):
                 f"counts them). It drafts {config.num_draft_tokens} tokens in one pass{self.words}"
             ),
             num_draft_tokens=config.num_draft_tokens,
-            vllm_method=self.layout.name.replace("dflash2", "dflash"),
-            vllm_problem=export.problem(head, ExportFormat.vllm, self.layout) or "",
+            vllm_method=None if problem else self.layout.vllm,
+            vllm_problem=f"vLLM {problem}." if problem else "",
         )
-
-    words: ClassVar[str] = ""
 
     def copied(self, head: Head, provenance: dict[str, Any]) -> list[str]:
         """What a head has of the target's ends."""

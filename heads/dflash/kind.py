@@ -19,7 +19,7 @@ class DFlashKind(BlockKind[DFlashHead]):
     head = DFlashHead
     forms: ClassVar = {"dflash": "DFlash heads"}
     phrase = "a DFlash head"
-    layout = BlockLayout("dflash", "DFlash heads", "DFlashDraftModel")
+    layout = BlockLayout("dflash", "dflash", "DFlash heads", "DFlashDraftModel")
     method, paper = "DFlash", "2602.06036"
 
     def holds(self, folder: Path) -> bool:

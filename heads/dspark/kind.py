@@ -20,7 +20,7 @@ class DSparkKind(BlockKind[DSparkHead]):
     head = DSparkHead
     forms: ClassVar = {"dspark": "DSpark heads"}
     phrase = "a DSpark head"
-    layout = BlockLayout("dspark", "DSpark heads", "DSparkDraftModel", with_ends=True)
+    layout = BlockLayout("dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_ends=True)
     method, paper = "DSpark", "2607.05147"
     words = ", each by the token before it"
 
