@@ -19,7 +19,8 @@ from heads.target.model import Target, TargetOutput
 from heads.tree import DynamicShape, Tree
 from train.batch.rows import UNROLLED
 
-NAMES = list(KINDS)
+QUICK = ("dflash", "dflash2", "dspark, rnn")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,22 @@ def prompts(target: Target) -> list[list[int]]:
     return [*(text[:4] for text in texts(target, 2, 1)), [61, 23, 77]]
 
 
+class Heads(dict[str, BlockHead]):
+    """Made when they are asked for."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+
+    def __missing__(self, name: str) -> BlockHead:
+        with torch.inference_mode(mode=False):
+            self[name] = block_head(self.target, name, num_updates=40)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def heads(target: Target) -> dict[str, BlockHead]:
-    return {name: block_head(target, name) for name in NAMES}
+def heads(target: Target) -> Heads:
+    return Heads(target)
 
 
 @pytest.mark.parametrize("name", NAMES)
