@@ -1,5 +1,6 @@
 import warnings
 
+import block_heads
 import pytest
 import torch
 from toys import noisy_head, random_model
@@ -8,6 +9,7 @@ from transformers import GenerationConfig
 from conf.schema_eagle import EagleConfig, EagleForm
 from eval.decode.engine import NoDraft, decode, decode_batch, stream
 from eval.measure.replay import replay
+from heads.blocks.drafter import BlockChain, BlockTree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
@@ -56,6 +58,22 @@ def test_eagle_on_cuda_is_lossless_and_replayed_exactly(form: EagleForm) -> None
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
     sampled = decode(target, EagleChain(head, 4, sampling), PROMPT, 40, sampling)
+    assert sampled.token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["dflash, causal in a window", "dflash2", "dspark, rnn"])
+def test_block_drafters_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = block_heads.fresh(target, block_heads.settings_of(name)).eval()
+    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
+    chain = decode(target, BlockChain(head, 4), PROMPT, 40)
+    assert chain.token_ids == expected
+    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    tree = BlockTree(head, DynamicShape(4, 4, 16))
+    assert decode(target, tree, PROMPT, 40).token_ids == expected
+    sampling = Sampling(temperature=1.0, top_k=1)
+    sampled = decode(target, BlockChain(head, 4, sampling), PROMPT, 40, sampling)
     assert sampled.token_ids == expected
 
 

@@ -1,9 +1,12 @@
 """The estimate of a run's memory: by hand, against what lives, and when it is refused."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from block_heads import fresh, objective_of, settings_of
 from torch.profiler import ProfilerActivity, profile
 from toys import random_target
 
@@ -14,6 +17,7 @@ from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.vocab import DraftVocab
 from scripts import bench_memory
+from train.blocks.objective import BlockObjective
 from train.eagle import EagleObjective
 from train.loop import memory
 from train.loss.sizes import Setting
@@ -24,6 +28,7 @@ ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, 
 V, H = 96, 64  # of the toy target
 TRAINED = 4 * 2 * (H * H + H + V * H)  # two Medusa heads of one block and a projection
 
+BLOCKS = ("dflash", "dflash, reduced", "dflash2", "dspark", "dspark, gated", "dspark, rnn")
 
 WIDE = {
     "hidden_size": 256, "intermediate_size": 896, "head_dim": 64, "num_attention_heads": 4,
@@ -47,6 +52,17 @@ def eagle(**sizes: int) -> EagleObjective:
     settings.layers = [1, 2, 3]
     vocab = DraftVocab(torch.arange(target.vocab_size // 3), target.vocab_size)
     return EagleObjective(EagleHead.from_target(target, settings, vocab, 0), target, settings)
+
+
+def blocks(kind: str) -> Callable[..., BlockObjective]:
+    def make(**sizes: int) -> BlockObjective:
+        target, settings = random_target(num_hidden_layers=4, **sizes), settings_of(kind)
+        settings.num_anchors = 64
+        if settings.draft_vocab_size is not None:
+            settings.draft_vocab_size = target.vocab_size // 3
+        return objective_of(fresh(target, settings), target, settings)
+
+    return make
 
 
 def test_parts_of_one_process_by_hand() -> None:
@@ -107,9 +123,9 @@ def test_an_objective_without_a_formula_has_no_estimate() -> None:
     assert memory.estimate(objective, ONE) is None
 
 
-@pytest.mark.parametrize("make", [hard, medusa, eagle])
-def test_a_pass_needs_what_is_estimated(make: type) -> None:
-    """Beyond weights and moments, which lie there before."""
+@pytest.mark.parametrize("make", [hard, medusa, eagle, *map(blocks, BLOCKS)])
+def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
+    """Beyond weights, gradients of the micro batch before, and moments, which lie there."""
     objective = make(**WIDE)
     length = ONE.tokens
     row = torch.arange(length)[None]
@@ -119,7 +135,7 @@ def test_a_pass_needs_what_is_estimated(make: type) -> None:
     }  # fmt: skip
     batch = dict(objective.prepare(objective.indexed(batch)))
     for _ in range(2):  # the first makes what stays
-        objective.zero_grad()
+        objective.zero_grad(set_to_none=False)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             objective(batch, objective.weights).total.backward()
     live = peak = 0
@@ -128,7 +144,7 @@ def test_a_pass_needs_what_is_estimated(make: type) -> None:
             live += event.nbytes()
             peak = max(peak, live)
     parts = memory.estimate(objective, ONE) or {}
-    before = ("target", "head", "optimizer", "hidden states")
+    before = ("target", "head", "gradients", "optimizer", "hidden states")
     estimated = sum(size for name, size in parts.items() if name not in before)
     assert estimated == pytest.approx(peak, rel=0.1)
 

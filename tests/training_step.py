@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import block_heads
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -25,7 +26,7 @@ from train.loop import loop
 from train.loop.job import Job
 from train.medusa import MedusaObjective
 
-KINDS = ("medusa", "eagle1", "eagle3")
+KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn")
 GROUPED = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
     "num_hidden_layers": 6, "intermediate_size": 384,
@@ -38,6 +39,10 @@ def objective_of(kind: str, target: Target) -> Any:
     if kind == "medusa":
         head: Any = MedusaHead.from_target(target, 3, 1)
         return MedusaObjective(head, target, MedusaConfig(num_heads=3))
+    if kind.startswith(("dflash", "dspark")):
+        settings = block_heads.settings_of(kind)
+        head = block_heads.fresh(target, settings)
+        return block_heads.objective_of(head, target, settings)
     eagle1 = kind == "eagle1"
     config = EagleConfig(
         form=EagleForm(kind), num_steps=3, draft_vocab_size=None if eagle1 else 48,

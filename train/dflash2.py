@@ -38,6 +38,18 @@ class DFlash2Objective(BlockObjective):
         rows = self.rows(outputs, unrolled)
         return Part(rows, self.head.projection(), unrolled.rows.answers, scales)
 
+    def kept_beside(self, blocks: int, itemsize: int) -> int:
+        """Of t taps 2 t + t (t - 1) / 2 R numbers of width H in each of a layer's four mixtures.
+
+        Of a draft the rows of its candidates, and its own.
+        """
+        config = self.head.config
+        taps, hidden = config.conv_kernel_size, config.llama.hidden_size
+        a_block = 2 * taps * config.block_size + taps * (taps - 1) // 2
+        mixed = 4 * len(self.head.layers) * a_block * hidden
+        chosen = config.num_draft_tokens * (config.selector_top_k + 2) * config.selector_rank
+        return blocks * itemsize * (mixed + chosen)
+
     def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
         """[M] of each learnt row: the selector's cross-entropy among the slot's candidates."""
         del found

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.schema_dspark import DSparkConfig, DSparkRun
+from conf.schema_dspark import DSparkConfig, DSparkRun, Markov
 from data.features import TrainingData
 from eval import entry
 from heads.dspark.formats import load_dspark
@@ -24,6 +24,7 @@ from train.blocks.objective import (
     described,
 )
 from train.loop import command
+from train.loss import sizes
 from train.loss.fused import LowRank, Part
 
 
@@ -40,6 +41,18 @@ class DSparkObjective(BlockObjective):
         rows, heard = (self.rows(each, unrolled) for each in (outputs, told))
         added = LowRank(heard, self.head.markov_head.markov_w2.weight)
         return Part(rows, self.head.projection(), unrolled.rows.answers, scales, added)
+
+    def kept_beside(self, blocks: int, itemsize: int) -> int:
+        """What Markov states are made of, they themselves three times, and the confidence's input.
+
+        Per draft H + 3 r numbers behind a gate, H + 7 r of a state that is handed on.
+        """
+        config = self.head.config
+        hidden, rank = config.llama.hidden_size, config.markov_rank
+        made = {Markov.vanilla: 0, Markov.gated: hidden + 3 * rank, Markov.rnn: hidden + 7 * rank}
+        confident = hidden + rank * config.confidence_with_markov if config.confidence else 0
+        a_draft = itemsize * (made[config.markov_head_type] + 3 * rank) + sizes.FLOAT32 * confident
+        return blocks * config.num_draft_tokens * a_draft
 
     def _before(self, batch: Batch) -> Tensor:
         """[A, D] int64, the tokens right before those that are drafted."""

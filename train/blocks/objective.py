@@ -31,6 +31,7 @@ from train.batch.rows import (
 )
 from train.batch.states import states_of
 from train.loop import resume
+from train.loss import sizes
 from train.loss.blocks import MEASURES, BlockCriterion, block_loss, slot_weights
 from train.loss.fused import Part, Teacher
 from train.loss.losses import Sums
@@ -61,6 +62,37 @@ class BlockObjective(Objective):
         """From now on compiles the loss, and the parts of the layers that fuse well."""
         self.criterion.compiled = True
         self.head.compile_layers()
+
+    def memory(self, setting: sizes.Setting) -> sizes.Counted:
+        """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
+
+        Per row and layer: 4 I e in the MLP, 8 + 2 e bytes of width Q and K each in the attention
+        (projected, normed, turned), 16 + 2 e of width H: norms in float32, their output, residual
+        stream. Per token of the text (8 + 2 e) K in each layer, 8 + e of width H, and what `fc`
+        reads. Of a draft H in float32 in the last norm, and H e three times: the output, the row
+        that the loss takes of it, and its gradient.
+        """
+        head, settings, tokens, e = self.head, self.config, setting.tokens, setting.dtype.itemsize
+        llama, attention = head.config.llama, head.layers[0].self_attn
+        hidden, inner = llama.hidden_size, llama.intermediate_size
+        query, keys = attention.q_proj.out_features, attention.k_proj.out_features
+        blocks = min(tokens, settings.num_anchors * setting.train.micro_batch_size)
+        rows, drafts = (blocks * n for n in (head.config.block_size, head.config.num_draft_tokens))
+        a_row = 4 * e * inner + (8 + 2 * e) * (query + keys) + (16 + 2 * e) * hidden
+        a_token, text = (8 + 2 * e) * keys, (8 + e) * hidden + e * head.fc.in_features
+        kept = len(head.layers) * (rows * a_row + tokens * a_token) + tokens * text
+        kept += drafts * hidden * (sizes.FLOAT32 + 3 * e) + self.kept_beside(blocks, e)
+        one = head.projection().weight.shape[0], hidden
+        loss = sizes.loss_bytes(setting, drafts, one, sizes.PIECES_OF_TEACHER)
+        loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
+        loss = max(loss, sizes.making_bytes(setting, tokens, self.target, one[0]))
+        backward = 2 * sizes.FLOAT32 * rows * hidden + 3 * rows * inner * e
+        return sizes.Counted(sizes.copied_bytes(head, setting), kept, loss, backward)
+
+    def kept_beside(self, blocks: int, itemsize: int) -> int:
+        """Bytes that a kind keeps of so many blocks besides, by those of a number."""
+        del blocks, itemsize
+        return 0
 
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents and its blocks lie."""

@@ -89,6 +89,14 @@ def teacher_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
     return min(rows * width * target.dtype.itemsize, chunk_bytes(setting))
 
 
+def making_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
+    """While those are made: logits of all ids, of the draft vocabulary beside them, and pieces."""
+    whole = teacher_bytes(setting, rows, target, target.vocab_size)
+    drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
+    most = fused.PIECE_BYTES if setting.cuda else fused.CPU_PIECE_BYTES
+    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32)
+
+
 def chunk_bytes(setting: Setting) -> int:
     """Most that the logits of a chunk take."""
     return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
