@@ -83,7 +83,6 @@ EVERY_DRAFTER: dict[str, Make] = {
     "medusa tree": lambda *_: MedusaDrafter(medusa(), TREE),
     "eagle chain": lambda how, seeds: EagleChain(small_models()[0], 5, how, drafter_seeds(seeds)),
     "eagle tree": lambda *_: EagleTree(small_models()[0], DynamicShape(5, 3, 8)),
-    "dflash chain": lambda how, seeds: BlockChain(blocks("dflash"), 4, how, drafter_seeds(seeds)),
     "dflash tree": lambda *_: BlockTree(blocks("dflash"), DynamicShape(4, 3, 8)),
     "dspark chain": lambda how, seeds: BlockChain(
         blocks("dspark, rnn"), 5, how, drafter_seeds(seeds)

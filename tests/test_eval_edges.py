@@ -26,7 +26,6 @@ READ_BY = {
     "eagle chain": "eagle",
     "eagle tree": "eagle",
     "other tokenizer": "other",
-    "dflash chain": "blocks",
     "dflash tree": "blocks",
     "dspark chain": "blocks",
 } | dict.fromkeys(("draft chain", "draft tree", "heuristic", "confidence", "both"), "draft")
