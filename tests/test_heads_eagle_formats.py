@@ -276,7 +276,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, keys, message: str) -> N
         ("midlayer.self_attn.o_proj.bias", [64], r"foreign: \['midlayer\.self_attn\.o_proj\.bias"),
         ("norm.weight", [65], r"misshapen: \['norm\.weight \[65\], not \[64\]'\]$"),
         ("fc.weight", [64, 128], r"fc\.weight \[64, 128\] reads 2 features of 64, .* which is 3"),
-        ("mask_hidden", [1, 192], r"mask_hidden: a parallel \(P-EAGLE\) head"),
+        ("mask_hidden", [1, 192], r"foreign: \['mask_hidden'\]"),
         ("lm_head.weight", None, r"lm_head\.weight missing: .* 24 of 96 ids"),
         ("d2t", None, r"draft vocabulary of 96 of 96 ids by d2t, \[24\] by .*: must agree"),
         ("fc_norm.0.weight", [64], r"missing: \['fc_norm\.1\.weight', 'fc_norm\.2\.weight'\]$"),

@@ -61,13 +61,25 @@ def test_anchors_are_drawn_by_sequence() -> None:
 
 def test_only_some_tokens_draft() -> None:
     learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
-    found = Unrolled.of(learnt, torch.tensor([1, 5]))
+    found = Unrolled.of(learnt, [torch.tensor([1, 5])] * 3)
     assert found.drafts.tolist() == [1, 5]
     # From 1 all of x3, x4, x5; from 5 x7 alone. Rows lie in the order of the answers 2, 3, 4, 6.
     assert found.sizes == (2, 1, 1)
     assert found.rows.places.tolist() == [0, 2, 4, 1]
     assert found.steps.tolist() == [0, 1, 2, 0]
+    assert found.tokens.tolist() == [1, 1, 1, 5]
     assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 4, 6]
+
+
+def test_tokens_may_draft_less_deep_than_others() -> None:
+    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    found = Unrolled.of(learnt, [torch.tensor(each) for each in ([1, 2, 5], [1, 5], [5])])
+    # From 1 x3 and x4, from 2 x4 alone, from 5 x7 alone: what lies behind the text nobody learns.
+    assert found.sizes == (3, 1, 0)
+    assert found.rows.places.tolist() == [0, 1, 3, 2]
+    assert found.steps.tolist() == [0, 0, 1, 0]
+    assert found.tokens.tolist() == [1, 2, 1, 5]
+    assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 3, 6]
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -17,11 +17,10 @@ from heads.dflash2.formats import load_dflash2
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
-from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
 from train.blocks.objective import BlockObjective, architecture, check_trained, described
 from train.loop import command
 from train.loss.fused import Part
-from train.loss.losses import labels_of
 
 ROWS_PER_CHUNK = 1024
 

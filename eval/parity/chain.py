@@ -57,28 +57,9 @@ class EagleShape:
     rope: Rope
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that must be there, by name; see also `optional`."""
-        hidden, width, mlp = self.hidden_size, self.target_hidden_size, self.intermediate_size
-        inputs = 2 * hidden if self.eagle3 else hidden
-        projections = {
-            "self_attn.q_proj": (self.num_heads * self.head_dim, inputs),
-            "self_attn.k_proj": (self.num_kv_heads * self.head_dim, inputs),
-            "self_attn.v_proj": (self.num_kv_heads * self.head_dim, inputs),
-            "self_attn.o_proj": (hidden, self.num_heads * self.head_dim),
-            "mlp.gate_proj": (mlp, hidden),
-            "mlp.up_proj": (mlp, hidden),
-            "mlp.down_proj": (hidden, mlp),
-        }
-        norms = {"post_attention_layernorm": hidden}
-        if self.eagle3:
-            norms |= {"input_layernorm": hidden, "hidden_norm": hidden}
-        if self.qk_norm:
-            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
-        found: dict[str, tuple[int, ...]] = {
-            **{f"{LAYER}{name}.weight": shape for name, shape in projections.items()},
-            **{f"{LAYER}{name}.bias": projections[name][:1] for name in self.biased},
-            **{f"{LAYER}{name}.weight": (size,) for name, size in norms.items()},
-        }
+        """Shapes of the tensors that must be there, by name."""
+        hidden, width = self.hidden_size, self.target_hidden_size
+        found = self.layer_tensors(LAYER, two_inputs=self.eagle3)
         read = len(self.layers) * width if self.eagle3 else hidden + width
         found["fc.weight"] = (hidden, read)
         if self.fc_bias:
@@ -93,6 +74,30 @@ class EagleShape:
             found["lm_head.weight"] = (self.draft_vocab_size, hidden)
         return found
 
+    def layer_tensors(self, layer: str, two_inputs: bool) -> dict[str, tuple[int, ...]]:
+        """Those of a layer, whose names start so, with EAGLE-3's two inputs or with one."""
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        inputs = 2 * hidden if two_inputs else hidden
+        projections = {
+            "self_attn.q_proj": (self.num_heads * self.head_dim, inputs),
+            "self_attn.k_proj": (self.num_kv_heads * self.head_dim, inputs),
+            "self_attn.v_proj": (self.num_kv_heads * self.head_dim, inputs),
+            "self_attn.o_proj": (hidden, self.num_heads * self.head_dim),
+            "mlp.gate_proj": (mlp, hidden),
+            "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp),
+        }
+        norms = {"post_attention_layernorm": hidden}
+        if two_inputs:
+            norms |= {"input_layernorm": hidden, "hidden_norm": hidden}
+        if self.qk_norm:
+            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        return {
+            **{f"{layer}{name}.weight": shape for name, shape in projections.items()},
+            **{f"{layer}{name}.bias": projections[name][:1] for name in self.biased},
+            **{f"{layer}{name}.weight": (size,) for name, size in norms.items()},
+        }
+
 
 class Chain:
     """Drafts along stored tokens, as when every draft is accepted.
@@ -103,7 +108,7 @@ class Chain:
     """
 
     def __init__(self, shape: EagleShape, weights: dict[str, Tensor]) -> None:
-        self._shape, self._weights = shape, weights
+        self.shape, self.weights = shape, weights
 
     def states(self, features: Tensor, embeds: Tensor, position_ids: Tensor) -> Iterator[Tensor]:
         """[S, H] what the output head projects, at depth 0, 1, ...
@@ -113,75 +118,78 @@ class Chain:
             embeds: [S + D, H], of the token after each feature and of those drafted then.
             position_ids: [S] int64, of the features.
         """
-        fed, num_rows = self._fused(features), len(features)
+        fed, num_rows = self.fused(features), len(features)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for depth in range(len(embeds) - num_rows):
             positions = position_ids + depth
-            inputs, residual = self._inputs(fed, embeds[depth : depth + num_rows])
-            keys.append(self._shape.rope.rotate(self._heads(inputs, "k"), positions))
-            values.append(self._heads(inputs, "v"))
-            queries = self._shape.rope.rotate(self._heads(inputs, "q"), positions)
+            inputs, residual = self.inputs(fed, embeds[depth : depth + num_rows])
+            keys.append(self.shape.rope.rotate(self.heads(inputs, "k"), positions))
+            values.append(self.heads(inputs, "v"))
+            queries = self.shape.rope.rotate(self.heads(inputs, "q"), positions)
             seen = [
-                self._attend(queries[row], _seen(keys, row), _seen(values, row))
+                self.attend(queries[row], _seen(keys, row), _seen(values, row))
                 for row in range(num_rows)
             ]
-            outputs = self._finish(residual, torch.stack(seen))
-            normed = self._norm(outputs, "norm.weight") if self._shape.eagle3 else outputs
+            outputs = self.finish(residual, torch.stack(seen))
+            normed = self.norm(outputs, "norm.weight") if self.shape.eagle3 else outputs
             yield normed
-            fed = normed if "norm_output" in self._shape.flags else outputs
+            fed = normed if "norm_output" in self.shape.flags else outputs
 
-    def _fused(self, features: Tensor) -> Tensor:
+    def fused(self, features: Tensor) -> Tensor:
         """[S, H] of [S, n * Ht]; EAGLE-1 reads its one feature as it is."""
-        if not self._shape.eagle3:
+        if not self.shape.eagle3:
             return features
-        if "norm_before_fc" in self._shape.flags:
-            features = self._norm(features, "input_norm.weight")
-        if "fc_norm" in self._shape.flags:
-            parts = features.split(self._shape.target_hidden_size, dim=-1)
-            normed = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
+        if "norm_before_fc" in self.shape.flags:
+            features = self.norm(features, "input_norm.weight")
+        if "fc_norm" in self.shape.flags:
+            parts = features.split(self.shape.target_hidden_size, dim=-1)
+            normed = [self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
             features = torch.cat(normed, dim=-1)
-        return self._linear(features, "fc")
+        return self.linear(features, "fc")
 
-    def _inputs(self, fed: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, fed: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         """[S, I] the attention's input and [S, H] the residual."""
-        if not self._shape.eagle3:
-            inputs = self._linear(torch.cat([embeds, fed], dim=-1), "fc")
+        if not self.shape.eagle3:
+            inputs = self.linear(torch.cat([embeds, fed], dim=-1), "fc")
             return inputs, inputs
-        states = self._norm(fed, f"{LAYER}hidden_norm.weight")
-        embeds = self._norm(embeds, f"{LAYER}input_layernorm.weight")
-        residual = states if "norm_before_residual" in self._shape.flags else fed
+        states = self.norm(fed, f"{LAYER}hidden_norm.weight")
+        embeds = self.norm(embeds, f"{LAYER}input_layernorm.weight")
+        residual = states if "norm_before_residual" in self.shape.flags else fed
         return torch.cat([embeds, states], dim=-1), residual
 
-    def _heads(self, inputs: Tensor, which: str) -> Tensor:
+    def heads(self, inputs: Tensor, which: str, layer: str = LAYER) -> Tensor:
         """[S, Q or K, d] of inputs [S, I]."""
-        projected = self._linear(inputs, f"{LAYER}self_attn.{which}_proj")
-        states = projected.view(len(inputs), -1, self._shape.head_dim)
-        if self._shape.qk_norm and which in "qk":
-            states = self._norm(states, f"{LAYER}self_attn.{which}_norm.weight")
+        projected = self.linear(inputs, f"{layer}self_attn.{which}_proj")
+        states = projected.view(len(inputs), -1, self.shape.head_dim)
+        if self.shape.qk_norm and which in "qk":
+            states = self.norm(states, f"{layer}self_attn.{which}_norm.weight")
         return states
 
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[Q * d] of a query [Q, d] over keys and values [T, K, d]."""
         group = len(query) // keys.shape[1]
         keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
-        scores = torch.einsum("qd,tqd->qt", query, keys) * self._shape.head_dim**-0.5
+        scores = torch.einsum("qd,tqd->qt", query, keys) * self.shape.head_dim**-0.5
         return torch.einsum("qt,tqd->qd", scores.softmax(dim=-1), values).flatten()
 
-    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self._linear(attended, f"{LAYER}self_attn.o_proj")
-        normed = self._norm(hidden, f"{LAYER}post_attention_layernorm.weight")
-        gate = functional.silu(self._linear(normed, f"{LAYER}mlp.gate_proj"))
-        up = self._linear(normed, f"{LAYER}mlp.up_proj")
-        return hidden + self._linear(gate * up, f"{LAYER}mlp.down_proj")
+    def finish(self, residual: Tensor, attended: Tensor, layer: str = LAYER) -> Tensor:
+        """[S, H] a layer's output, of its residual [S, H] and what was attended to [S, Q * d]."""
+        hidden = residual + self.linear(attended, f"{layer}self_attn.o_proj")
+        normed = self.norm(hidden, f"{layer}post_attention_layernorm.weight")
+        gate = functional.silu(self.linear(normed, f"{layer}mlp.gate_proj"))
+        up = self.linear(normed, f"{layer}mlp.up_proj")
+        return hidden + self.linear(gate * up, f"{layer}mlp.down_proj")
 
-    def _linear(self, states: Tensor, name: str) -> Tensor:
-        bias = self._weights.get(f"{name}.bias")
-        return functional.linear(states, self._weights[f"{name}.weight"], bias)
+    def linear(self, states: Tensor, name: str) -> Tensor:
+        """A projection."""
+        bias = self.weights.get(f"{name}.bias")
+        return functional.linear(states, self.weights[f"{name}.weight"], bias)
 
-    def _norm(self, states: Tensor, name: str) -> Tensor:
+    def norm(self, states: Tensor, name: str) -> Tensor:
+        """An RMS norm."""
         square = states.pow(2).mean(dim=-1, keepdim=True)
-        return states * torch.rsqrt(square + self._shape.eps) * self._weights[name]
+        return states * torch.rsqrt(square + self.shape.eps) * self.weights[name]
 
 
 def _seen(stored: list[Tensor], row: int) -> Tensor:

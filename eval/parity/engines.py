@@ -66,6 +66,7 @@ class Engine:
             `draft_vocab_size` is null.
         embedding: `no` if it takes the target's where that is as wide as the head.
         t2d: beside `d2t`.
+        method: the kind of head in speculators' words.
     """
 
     title: str
@@ -83,6 +84,7 @@ class Engine:
     random_head: bool = False
     embedding: Place = Place.may
     t2d: Place = Place.may
+    method: str = "eagle3"
 
 
 BIASES = ("attention_bias", "mlp_bias")

@@ -16,7 +16,9 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 LAUNCH = "eagle3_layers_to_capture"
 
 
-def read_shape(export: Export, golden: Golden, engine: Engine, own_head: bool) -> EagleShape:
+def read_shape(
+    export: Export, golden: Golden, engine: Engine, own_head: bool, num_layers: int = 1
+) -> EagleShape:
     """Reads every key that decides what the engine computes.
 
     Args:
@@ -24,18 +26,20 @@ def read_shape(export: Export, golden: Golden, engine: Engine, own_head: bool) -
         golden: sizes of the target.
         engine: how they are read.
         own_head: whether the file holds an output head.
+        num_layers: of the head.
 
     Raises:
         InputError: the engine would refuse the config, guess a value, or read another than the
             head was trained with.
     """
-    return _Reader(export, golden, engine).read(own_head)
+    return _Reader(export, golden, engine, num_layers).read(own_head)
 
 
 class _Reader:
-    def __init__(self, export: Export, golden: Golden, engine: Engine) -> None:
+    def __init__(self, export: Export, golden: Golden, engine: Engine, num_layers: int) -> None:
         self._export, self._golden, self._engine = export, golden, engine
-        self._eagle3, self._nested = export.kind == "eagle3", export.format == "speculators"
+        self._num_layers = num_layers
+        self._eagle3, self._nested = export.kind != "eagle1", export.format == "speculators"
         self._root = Settings(export.config, export.folder / "config.json", engine.title)
         self._eagle = self._root.part("eagle_config")
         # In speculators' format what Llama has lies in a part of its own.
@@ -87,9 +91,10 @@ class _Reader:
     def _check_speculators(self) -> None:
         """Keys without which neither speculators nor vLLM takes the folder."""
         root, refused = self._root, "refuses the folder"
-        root.equal("speculators_model_type", "eagle3", "the kind of the head", refused)
+        method = self._engine.method
+        root.equal("speculators_model_type", method, "the kind of the head", refused)
         plan = root.part("speculators_config")
-        plan.equal("algorithm", "eagle3", "the kind of the head", refused)
+        plan.equal("algorithm", method, "the kind of the head", refused)
         methods = plan.need("proposal_methods", list, refused)
         if not methods or type(methods[0].get("speculative_tokens")) is not int:
             raise plan.wrong("proposal_methods", "speculative_tokens in its first entry")
@@ -97,7 +102,8 @@ class _Reader:
 
     def _check_constants(self) -> None:
         layer, golden = self._layer, self._golden
-        layer.equal("num_hidden_layers", 1, "as the head has one layer", "builds 32 layers")
+        number = self._num_layers
+        layer.equal("num_hidden_layers", number, "the layers in the file", "builds 32 layers")
         layer.equal("vocab_size", golden.vocab_size, "the target's", "takes 32000")
         layer.only("hidden_act", "silu")
         layer.only("tie_word_embeddings", False)

@@ -6,8 +6,12 @@ from typing import Any
 from transformers import LlamaConfig
 
 from conf.schema import InputError
-from conf.schema_eagle import EagleForm
-from heads.llama import LLAMA_KEYS
+from conf.schema_eagle import EagleConfig, EagleForm
+from heads.llama import LLAMA_KEYS, llama_like
+from heads.target.ends import TargetEnds
+
+CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
+"""That a recipe turns on or off."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,26 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
     return 2, num_layers // 2, num_layers - 3
 
 
+def eagle_config(settings: EagleConfig, target: TargetEnds) -> EagleHeadConfig:
+    """Of a fresh head for a target, with a layer of the target's sizes.
+
+    Raises:
+        InputError: the target has too few layers to tell which features are read.
+    """
+    eagle3 = settings.form is EagleForm.eagle3
+    width = target.feature_size if eagle3 else target.hidden_size
+    return EagleHeadConfig(
+        form=settings.form,
+        llama=llama_like(target.config, target.vocab_size),
+        target=target.name,
+        target_hidden_size=width,
+        layers=tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else (),
+        # A file says that a target's embedding fits by one width for all.
+        own_embedding=width != target.hidden_size,
+        **{name: getattr(settings, name) for name in CHOSEN_PARTS},
+    )
+
+
 def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
     """The keys that vLLM and SGLang read; layer indices as vLLM counts them.
 
@@ -80,7 +104,7 @@ def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
         "model_type": "qwen3" if config.qk_norm else "llama",
         **{name: getattr(llama, name) for name in LLAMA_KEYS},
         "rope_theta": rope["rope_theta"],
-        "num_hidden_layers": 1,
+        "num_hidden_layers": llama.num_hidden_layers,
         "tie_word_embeddings": False,
         "bias": config.fc_bias,
         "base_model_name_or_path": config.target,

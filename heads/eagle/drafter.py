@@ -30,7 +30,7 @@ class _EagleDrafter:
     def __init__(self, head: EagleHead) -> None:
         self.head = head
         self.reads = head.reads
-        self.buffer = SlotBuffer()
+        self.buffers = [SlotBuffer() for _ in range(head.config.llama.num_hidden_layers)]
         self.slots: Slots | None = None
         self.seen: Seen | None = None
 
@@ -50,7 +50,7 @@ class _EagleDrafter:
         if self.seen is not None:
             self.seen = self.seen.rows(rows)
         if self.slots is not None:
-            self.slots.keep(rows, self.buffer)
+            self.slots.keep(rows, *self.buffers)
 
     def take(self, row: int, other: "_EagleDrafter") -> None:
         """A row goes on with the one text of another drafter, which reads on here."""
@@ -60,7 +60,8 @@ class _EagleDrafter:
         if self.slots is None:
             self.slots = Slots(len(self.seen.token_ids), other.seen.output.hidden_states.device)
         self.slots.take(row, length)
-        self.buffer.replace(row, other.buffer, length, len(self.slots.lengths))
+        for own, new in zip(self.buffers, other.buffers, strict=True):
+            own.replace(row, new, length, len(self.slots.lengths))
         self.seen = self.seen.put(row, other.seen)
 
     def _read_ahead(self) -> int:
@@ -78,32 +79,47 @@ class _EagleDrafter:
         assert self.seen is not None
         seen, self.seen = self.seen, None
         text, branches = self._read(seen, roots)
-        assert self.slots is not None
-        places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
-        rows = places + torch.arange(len(places), device=places.device) * length
-        return self.head.draft(text, rows, branches), self.slots.committed[:, 0] - 1, branches
+        outputs = self.head.draft(text, _last(seen), branches)
+        return outputs, self._slots.committed[:, 0] - 1, branches
 
     def _read(self, seen: Seen, following: list[int]) -> tuple[Text, Branches]:
         """Reads tokens, each with the next; after the last of each text comes `following`."""
+        fused, ids, places = self._taken(seen, following)
+        text = self.head.read(fused, ids, self._known(places.flatten()))
+        keys, values = self._remember(0, text.keys, text.values, places, seen)
+        self._commit(seen, places)
+        return text, Branches(keys, values, Stretch.up_to(self._slots.committed[:, 0]))
+
+    def _taken(self, seen: Seen, following: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
-        device = features.device
         if self.slots is None:
-            self.slots = Slots(num_texts, device)
-        counts = seen.counts
-        last = upload(following, device).unsqueeze(1)
-        ids = seen.tokens.roll(-1, dims=1).scatter(1, counts.unsqueeze(1) - 1, last)
-        places = self.slots.place(length, length)
+            self.slots = Slots(num_texts, features.device)
+        last = upload(following, features.device).unsqueeze(1)
+        ids = seen.tokens.roll(-1, dims=1).scatter(1, seen.counts.unsqueeze(1) - 1, last)
         fused = self.head.fuse(features).flatten(0, 1)
-        text = self.head.read(fused, ids.flatten(), self._known(places.flatten()))
-        shape = (num_texts, length, *text.keys.shape[1:])
-        new_keys, new_values = (kv.view(shape).transpose(1, 2) for kv in (text.keys, text.values))
-        width = self.slots.width(length)
-        keys, values = self.buffer.write(new_keys, new_values, places, width, seen.cache.needed)
+        return fused, ids.flatten(), self.slots.place(length, length)
+
+    def _remember(
+        self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: Seen
+    ) -> tuple[Tensor, Tensor]:
+        """Two [B, S, K, d], all of a layer's, once new ones [B * n, K, d] are written."""
+        new_keys, new_values = (
+            each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
+        )
+        width, needed = self._slots.width(places.shape[1]), seen.cache.needed
+        every = self.buffers[layer].write(new_keys, new_values, places, width, needed)
+        return every[0].transpose(1, 2), every[1].transpose(1, 2)
+
+    def _commit(self, seen: Seen, places: Tensor) -> None:
         kept = [list(range(len(row))) for row in seen.token_ids]
-        self.slots.commit(kept, found=Kept(places, counts))
-        stretch = Stretch.up_to(self.slots.committed[:, 0])
-        return text, Branches(keys.transpose(1, 2), values.transpose(1, 2), stretch)
+        self._slots.commit(kept, found=Kept(places, seen.counts))
+
+    @property
+    def _slots(self) -> Slots:
+        assert self.slots is not None
+        return self.slots
 
     def _known(self, positions: Tensor) -> Tensor:
         """Positions within the head's window; nothing that is made of others is drafted."""
@@ -112,6 +128,12 @@ class _EagleDrafter:
     def _drafted(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens [B, n] made at positions [B, n or 1], with PAD for those beyond the window."""
         return tokens.masked_fill(positions >= self.head.window, PAD)
+
+
+def _last(seen: Seen) -> Tensor:
+    """[B] the row of each text's last token, of all B * n in a row."""
+    places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
+    return places + torch.arange(len(places), device=places.device) * length
 
 
 class EagleChain(_EagleDrafter):

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat
-from heads.eagle.config import config_json
-from heads.eagle.head import LAYER_NAMES, WEIGHTS, EagleHead
-from heads.eagle.layouts import NORMS, EagleLayout, layout_of, takes_own_embedding
+from heads.eagle.head import WEIGHTS, EagleHead
+from heads.eagle.layouts import NORMS, EagleLayout, takes_own_embedding
 from heads.engines import dtype_of, vllm_command
 from heads.kind import Files
 from heads.llama import old_rope
@@ -19,17 +18,22 @@ NUM_DRAFT_TOKENS = 5
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 
 
-def files(head: EagleHead, engine: ExportFormat) -> Files:
-    """What an engine that can serve the head reads."""
-    layout = layout_of(head, engine)
-    make = _speculators_config if engine is ExportFormat.speculators else _config
+def files(
+    head: EagleHead,
+    engine: ExportFormat,
+    layout: EagleLayout,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+) -> Files:
+    """What an engine that can serve the head reads, in its layout."""
     own, added = _tensors(head, layout), _added(head, layout)
-    settings = make(head, layout, dtype_of(head))
+    settings = _config(head, layout, dtype_of(head))
+    if engine is ExportFormat.speculators:
+        settings = _speculators_config(head, settings, layout, num_draft_tokens)
     return Files(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
 
 
 def _tensors(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
-    prefix = LAYER_NAMES[head.config.form]
+    prefix = head.layer_prefix
     named = {
         layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
         for name, each in head.tensors().items()
@@ -59,7 +63,7 @@ def _added(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
 def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     """Keys of a Llama model with those of EAGLE beside them, each in every place it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
-    settings: dict[str, Any] = config_json(config, len(head.vocab.ids))
+    settings = head.config_json()
     if not config.qk_norm:
         settings["architectures"] = [layout.architecture]
     settings |= {
@@ -90,22 +94,23 @@ def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     return settings
 
 
-def _speculators_config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
+def _speculators_config(
+    head: EagleHead, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
+) -> dict[str, Any]:
     """Keys of speculators' `Eagle3SpeculatorConfig`; the layer's lie in one of their own."""
     config = head.config
-    flat = _config(head, layout, dtype)
     outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
     outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
     layer = {name: value for name, value in flat.items() if name not in outer}
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": NUM_DRAFT_TOKENS,
+        "speculative_tokens": num_draft_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
     return {
         "architectures": [layout.architecture],
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": layout.method,
         "speculators_version": "0.9.0",
         "draft_vocab_size": flat["draft_vocab_size"],
         "target_hidden_size": config.target_hidden_size,
@@ -113,10 +118,10 @@ def _speculators_config(head: EagleHead, layout: EagleLayout, dtype: str) -> dic
         **{name: getattr(config, name) for name in NORMS},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "dtype": dtype,
+        "dtype": flat["dtype"],
         "transformer_layer_config": layer,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": layout.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {

@@ -11,7 +11,7 @@ readers of vLLM 0.30 and SGLang. Letters: H hidden, V vocabulary, W draft vocabu
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,15 @@ def load_eagle(
 
 def read_eagle(folder: Path, path: str, layers: Sequence[int] | None = None) -> EagleHead:
     """`load_eagle` of a folder that `locate` has found for `path`."""
-    found = _Checkpoint.open(folder, path)
-    config = _architecture(found, layers)
-    head = EagleHead(config, _vocabulary(found, config.form))
-    _fill(head, found)
+    found = Checkpoint.open(folder, path)
+    config = architecture(found, layers, ONLY)
+    head = EagleHead(config, vocabulary(found, config.form))
+    fill(head, found)
     return head
 
 
 @dataclass
-class _Checkpoint:
+class Checkpoint:
     """What a folder holds.
 
     Attributes:
@@ -103,7 +103,12 @@ class _Checkpoint:
     export: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path, path: str) -> "_Checkpoint":
+    def open(cls, folder: Path, path: str) -> "Checkpoint":
+        """Reads a folder that the user calls `path`.
+
+        Raises:
+            InputError: files that are missing, corrupt or pickled.
+        """
         found = cls(path, {}, {}, {}, {})
         found._read_settings(folder / "config.json")
         found._read_export(folder / PROVENANCE)
@@ -177,8 +182,20 @@ def _own_name(stored: str) -> str:
     return ALIASES.get(start, start) + dot + rest
 
 
-def _architecture(found: _Checkpoint, layers: Sequence[int] | None) -> EagleHeadConfig:
-    _check_settings(found)
+def architecture(
+    found: Checkpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
+) -> EagleHeadConfig:
+    """What a file says of the parts that all EAGLE heads have.
+
+    Args:
+        found: the file.
+        layers: the target features that it fuses, in place of those that it names.
+        only: settings that may have no other value.
+
+    Raises:
+        InputError: settings that contradict the tensors, or that the head does not compute.
+    """
+    _check_settings(found, only)
     tensors, settings, llama = found.tensors, found.settings, _llama(found)
     form = _form(found)
     shared: dict[str, Any] = {
@@ -212,7 +229,7 @@ def _architecture(found: _Checkpoint, layers: Sequence[int] | None) -> EagleHead
     return EagleHeadConfig(**(shared | more))
 
 
-def _form(found: _Checkpoint) -> EagleForm:
+def _form(found: Checkpoint) -> EagleForm:
     signs = (
         "layer.hidden_norm.weight" in found.tensors,
         "speculators_model_type" in found.settings,
@@ -221,15 +238,13 @@ def _form(found: _Checkpoint) -> EagleForm:
     return EagleForm.eagle3 if any(signs) else EagleForm.eagle1
 
 
-def _check_settings(found: _Checkpoint) -> None:
+def _check_settings(found: Checkpoint, only: Mapping[str, Any]) -> None:
     settings = found.settings
-    for key, only in ONLY.items():
-        if settings.get(key, only) != only:
-            raise found.error(f"config.json says {key}={settings[key]}: must be {only}")
+    for key, value in only.items():
+        if settings.get(key, value) != value:
+            raise found.error(f"config.json says {key}={settings[key]}: must be {value}")
     if "sliding_attention" in settings.get("layer_types", ()):
         raise found.error("config.json says layer_types=['sliding_attention']: not served")
-    if "mask_hidden" in found.tensors:
-        raise found.error("mask_hidden: a parallel (P-EAGLE) head, which is not served")
     for key, name in FLAGS.items():
         if settings.get(key, name in found.tensors) != (name in found.tensors):
             has = "has no" if settings[key] else "has"
@@ -241,7 +256,7 @@ def _target(settings: dict[str, Any]) -> str:
     return settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
 
 
-def _llama(found: _Checkpoint) -> LlamaConfig:
+def _llama(found: Checkpoint) -> LlamaConfig:
     settings = found.settings
     missing = [key for key in SIZES if key not in settings]
     if missing:
@@ -252,13 +267,13 @@ def _llama(found: _Checkpoint) -> LlamaConfig:
             **sizes,
             rope_parameters=_rope(found),
             attention_bias="layer.self_attn.q_proj.bias" in found.tensors,
-            num_hidden_layers=1,
+            num_hidden_layers=settings.get("num_hidden_layers", 1),
         )
     except (StrictDataclassError, KeyError) as error:
         raise found.error(f"config.json: {error}") from error
 
 
-def _rope(found: _Checkpoint) -> dict[str, Any]:
+def _rope(found: Checkpoint) -> dict[str, Any]:
     """Both spellings of RoPE settings, before and since transformers 5, as the latter."""
     settings = found.settings
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -278,7 +293,7 @@ def _rope(found: _Checkpoint) -> dict[str, Any]:
     )
 
 
-def _target_width(found: _Checkpoint) -> int:
+def _target_width(found: Checkpoint) -> int:
     hidden = found.settings["hidden_size"]
     width = found.settings.get("target_hidden_size", hidden)
     missing = {"embed_tokens.weight", "lm_head.weight"} - set(found.tensors)
@@ -290,7 +305,7 @@ def _target_width(found: _Checkpoint) -> int:
     return width
 
 
-def _layers(found: _Checkpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+def _layers(found: Checkpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
     # Engines count them in several ways, and some not at all.
     own = found.export.get("layers")
     stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
@@ -304,7 +319,7 @@ def _layers(found: _Checkpoint, layers: Sequence[int] | None, width: int) -> tup
     return chosen
 
 
-def _vocabulary(found: _Checkpoint, form: EagleForm) -> DraftVocab:
+def vocabulary(found: Checkpoint, form: EagleForm) -> DraftVocab:
     """Takes `d2t` and `t2d`, and EAGLE-1's copy of the target's output head, off the tensors."""
     size, tensors = found.settings["vocab_size"], found.tensors
     vocab = DraftVocab.everything(size)
@@ -327,7 +342,12 @@ def _vocabulary(found: _Checkpoint, form: EagleForm) -> DraftVocab:
     return vocab
 
 
-def _fill(head: EagleHead, found: _Checkpoint) -> None:
+def fill(head: EagleHead, found: Checkpoint) -> None:
+    """Loads all tensors of a file into a head.
+
+    Raises:
+        InputError: one too many, too few or misshapen.
+    """
     expected, tensors = head.state_dict(), found.tensors
     shapes = {
         name: f"{found.stored(name)} {list(tensors[name].shape)}, not {list(expected[name].shape)}"

@@ -38,7 +38,7 @@ def drafted(
 
 def _on_cpu(head: EagleHead, embeddings: Tensor) -> EagleHead:
     """A float32 copy whose embedding holds the tokens of the text alone, in their order."""
-    copy = EagleHead(head.config, head.vocab.to("cpu"))
+    copy = type(head)(head.config, head.vocab.to("cpu"))
     copy.embed_tokens = None
     tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
     copy.load_state_dict(tensors)

@@ -11,6 +11,7 @@ H hidden, F width of a feature, V vocabulary, W draft vocabulary.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,10 @@ from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from heads.documents import Documents
 from heads.drafting import PAD
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.config import EagleHeadConfig, config_json, default_layers
+from heads.eagle.config import EagleHeadConfig, config_json, default_layers, eagle_config
 from heads.eagle.layer import EagleLayer
 from heads.kind import UNKNOWN, DraftHead, check_fits
-from heads.llama import RmsNorm, llama_like, normed
+from heads.llama import RmsNorm, normed
 from heads.projection import Projection
 from heads.storage import PROVENANCE, save_head
 from heads.target.ends import TargetEnds
@@ -33,8 +34,6 @@ from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
 ROWS_PER_CHUNK = 256
-CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
-"""That a recipe turns on or off."""
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 
 
@@ -94,36 +93,30 @@ class EagleHead(DraftHead):
     @classmethod
     def from_target(
         cls, target: TargetEnds, settings: EagleConfig, vocab: DraftVocab, seed: int
-    ) -> "EagleHead":
+    ) -> Self:
         """An untrained float32 head, sized like a layer of the target and attached to it.
 
         Raises:
             InputError: `settings.layers` does not fit the target.
         """
-        eagle3 = settings.form is EagleForm.eagle3
-        width = target.feature_size if eagle3 else target.hidden_size
-        chosen = tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else ()
-        config = EagleHeadConfig(
-            form=settings.form,
-            llama=llama_like(target.config, target.vocab_size),
-            target=target.name,
-            target_hidden_size=width,
-            layers=chosen,
-            # A file says that a target's embedding fits by one width for all.
-            own_embedding=width != target.hidden_size,
-            **{name: getattr(settings, name) for name in CHOSEN_PARTS},
-        )
-        head = cls(config, vocab)
-        head._initialise(seed)
-        head.attach(target)
-        if head.embed_tokens is not None:
-            head.embed_tokens.weight.data.copy_(target.embedding.weight)
-        if head.lm_head is not None and settings.output_head is not OutputHead.scratch:
-            _check_rows(target, settings.output_head)
-            rows = target.output_head.weight.detach()[head.vocab.ids.to(target.device)]
-            head.lm_head.weight.data.copy_(rows)
-            head.lm_head.requires_grad_(settings.output_head is OutputHead.copy)
-        return head
+        return cls(eagle_config(settings, target), vocab).begin(target, settings.output_head, seed)
+
+    def begin(self, target: TargetEnds, start: OutputHead, seed: int) -> Self:
+        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
+
+        Raises:
+            InputError: rows of the target's output head that a head cannot start from.
+        """
+        self._initialise(seed)
+        self.attach(target)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.embedding.weight)
+        if self.lm_head is not None and start is not OutputHead.scratch:
+            _check_rows(target, start)
+            rows = target.output_head.weight.detach()[self.vocab.ids.to(target.device)]
+            self.lm_head.weight.data.copy_(rows)
+            self.lm_head.requires_grad_(start is OutputHead.copy)
+        return self
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -133,7 +126,7 @@ class EagleHead(DraftHead):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "EagleHead":
+    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> Self:
         """Checks that the head fits a target, borrows its embedding and moves to its device.
 
         Args:
@@ -203,17 +196,20 @@ class EagleHead(DraftHead):
             token_ids: [S] int64, the token that follows the feature's.
             position_ids: [S] int64, of the feature.
         """
-        embeds = self._embed(token_ids)
-        layer = self.layer
-        if layer.input_layernorm is None or layer.hidden_norm is None:
-            inputs = residual = self.fc(torch.cat([embeds, fused], dim=-1))
-        else:
-            states = layer.hidden_norm(fused)
-            inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
-            residual = states if self.config.norm_before_residual else fused
-        rotation = layer.self_attn.rotation(inputs, position_ids)
-        keys, values = layer.self_attn.keys_values(inputs, rotation)
+        inputs, residual = self.inputs(fused, token_ids)
+        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        keys, values = self.layer.self_attn.keys_values(inputs, rotation)
         return Text(inputs, residual, position_ids, rotation, keys, values)
+
+    def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer reads [S, I], and its residual [S, H]; arguments as of `read`."""
+        embeds, layer = self._embed(token_ids), self.layer
+        if layer.input_layernorm is None or layer.hidden_norm is None:
+            both = self.fc(torch.cat([embeds, fused], dim=-1))
+            return both, both
+        states = layer.hidden_norm(fused)
+        inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
+        return inputs, states if self.config.norm_before_residual else fused
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.embed_tokens is not None:
@@ -315,19 +311,24 @@ class EagleHead(DraftHead):
         parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
         return self.vocab.to_target(torch.cat(parts))
 
-    def pruned(self, vocab: DraftVocab) -> "EagleHead":
+    def pruned(self, vocab: DraftVocab) -> Self:
         """See `DraftHead.pruned`; of a head with an output head of its own."""
         assert self.lm_head is not None
-        small = EagleHead(self.config, vocab)
+        small = type(self)(self.config, vocab)
         rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
         tensors = self.state_dict()
         tensors["lm_head.weight"] = tensors["lm_head.weight"][rows]
         small.load_state_dict(tensors)
         return small
 
+    @property
+    def layer_prefix(self) -> str:
+        """What the names of its layer start with in the original layout."""
+        return LAYER_NAMES[self.config.form]
+
     def tensors(self) -> dict[str, Tensor]:
         """The names of the original layout, with `d2t` and `t2d` for a reduced vocabulary."""
-        prefix = LAYER_NAMES[self.config.form]
+        prefix = self.layer_prefix
         # Not `state_dict`, which FSDP takes as a wish for shards.
         named = {
             prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: p.detach()
@@ -337,11 +338,13 @@ class EagleHead(DraftHead):
             named |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}
         return named
 
+    def config_json(self) -> dict[str, Any]:
+        """Content of `config.json`, as vLLM and SGLang read it."""
+        return config_json(self.config, len(self.vocab.ids))
+
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
         """See `DraftHead.save`."""
-        documents: dict[str, object] = {
-            "config.json": config_json(self.config, len(self.vocab.ids))
-        }
+        documents: dict[str, object] = {"config.json": self.config_json()}
         if provenance is not None:
             documents[PROVENANCE] = provenance
         save_head(folder, WEIGHTS, self.tensors(), documents)

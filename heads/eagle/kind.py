@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from conf.schema_eagle import EagleConfig, EagleForm
+from conf.schema_export import ExportFormat
 from heads.eagle import card, export, golden, layouts
 from heads.eagle.config import default_layers
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.formats import read_eagle
 from heads.eagle.head import EagleHead
-from heads.kind import Kind
+from heads.eagle.layouts import EagleLayout
+from heads.kind import Files, Kind
 from heads.sampling import Sampling, drafter_seeds
 from heads.target.ends import TargetEnds
 from heads.tree import DynamicShape, Shape, usual_dynamic_shape
@@ -79,9 +81,30 @@ class EagleKind(Kind[EagleHead]):
             "no row can go; allowed: heads that project onto the ids by weights of their own"
         )
 
-    export_problem = staticmethod(layouts.problem)
-    check_target = staticmethod(layouts.check_target)
-    files = staticmethod(export.files)
+    def layout(self, head: EagleHead, engine: ExportFormat) -> EagleLayout | None:
+        """What an engine wants of such a head; None if it loads none."""
+        return layouts.LAYOUTS.get(engine, {}).get(head.config.form)
+
+    def export_problem(self, head: EagleHead, engine: ExportFormat) -> str | None:
+        """See `heads/eagle/layouts.py`."""
+        layout = self.layout(head, engine)
+        if layout is None:
+            return f"loads no {self.forms[self.form(head)]}"
+        return layouts.problem(head, layout)
+
+    def check_target(self, head: EagleHead, engine: ExportFormat) -> None:
+        """See `heads/eagle/layouts.py`."""
+        layouts.check_target(head, engine, self._served(head, engine))
+
+    def files(self, head: EagleHead, engine: ExportFormat) -> Files:
+        """See `heads/eagle/export.py`."""
+        return export.files(head, engine, self._served(head, engine))
+
+    def _served(self, head: EagleHead, engine: ExportFormat) -> EagleLayout:
+        layout = self.layout(head, engine)
+        assert layout is not None  # `export_problem` has said so
+        return layout
+
     serve_command = staticmethod(export.serve_command)
     hint = staticmethod(export.hint)
     drafted = staticmethod(golden.drafted)

@@ -43,5 +43,9 @@ class EagleLayer(nn.Module):
             branches: keys and values, those of the rows themselves included.
         """
         attended = branch_attention(self.self_attn.query(inputs, rotation), branches)
+        return self.finish(residual, attended)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """[N, H] the layer's output, of its residual [N, H] and what was attended to [N, Q, d]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -58,6 +58,7 @@ class EagleLayout:
         old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
             size but hidden / heads.
         unread_rope: settings of RoPE that it does not read.
+        method: what speculators calls the kind of head.
     """
 
     architecture: str
@@ -75,6 +76,7 @@ class EagleLayout:
     equal_widths: bool = False
     old_rope: bool = False
     unread_rope: tuple[str, ...] = ()
+    method: str = "eagle3"
 
 
 LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
@@ -143,16 +145,8 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 }
 
 
-def layout_of(head: EagleHead, engine: ExportFormat) -> EagleLayout:
-    """Of a head that the engine can serve."""
-    return LAYOUTS[engine][head.config.form]
-
-
-def problem(head: EagleHead, engine: ExportFormat) -> str | None:
-    """Why an engine cannot serve a head, as the end of a sentence."""
-    layout = LAYOUTS.get(engine, {}).get(head.config.form)
-    if layout is None:
-        return f"loads no {TITLES[head.config.form]}"
+def problem(head: EagleHead, layout: EagleLayout) -> str | None:
+    """Why an engine with such a layout cannot serve a head, as the end of a sentence."""
     return (
         _part_problem(head, layout)
         or _order_problem(head.config.layers, layout)
@@ -209,13 +203,12 @@ def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
     return None
 
 
-def check_target(head: EagleHead, engine: ExportFormat) -> None:
+def check_target(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
     """Refuses what the engine takes from this target in another way than the head does.
 
     Raises:
         InputError: with the features it reads and those that are allowed, or naming the tensor.
     """
-    layout = layout_of(head, engine)
     _check_embedding(head, engine, layout)
     if head.config.layers:
         _check_layers(head.config.layers, engine, layout, head.target.num_layers)

@@ -7,8 +7,9 @@ Letters: B sequences, T tokens, S = B * T tokens in a row, P answered places, K 
 a student, N tokens that draft.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -84,46 +85,47 @@ class Unrolled:
     """What is learnt of tokens that draft side by side, step after step.
 
     Attributes:
-        drafts: [N] int64, the tokens that draft, of all S, in rising order; at least one.
-        rows: of all steps together; places are of the steps' outputs [K, N] in a row.
+        drafts: [N] int64, the tokens that draft first, of all S, in rising order; at least one.
+        tokens: [M] int64, the one of S that each row is drafted from.
+        rows: of all steps together; places are of the steps' outputs in a row.
         steps: [M] int64, the step of each row, from 0.
         by_step: [M] int64, the numbers of the rows, sorted by step.
         sizes: rows of each step.
     """
 
     drafts: Tensor
+    tokens: Tensor
     rows: Rows
     steps: Tensor
     by_step: Tensor
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, learnt: Supervision, drafts: Tensor | None = None) -> "Unrolled":
+    def of(cls, learnt: Supervision, drafts: Sequence[Tensor] | None = None) -> "Unrolled":
         """The tokens from which any depth from 1 on is learnt, and each depth's share of them.
 
         Args:
             learnt: what a batch teaches.
-            drafts: some of those tokens, [N] int64 in rising order, which alone draft.
+            drafts: instead, of each depth some of those tokens, [N_d] int64 in rising order, which
+                alone draft.
         """
         depths = learnt.depths[1:]
         if drafts is None:
-            drafts = torch.cat([rows.places for rows in depths]).unique()
+            drafts = [torch.cat([rows.places for rows in depths]).unique()] * len(depths)
         # One row that nothing is learnt from keeps every parameter in the graph.
-        drafts = drafts if len(drafts) else torch.zeros(1, dtype=torch.int64)
-        mine = [torch.isin(rows.places, drafts) for rows in depths]
-        of_depths = list(zip(depths, mine, strict=True))
-        places = torch.cat(
-            [
-                torch.searchsorted(drafts, rows.places[own]) + step * len(drafts)
-                for step, (rows, own) in enumerate(of_depths)
-            ]
-        )
-        sizes = [int(own.sum()) for own in mine]
+        drafts = [each if len(each) else torch.zeros(1, dtype=torch.int64) for each in drafts]
+        mine = [torch.isin(rows.places, own) for rows, own in zip(depths, drafts, strict=True)]
+        tokens = [rows.places[own] for rows, own in zip(depths, mine, strict=True)]
+        before = accumulate(map(len, drafts[:-1]), initial=0)
+        of_steps = zip(drafts, tokens, before, strict=True)
+        places = [torch.searchsorted(all_of, own) + start for all_of, own, start in of_steps]
+        sizes = tuple(map(len, tokens))
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
-        answers = torch.cat([rows.answers.host[own] for rows, own in of_depths])
-        answers, order = answers.sort(stable=True)
-        rows = Rows(places[order], SortedIndices(answers, answers))
-        return cls(drafts, rows, steps[order], order.argsort(), tuple(sizes))
+        answers = [rows.answers.host[own] for rows, own in zip(depths, mine, strict=True)]
+        sorted_answers, order = torch.cat(answers).sort(stable=True)
+        rows = Rows(torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers))
+        token = torch.cat(tokens)[order]
+        return cls(drafts[0], token, rows, steps[order], order.argsort(), sizes)
 
 
 def supervised(batch: Batch, depth: int) -> Tensor:
@@ -147,6 +149,11 @@ def supervised(batch: Batch, depth: int) -> Tensor:
         same = (documents[:, :-ahead] == documents[:, ahead:]) & (documents[:, ahead:] >= 0)
         found[:, :-ahead] = same & loss_mask[:, ahead:].bool()
     return found
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """[P] int64, the tokens after the answered places."""
+    return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

@@ -101,7 +101,7 @@ class BlockObjective(Objective):
         shape = batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
         anchors = drawn(learnt.depths[1].places, shape[1], self.config.num_anchors, seeds)
-        unrolled = Unrolled.of(learnt, anchors)
+        unrolled = Unrolled.of(learnt, [anchors] * (len(learnt.depths) - 1))
         bounds = documents.bounds.long()
         first = bounds[torch.searchsorted(bounds, unrolled.drafts, right=True) - 1]
         end = unrolled.drafts + 1
@@ -196,13 +196,21 @@ def architecture(
         InputError: layers or a mask token that the target does not have, or that the data use.
     """
     found = block_config(config, target, sample_from_anchor)
-    mask, counts = found.mask_token_id, train.token_counts(target.vocab_size)
+    check_mask(found.mask_token_id, train.token_counts(target.vocab_size))
+    return found
+
+
+def check_mask(mask: int, counts: Tensor) -> None:
+    """Refuses a mask token that texts use.
+
+    Raises:
+        InputError: with how often.
+    """
     if mask < len(counts) and counts[mask]:
         raise InputError(
             f"head.mask_token_id={mask}: the data use it {int(counts[mask])} times; name a token "
             "that no text uses"
         )
-    return found
 
 
 def check_trained(head: BlockHead, target: TargetEnds) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from conf.schema_blocks import BlockConfig
 from heads.vocab import DraftVocab
-from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
 from train.loss.divergences import LossGrad, Softmax, divergence
 from train.loss.fused import Part, RowLosses, Teacher, fused_linear
-from train.loss.losses import Sums, TextTeacher, labels_of, term_sums
-from train.loss.path import Followed, Path, PathScales
+from train.loss.losses import Sums, TextTeacher, term_sums
+from train.loss.path import on_path
 from train.loss.teachers import Distribution
 
 MEASURES = ("top1", "alpha")
@@ -57,13 +57,8 @@ def block_loss(
         `terms` with `MEASURES`.
     """
     unrolled: Unrolled = batch[UNROLLED]
-    labels = labels_of(batch)
-    if off_path_weight != 1:
-        path = Path(batch, off_path_weight)
-        places = unrolled.drafts[unrolled.rows.places % len(unrolled.drafts)]
-        scales = PathScales(path, places, 1 + unrolled.steps, slots.scales[:])
-        slots, teacher = slots._replace(scales=scales), Followed(teacher, labels, path)
-    text = TextTeacher(labels, teacher)
+    slots, teacher = on_path(slots, teacher, batch, off_path_weight)
+    text = TextTeacher(labels_of(batch), teacher)
     total, (found,) = fused_linear([slots], text, criterion, criterion.compiled)
     more = beside(found)
     if more is not None:

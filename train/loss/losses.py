@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from heads.projection import Projection
 from heads.target.ends import TargetEnds
-from train.batch.rows import SUPERVISION, Batch, Rows
+from train.batch.rows import SUPERVISION, Batch, Rows, labels_of
 from train.loss.divergences import Softmax, kl
 from train.loss.fused import Part, RowLosses, Scales, Teacher, fused_linear
 from train.loss.path import Followed, Path, PathScales
@@ -118,11 +118,6 @@ def medusa_loss(
         text = TextTeacher(labels, teacher)
         total, found = fused_linear(parts, text, text_criterion, compiled)
     return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
-
-
-def labels_of(batch: Batch) -> Tensor:
-    """[P] int64, the tokens after the answered places."""
-    return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
 
 
 def target_loss(

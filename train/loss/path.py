@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from train.batch.rows import SUPERVISION, Batch
-from train.loss.fused import Teacher
+from train.batch.rows import SUPERVISION, UNROLLED, Batch, Unrolled, labels_of
+from train.loss.fused import Part, Teacher
 from train.loss.teachers import Distribution
 
 
@@ -93,3 +93,20 @@ class Followed:
         found: Distribution = self.teacher.chunk(begin, end)
         self.path.tell(begin, end, found.best == self.labels[begin:end])
         return found
+
+
+def on_path(slots: Part, teacher: Teacher, batch: Batch, weight: float) -> tuple[Part, Teacher]:
+    """Drafts of a batch's `Unrolled` rows, scaled by how far the text before them is the target's.
+
+    Args:
+        slots: those rows.
+        teacher: what they are compared with.
+        batch: what is learnt of it.
+        weight: as of `Path`; 1 leaves all as it is.
+    """
+    if weight == 1:
+        return slots, teacher
+    unrolled: Unrolled = batch[UNROLLED]
+    path = Path(batch, weight)
+    scales = PathScales(path, unrolled.tokens, 1 + unrolled.steps, slots.scales[:])
+    return slots._replace(scales=scales), Followed(teacher, labels_of(batch), path)

@@ -36,7 +36,8 @@ class ServedEagle:
     def __init__(self, export: Export, golden: Golden, engine: Engine) -> None:
         self._export, self._golden, self._engine = export, golden, engine
         tensors = self._canonical(export.tensors)
-        self._shape = read_shape(export, golden, engine, own_head=OUTPUT in tensors)
+        own_head, number = OUTPUT in tensors, self._num_layers(tensors)
+        self._shape = read_shape(export, golden, engine, own_head, number)
         self._check(tensors)
         self._targets = self._drafted(tensors)
         # The embedding stays as it is: a few of its rows are needed, and it is large.
@@ -70,8 +71,8 @@ class ServedEagle:
                 "would not show; export again"
             )
         embeds = self._embeds(golden.need("token_ids", (None,)))
-        chain = Chain(shape, self._weights)
-        for states in chain.states(self._features(len(position_ids)), embeds, position_ids):
+        features = self._features(len(position_ids))
+        for states in self._states(features, embeds, position_ids):
             if not shape.own_head:
                 rows = golden.need("output_head", (len(ids), shape.hidden_size))
                 yield shape.logit_scale * states @ rows.T, None
@@ -80,6 +81,15 @@ class ServedEagle:
             every = torch.full((len(states), shape.vocab_size), -torch.inf)
             every[:, self._targets] = drafted
             yield every[:, ids], drafted.logsumexp(dim=-1)
+
+    def _num_layers(self, tensors: dict[str, Tensor]) -> int:
+        """Of the head whose tensors these are."""
+        del tensors
+        return 1
+
+    def _states(self, features: Tensor, embeds: Tensor, position_ids: Tensor) -> Iterator[Tensor]:
+        """See `Chain.states`."""
+        return Chain(self._shape, self._weights).states(features, embeds, position_ids)
 
     def _features(self, num_rows: int) -> Tensor:
         shape = (num_rows, self._shape.target_hidden_size)
