@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from heads.cache import TreeCache, upload
+from heads.sampling import Generators, Sampling
 from heads.target.model import Reads, TargetOutput
 from heads.tree import Tree
+from heads.vocab import DraftVocab
 
 PAD = -1
 """A node that is not there: trees of a batch are filled up with it to the same size."""
@@ -58,6 +60,35 @@ class Draft:
         if isinstance(self.tree, Tree):
             return tree_layout(self.tree, self.tokens.device)
         return TreeLayout.of(self.tree, self.depth)
+
+
+@dataclass
+class Draws:
+    """The tokens of chains, the best ones or, when sampling, drawn from their distributions.
+
+    Attributes:
+        vocab: of the logits.
+        sampling: the target's, applied to the drafts too.
+        generators: one per text.
+        probs: [B, V] float32 of each token that was drawn.
+    """
+
+    vocab: DraftVocab
+    sampling: Sampling
+    generators: Generators
+    probs: list[Tensor] = field(default_factory=list)
+
+    def token(self, logits: Tensor) -> Tensor:
+        """[B] target ids by [B, W] logits."""
+        if self.sampling.greedy:
+            return self.vocab.to_target(logits.argmax(-1))
+        q = self.sampling.probabilities(logits)
+        self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
+        return self.vocab.to_target(self.generators.sample(q))
+
+    def chains(self, tree: Tree, tokens: Tensor) -> Draft:
+        """Drafts of tokens [B, D], PAD in place of those that no model can read."""
+        return Draft.of(tree, tokens, torch.stack(self.probs, 1) if self.probs else None)
 
 
 @dataclass(frozen=True)

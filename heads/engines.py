@@ -31,9 +31,9 @@ LOADERS = {
 """Whose loaders were read."""
 
 
-def vllm_command(method: str, num_tokens: int, target: str, folder: str) -> str:
-    """What starts vLLM's server with a head in a folder."""
-    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens}
+def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:
+    """What starts vLLM's server with a head in a folder, and `more` about how it drafts."""
+    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
 

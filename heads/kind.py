@@ -143,6 +143,7 @@ class HeadFacts:
         num_draft_tokens: how many an engine should draft at a time.
         vllm_method: None if vLLM does not load the head.
         vllm_problem: then why, and what loads.
+        vllm_settings: of speculation, besides the usual ones.
     """
 
     tag: str
@@ -153,6 +154,7 @@ class HeadFacts:
     num_draft_tokens: int
     vllm_method: str | None
     vllm_problem: str
+    vllm_settings: dict[str, bool] = field(default_factory=dict)
 
 
 Head = TypeVar("Head", bound=DraftHead)

@@ -25,7 +25,7 @@ KINDS: dict[str, Kind[Any]] = {
 
 def name_of(head: DraftHead) -> str:
     """The name of a head's line in the table."""
-    return next(name for name, kind in KINDS.items() if isinstance(head, kind.head))
+    return next(name for name, kind in reversed(KINDS.items()) if isinstance(head, kind.head))
 
 
 def kind_of(head: DraftHead) -> Kind[Any]:

@@ -17,12 +17,12 @@ from train.batch.rows import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
     architecture,
-    check_trained,
     chosen_vocab,
     described,
 )
 from train.loop import command
 from train.loss.fused import Part
+from train.objective import check_output_head
 
 
 class DFlashObjective(BlockObjective):
@@ -60,7 +60,7 @@ def make_head(
         vocab, lines = chosen_vocab(config, target, train)
         head = DFlashHead(architecture(config, target, train, sample_from_anchor=False), vocab)
         head.begin(target, seed)
-    check_trained(head, target)
+    check_output_head(head, target)
     return head, [*lines, described(head, "DFlash")]
 
 

@@ -18,9 +18,10 @@ from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
-from train.blocks.objective import BlockObjective, architecture, check_trained, described
+from train.blocks.objective import BlockObjective, architecture, described
 from train.loop import command
 from train.loss.fused import Part
+from train.objective import check_output_head
 
 ROWS_PER_CHUNK = 1024
 
@@ -108,7 +109,7 @@ def make_head(
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         shape = DFlash2HeadConfig(**vars(plain), **{name: getattr(config, name) for name in names})
         head = DFlash2Head(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed)
-    check_trained(head, target)
+    check_output_head(head, target)
     return head
 
 

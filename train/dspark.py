@@ -19,13 +19,13 @@ from train.batch.rows import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
     architecture,
-    check_trained,
     chosen_vocab,
     described,
 )
 from train.loop import command
 from train.loss import sizes
 from train.loss.fused import LowRank, Part
+from train.objective import check_output_head
 
 
 class DSparkObjective(BlockObjective):
@@ -104,7 +104,7 @@ def make_head(
         )
         head = DSparkHead(shape, vocab)
         head.begin(target, seed)
-    check_trained(head, target)
+    check_output_head(head, target)
     return head, [*lines, described(head, "DSpark")]
 
 

@@ -30,10 +30,10 @@ from train.batch.states import states_of
 from train.loop import command, resume
 from train.loss import sizes
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
-from train.loss.fused import Teacher
+from train.loss.fused import Part, Teacher
 from train.loss.losses import Sums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
-from train.objective import Objective
+from train.objective import Objective, check_output_head
 
 
 class EagleObjective(Objective):
@@ -104,8 +104,16 @@ class EagleObjective(Objective):
             steps = self._unrolled(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
         with record_function("loss"):
-            teacher = self._teacher(batch)
-            return eagle_loss(self.criterion, self.head, outputs, batch, teacher, scale)
+            learnt = torch.cat(outputs).index_select(0, batch[UNROLLED].rows.places)
+            part, teacher = self._compared(learnt, batch, scale)
+            return eagle_loss(self.criterion, part, learnt, batch, teacher)
+
+    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Part, Teacher]:
+        """The learnt rows [M, H] as students, and what the target says."""
+        unrolled: Unrolled = batch[UNROLLED]
+        scales = scale[unrolled.steps]
+        part = Part(self.head.normed(learnt), self.head.projection(), unrolled.rows.answers, scales)
+        return part, self._teacher(batch)
 
     def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step at the tokens that draft, of all sequences in a row."""
@@ -182,11 +190,7 @@ def make_head(
         size = settings.draft_vocab_size if settings.form is EagleForm.eagle3 else None
         vocab = DraftVocab.choose(counts, size, always)
         head = EagleHead.from_target(target, settings, vocab, config.seed)
-    if head.lm_head is None and not target.output_head.weight.is_floating_point():
-        raise InputError(
-            f"target.path={target.name}: its output head is quantised, and this head is trained "
-            "through it; name the model before quantisation (target.quantization leaves it alone)"
-        )
+    check_output_head(head, target)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     lines = coverage_lines(counts, head.vocab.to("cpu"), always) if not head.vocab.full else []
     name = head.config.form.value

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.schema import Optimizer, Schedule
+from conf.schema import InputError, Optimizer, Schedule
+from heads.target.ends import TargetEnds
 from train.batch.rows import SUPERVISION, Batch, indexed
 from train.batch.states import with_states
 from train.loss.losses import Sums
@@ -120,3 +121,16 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
         raise NotImplementedError
+
+
+def check_output_head(head: Any, target: TargetEnds) -> None:
+    """Refuses a head that is trained through an output head without gradients.
+
+    Raises:
+        InputError: the target's is quantised.
+    """
+    if head.lm_head is None and not target.output_head.weight.is_floating_point():
+        raise InputError(
+            f"target.path={target.name}: its output head is quantised, and this head is trained "
+            "through it; name the model before quantisation (target.quantization leaves it alone)"
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads.blocks.head import BlockHead
 from heads.cache import Kept, SlotBuffer, Slots, upload
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import PAD, Draft, Draws, Seen
 from heads.growing import Drawn, Grown, grow, likeliest
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
@@ -114,23 +114,14 @@ class BlockChain(_BlockDrafter):
     def propose(self, roots: list[int]) -> Draft:
         """Chains of `depth` tokens."""
         before, outputs, base = self._slots(roots)
+        draws = Draws(self.head.vocab, self.sampling, self.generators)
         tokens: list[Tensor] = []
-        probs: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(self.depth):
             logits, state = self.head.step(base[:, slot], outputs[:, slot], before, state)
-            before = self._sample(logits, probs)
+            before = draws.token(logits)
             tokens.append(self._known(before.unsqueeze(1), slot))
-        return Draft.of(self.tree, torch.cat(tokens, 1), torch.stack(probs, 1) if probs else None)
-
-    def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
-        """[B] target ids by [B, W] logits; when sampling, `probs` gets their [B, V] q."""
-        vocab = self.head.vocab
-        if self.sampling.greedy:
-            return vocab.to_target(logits.argmax(-1))
-        q = self.sampling.probabilities(logits)
-        probs.append(q.new_zeros(len(q), vocab.size).index_copy(1, vocab.ids, q))
-        return vocab.to_target(self.generators.sample(q))
+        return draws.chains(self.tree, torch.cat(tokens, 1))
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""

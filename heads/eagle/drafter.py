@@ -6,13 +6,15 @@ and draft on from there with features of their own. Nothing here waits for the d
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads.cache import Kept, SlotBuffer, Slots, upload
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import PAD, Draft, Draws, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead, Text
 from heads.growing import Drawn, Grown, grow, likeliest
@@ -20,8 +22,8 @@ from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
 
 
-class _EagleDrafter:
-    """The head's own memory of the committed texts.
+class EagleMemory(ABC):
+    """What a head keeps of the committed texts: keys and values of each of its layers.
 
     Args:
         head: attached to the target.
@@ -52,7 +54,7 @@ class _EagleDrafter:
         if self.slots is not None:
             self.slots.keep(rows, *self.buffers)
 
-    def take(self, row: int, other: "_EagleDrafter") -> None:
+    def take(self, row: int, other: "EagleMemory") -> None:
         """A row goes on with the one text of another drafter, which reads on here."""
         assert self.seen is not None
         assert other.seen is not None
@@ -74,21 +76,9 @@ class _EagleDrafter:
             self._read(Seen([tokens[:-1]], output, self.seen.cache), tokens[-1:])
         return 0 if self.slots is None else self.slots.lengths[0]
 
-    def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
-        """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
-        assert self.seen is not None
-        seen, self.seen = self.seen, None
-        text, branches = self._read(seen, roots)
-        outputs = self.head.draft(text, _last(seen), branches)
-        return outputs, self._slots.committed[:, 0] - 1, branches
-
-    def _read(self, seen: Seen, following: list[int]) -> tuple[Text, Branches]:
+    @abstractmethod
+    def _read(self, seen: Seen, following: list[int]) -> Any:
         """Reads tokens, each with the next; after the last of each text comes `following`."""
-        fused, ids, places = self._taken(seen, following)
-        text = self.head.read(fused, ids, self._known(places.flatten()))
-        keys, values = self._remember(0, text.keys, text.values, places, seen)
-        self._commit(seen, places)
-        return text, Branches(keys, values, Stretch.up_to(self._slots.committed[:, 0]))
 
     def _taken(self, seen: Seen, following: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
@@ -130,7 +120,27 @@ class _EagleDrafter:
         return tokens.masked_fill(positions >= self.head.window, PAD)
 
 
-def _last(seen: Seen) -> Tensor:
+class _EagleDrafter(EagleMemory):
+    """Drafts from the head's own outputs."""
+
+    def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
+        """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
+        assert self.seen is not None
+        seen, self.seen = self.seen, None
+        text, branches = self._read(seen, roots)
+        outputs = self.head.draft(text, last_rows(seen), branches)
+        return outputs, self._slots.committed[:, 0] - 1, branches
+
+    def _read(self, seen: Seen, following: list[int]) -> tuple[Text, Branches]:
+        """Reads tokens, each with the next; after the last of each text comes `following`."""
+        fused, ids, places = self._taken(seen, following)
+        text = self.head.read(fused, ids, self._known(places.flatten()))
+        keys, values = self._remember(0, text.keys, text.values, places, seen)
+        self._commit(seen, places)
+        return text, Branches(keys, values, Stretch.up_to(self._slots.committed[:, 0]))
+
+
+def last_rows(seen: Seen) -> Tensor:
     """[B] the row of each text's last token, of all B * n in a row."""
     places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
     return places + torch.arange(len(places), device=places.device) * length
@@ -161,32 +171,22 @@ class EagleChain(_EagleDrafter):
     def propose(self, roots: list[int]) -> Draft:
         """Chains of `depth` tokens."""
         outputs, positions, branches = self._begin(roots)
+        draws = Draws(self.head.vocab, self.sampling, self.generators)
         tokens: list[Tensor] = []
-        probs: list[Tensor] = []
         for step in range(self.tree.depth):
             if step:
                 place = self._known(positions + step)
                 outputs = self.head.advance(outputs, tokens[-1], place, branches)
-            tokens.append(self._sample(self.head.logits(outputs), probs))
+            tokens.append(draws.token(self.head.logits(outputs)))
         places = positions.unsqueeze(1) + torch.arange(len(tokens), device=positions.device)
-        drafted = self._drafted(torch.stack(tokens, 1), places)
-        return Draft.of(self.tree, drafted, torch.stack(probs, 1) if probs else None)
-
-    def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
-        """[B] target ids by [B, W] logits; when sampling, `probs` gets their [B, V] q."""
-        vocab = self.head.vocab
-        if self.sampling.greedy:
-            return vocab.to_target(logits.argmax(-1))
-        q = self.sampling.probabilities(logits)
-        probs.append(q.new_zeros(len(q), vocab.size).index_copy(1, vocab.ids, q))
-        return vocab.to_target(self.generators.sample(q))
+        return draws.chains(self.tree, self._drafted(torch.stack(tokens, 1), places))
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         super().keep(rows)
         self.generators = self.generators.rows(rows)
 
-    def take(self, row: int, other: "_EagleDrafter") -> None:
+    def take(self, row: int, other: "EagleMemory") -> None:
         """A row goes on with the one text of another drafter."""
         assert isinstance(other, EagleChain)
         super().take(row, other)

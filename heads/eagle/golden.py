@@ -3,6 +3,8 @@
 Letters: S rows, D depths, F target hidden, H hidden, V vocabulary, W ids the head can draft.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,8 @@ from heads.eagle.head import EagleHead
 from heads.kind import Drafted
 from heads.target.model import Target, TargetOutput
 from heads.target.rows import embedding_rows, output_rows, projected
+
+Head = TypeVar("Head", bound=EagleHead)
 
 
 def drafted(
@@ -25,8 +29,14 @@ def drafted(
     own = embeddings
     if head.embed_tokens is not None:
         own = embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
-    outputs = _unrolled(_on_cpu(head, own), states, places)
-    beside = {"token_embeddings": embeddings[1:]}
+    outputs = _unrolled(on_cpu(head, own), states, places)
+    return projected_by(head, target, outputs, {"token_embeddings": embeddings[1:]})
+
+
+def projected_by(
+    head: EagleHead, target: Target, outputs: Tensor, beside: dict[str, Tensor]
+) -> Drafted:
+    """The logits of normed outputs [D, S, H], by the head's output head or the target's."""
     if head.lm_head is None:
         rows = output_rows(target, head.dtype)
         return Drafted(projected(outputs, rows), beside, rows)
@@ -36,7 +46,7 @@ def drafted(
     return Drafted(logits, beside | {"logsumexp": found.logsumexp(-1)})
 
 
-def _on_cpu(head: EagleHead, embeddings: Tensor) -> EagleHead:
+def on_cpu(head: Head, embeddings: Tensor) -> Head:
     """A float32 copy whose embedding holds the tokens of the text alone, in their order."""
     copy = type(head)(head.config, head.vocab.to("cpu"))
     copy.embed_tokens = None
@@ -47,7 +57,7 @@ def _on_cpu(head: EagleHead, embeddings: Tensor) -> EagleHead:
 
 
 def _unrolled(head: EagleHead, hidden_states: list[Tensor], position_ids: Tensor) -> Tensor:
-    """[D, S, H] normed outputs of a head made by `_on_cpu`."""
+    """[D, S, H] normed outputs of a head made by `on_cpu`."""
     assert head.embed_tokens is not None
     num_rows = len(position_ids)
     places = torch.arange(len(head.embed_tokens.weight))

@@ -1,8 +1,9 @@
 """EAGLE heads as a kind of draft head."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from conf.schema_eagle import EagleConfig, EagleForm
 from conf.schema_export import ExportFormat
@@ -19,15 +20,60 @@ from heads.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.vocab import DraftVocab
 
 USUAL_DEPTH, LONGEST = 5, 8
+Head = TypeVar("Head", bound=EagleHead)
 
 
-class EagleKind(Kind[EagleHead]):
+class EagleFamily(Kind[Head]):
+    """What kinds of heads of EAGLE's layers answer alike."""
+
+    static = False
+
+    @abstractmethod
+    def layout(self, head: Head, engine: ExportFormat) -> EagleLayout | None:
+        """What an engine wants of such a head; None if it loads none."""
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """EAGLE-3's low, middle and high features."""
+        return default_layers(num_layers, "layers")
+
+    def pruning_problem(self, head: Head) -> str | None:
+        """A head without an output head of its own has no rows to lose."""
+        if head.lm_head is not None:
+            return None
+        return (
+            f"this {head.config.form.value} head drafts through the target's output head, of which "
+            "no row can go; allowed: heads that project onto the ids by weights of their own"
+        )
+
+    def export_problem(self, head: Head, engine: ExportFormat) -> str | None:
+        """See `heads/eagle/layouts.py`."""
+        layout = self.layout(head, engine)
+        if layout is None:
+            return f"loads no {self.forms[self.form(head)]}"
+        return layouts.problem(head, layout)
+
+    def check_target(self, head: Head, engine: ExportFormat) -> None:
+        """See `heads/eagle/layouts.py`."""
+        layouts.check_target(head, engine, self._served(head, engine))
+
+    def files(self, head: Head, engine: ExportFormat) -> Files:
+        """See `heads/eagle/export.py`."""
+        return export.files(head, engine, self._served(head, engine))
+
+    def _served(self, head: Head, engine: ExportFormat) -> EagleLayout:
+        layout = self.layout(head, engine)
+        assert layout is not None  # `export_problem` has said so
+        return layout
+
+    copied = staticmethod(card.copied)
+
+
+class EagleKind(EagleFamily[EagleHead]):
     """See `heads/kind.py`."""
 
     head = EagleHead
     forms: ClassVar = {form.value: title for form, title in layouts.TITLES.items()}
     phrase = "an EAGLE head"
-    static = False
 
     def form(self, head: EagleHead) -> str:
         """`eagle1` or `eagle3`."""
@@ -62,51 +108,17 @@ class EagleKind(Kind[EagleHead]):
             return EagleTree(head, shape)
         return EagleChain(head, shape.depth, sampling, drafter_seeds(seeds))
 
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """EAGLE-3's low, middle and high features."""
-        return default_layers(num_layers, "layers")
-
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> EagleHead:
         """EAGLE-1 drafts through the target's output head, so all ids."""
         eagle1 = EagleForm(form) is EagleForm.eagle1
         chosen = DraftVocab.everything(vocab.size) if eagle1 else vocab
         return EagleHead.from_target(target, EagleConfig(form=EagleForm(form)), chosen, seed=0)
 
-    def pruning_problem(self, head: EagleHead) -> str | None:
-        """A head without an output head of its own has no rows to lose."""
-        if head.lm_head is not None:
-            return None
-        return (
-            f"this {head.config.form.value} head drafts through the target's output head, of which "
-            "no row can go; allowed: heads that project onto the ids by weights of their own"
-        )
-
     def layout(self, head: EagleHead, engine: ExportFormat) -> EagleLayout | None:
         """What an engine wants of such a head; None if it loads none."""
         return layouts.LAYOUTS.get(engine, {}).get(head.config.form)
-
-    def export_problem(self, head: EagleHead, engine: ExportFormat) -> str | None:
-        """See `heads/eagle/layouts.py`."""
-        layout = self.layout(head, engine)
-        if layout is None:
-            return f"loads no {self.forms[self.form(head)]}"
-        return layouts.problem(head, layout)
-
-    def check_target(self, head: EagleHead, engine: ExportFormat) -> None:
-        """See `heads/eagle/layouts.py`."""
-        layouts.check_target(head, engine, self._served(head, engine))
-
-    def files(self, head: EagleHead, engine: ExportFormat) -> Files:
-        """See `heads/eagle/export.py`."""
-        return export.files(head, engine, self._served(head, engine))
-
-    def _served(self, head: EagleHead, engine: ExportFormat) -> EagleLayout:
-        layout = self.layout(head, engine)
-        assert layout is not None  # `export_problem` has said so
-        return layout
 
     serve_command = staticmethod(export.serve_command)
     hint = staticmethod(export.hint)
     drafted = staticmethod(golden.drafted)
     facts = staticmethod(card.facts)
-    copied = staticmethod(card.copied)

@@ -233,7 +233,9 @@ def _serve(facts: CardFacts) -> str:
     head, target = facts.head, facts.target or "TARGET"
     if head.vllm_method is None:
         return f"vLLM does not load this head: {head.vllm_problem}"
-    command = vllm_command(head.vllm_method, head.num_draft_tokens, target, facts.repo_id)
+    command = vllm_command(
+        head.vllm_method, head.num_draft_tokens, target, facts.repo_id, **head.vllm_settings
+    )
     return f"Serve with vLLM:\n\n```\n{command}\n```"
 
 

@@ -213,19 +213,6 @@ def check_mask(mask: int, counts: Tensor) -> None:
         )
 
 
-def check_trained(head: BlockHead, target: TargetEnds) -> None:
-    """Refuses a head that is trained through an output head without gradients.
-
-    Raises:
-        InputError: the target's is quantised.
-    """
-    if head.lm_head is None and not target.output_head.weight.is_floating_point():
-        raise InputError(
-            f"target.path={target.name}: its output head is quantised, and this head is trained "
-            "through it; name the model before quantisation (target.quantization leaves it alone)"
-        )
-
-
 def described(head: BlockHead, name: str) -> str:
     """What a run says of a head."""
     config = head.config

@@ -8,7 +8,6 @@ Letters: N tokens that draft, M rows of all steps, P answered places, H hidden, 
 W draft vocabulary, J steps.
 """
 
-from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from conf.schema_eagle import EagleConfig, StepNormalizer
 from data.layout import HIDDEN
-from heads.eagle.head import EagleHead
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, UNROLLED, Batch, Unrolled
 from train.loss.divergences import LossGrad, Pair, Softmax, divergence, top_k
@@ -37,37 +35,28 @@ def step_weights(config: EagleConfig) -> Tensor:
 
 
 def eagle_loss(
-    criterion: "EagleCriterion",
-    head: EagleHead,
-    outputs: Sequence[Tensor],
-    batch: Batch,
-    teacher: Teacher,
-    scale: Tensor,
+    criterion: "EagleCriterion", steps: Part, learnt: Tensor, batch: Batch, teacher: Teacher
 ) -> Sums:
     """The losses of all steps of a batch.
 
     Args:
         criterion: weights and formulas.
-        head: its norm and output head are used.
-        outputs: of each of J steps [N, H], at the tokens that draft.
+        steps: the learnt rows, in the order of the answers; scaled by step.
+        learnt: [M, H] their outputs before the last norm.
         batch: what is learnt of it, and `hidden_states` [B, T, H] for the regression loss.
         teacher: what the target says after its P answered places.
-        scale: [J] float32, the weight of each step's sum in the total.
 
     Returns:
         `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
         vocabulary add nothing to the loss.
     """
     unrolled: Unrolled = batch[UNROLLED]
-    answers, scales = unrolled.rows.answers, scale[unrolled.steps]
-    learnt = torch.cat([*outputs]).index_select(0, unrolled.rows.places)
-    part = Part(head.normed(learnt), head.projection(), answers, scales)
-    total, (found,) = fused_linear([part], teacher, criterion, criterion.compiled)
+    total, (found,) = fused_linear([steps], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
-        wanted = batch[HIDDEN].flatten(0, 1)[batch[SUPERVISION].places[answers.device]].float()
+        wanted = batch[HIDDEN].flatten(0, 1)[batch[SUPERVISION].places[steps.rows.device]].float()
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
-        total = total + (near * scales).sum()
+        total = total + (near * steps.scales[:]).sum()
         found[0] += near.detach()
     by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
     return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
