@@ -11,6 +11,7 @@ from heads.dspark.kind import DSparkKind
 from heads.eagle.kind import EagleKind
 from heads.kind import DraftHead, Kind
 from heads.medusa.kind import MedusaKind
+from heads.peagle.kind import PEagleKind
 from heads.storage import locate
 
 KINDS: dict[str, Kind[Any]] = {
@@ -19,6 +20,7 @@ KINDS: dict[str, Kind[Any]] = {
     "dflash": DFlashKind(),
     "dflash2": DFlash2Kind(),
     "dspark": DSparkKind(),
+    "peagle": PEagleKind(),
 }
 """By the name of the folder, the entry script `train/{name}.py`, and its ways to draft."""
 

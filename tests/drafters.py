@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from block_heads import block_head
+from peagle_heads import peagle_head
 from toys import eagle_head, noisy_head, random_model, random_target, tokenizer
 
 from conf.schema_eagle import EagleForm
@@ -24,6 +25,8 @@ from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
+from heads.peagle.drafter import PEagleChain, PEagleTree
+from heads.peagle.head import PEagleHead
 from heads.sampling import Sampling, drafter_seeds
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
@@ -72,6 +75,14 @@ def blocks(name: str) -> BlockHead:
     return head
 
 
+@cache
+def peagle() -> PEagleHead:
+    """A head that is sometimes right."""
+    head = peagle_head(small_target(), num_updates=25)
+    head.window = SHORT_WINDOW
+    return head
+
+
 def drafting(tree: Tree, length: DraftLength | None = None) -> Make:
     """A draft model of the target's vocabulary."""
     return lambda how, seeds: DraftModel(small_models()[1], tree, how, drafter_seeds(seeds), length)
@@ -87,6 +98,8 @@ EVERY_DRAFTER: dict[str, Make] = {
     "dspark chain": lambda how, seeds: BlockChain(
         blocks("dspark, rnn"), 5, how, drafter_seeds(seeds)
     ),
+    "peagle chain": lambda how, seeds: PEagleChain(peagle(), 4, how, drafter_seeds(seeds)),
+    "peagle tree": lambda *_: PEagleTree(peagle(), DynamicShape(4, 3, 9)),
     "draft chain": drafting(Tree.chain(5)),
     "draft tree": drafting(TREE),
     "heuristic": drafting(Tree.chain(8), DraftLength(start=2)),
@@ -123,6 +136,7 @@ def positions_read() -> Iterator[dict[str, int]]:
         return read(fused, ids, positions)
 
     attentions = [blocks(name)._attention(0) for name in ("dflash", "dspark, rnn")]
+    attentions.append(peagle().layer.self_attn)
     rotations = [each.rotation for each in attentions]
 
     def turning(rotation: Callable[..., Any]) -> Callable[..., Any]:

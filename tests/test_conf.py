@@ -21,6 +21,7 @@ from conf import (
     schema_measure,
     schema_medusa,
     schema_medusa2,
+    schema_peagle,
     schema_push,
     schema_targets,
 )
@@ -35,6 +36,7 @@ ENTRIES = {
     "train/dflash.py": schema_dflash.DFlashRun,
     "train/dflash2.py": schema_dflash2.DFlash2Run,
     "train/dspark.py": schema_dspark.DSparkRun,
+    "train/peagle.py": schema_peagle.PEagleRun,
     "eval/acceptance.py": schema_measure.AcceptanceRun,
     "eval/speedup.py": schema_measure.SpeedupRun,
     "eval/tree_search.py": schema_measure.TreeSearchRun,

@@ -28,6 +28,8 @@ READ_BY = {
     "other tokenizer": "other",
     "dflash tree": "blocks",
     "dspark chain": "blocks",
+    "peagle chain": "blocks",
+    "peagle tree": "blocks",
 } | dict.fromkeys(("draft chain", "draft tree", "heuristic", "confidence", "both"), "draft")
 
 

@@ -1,6 +1,7 @@
 import warnings
 
 import block_heads
+import peagle_heads
 import pytest
 import torch
 from toys import noisy_head, random_model
@@ -13,6 +14,7 @@ from heads.blocks.drafter import BlockChain, BlockTree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
+from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.sampling import Sampling
 from heads.target.check import check_served
 from heads.target.model import Target
@@ -75,6 +77,18 @@ def test_block_drafters_on_cuda_are_lossless_and_replayed_exactly(name: str) -> 
     sampling = Sampling(temperature=1.0, top_k=1)
     sampled = decode(target, BlockChain(head, 4, sampling), PROMPT, 40, sampling)
     assert sampled.token_ids == expected
+
+
+def test_peagle_on_cuda_is_lossless_and_replayed_exactly() -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = peagle_heads.fresh(target, peagle_heads.settings_of()).eval()
+    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
+    chain = decode(target, PEagleChain(head, 4), PROMPT, 40)
+    assert chain.token_ids == expected
+    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    tree = PEagleTree(head, DynamicShape(4, 4, 16))
+    assert decode(target, tree, PROMPT, 40).token_ids == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])

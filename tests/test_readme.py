@@ -20,6 +20,7 @@ from conf import (
     schema_measure,
     schema_medusa,
     schema_medusa2,
+    schema_peagle,
     schema_push,
     schema_targets,
 )
@@ -45,6 +46,7 @@ MODULES = (
     schema_medusa,
     schema_medusa,
     schema_medusa2,
+    schema_peagle,
     schema_push,
     schema_targets,
 )
@@ -52,6 +54,7 @@ SCHEMAS = {
     "dflash": schema_dflash.DFlashRun,
     "dflash2": schema_dflash2.DFlash2Run,
     "dspark": schema_dspark.DSparkRun,
+    "peagle": schema_peagle.PEagleRun,
     "medusa": schema_medusa.MedusaRun,
     "eagle": schema_eagle.EagleRun,
     "acceptance": schema_measure.AcceptanceRun,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import peagle_heads
 import pytest
 import torch
 from block_heads import fresh, objective_of, settings_of
@@ -23,6 +24,7 @@ from train.loop import memory
 from train.loss.sizes import Setting
 from train.medusa import MedusaObjective
 from train.objective import Objective
+from train.peagle import PEagleObjective
 
 ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
 V, H = 96, 64  # of the toy target
@@ -63,6 +65,12 @@ def blocks(kind: str) -> Callable[..., BlockObjective]:
         return objective_of(fresh(target, settings), target, settings)
 
     return make
+
+
+def peagle(**sizes: int) -> PEagleObjective:
+    target, settings = random_target(num_hidden_layers=4, **sizes), peagle_heads.settings_of()
+    settings.draft_vocab_size, settings.num_anchors = target.vocab_size // 3, 200
+    return PEagleObjective(peagle_heads.fresh(target, settings), target, settings)
 
 
 def test_parts_of_one_process_by_hand() -> None:
@@ -123,7 +131,7 @@ def test_an_objective_without_a_formula_has_no_estimate() -> None:
     assert memory.estimate(objective, ONE) is None
 
 
-@pytest.mark.parametrize("make", [hard, medusa, eagle, *map(blocks, BLOCKS)])
+@pytest.mark.parametrize("make", [hard, medusa, eagle, *map(blocks, BLOCKS), peagle])
 def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
     """Beyond weights, gradients of the micro batch before, and moments, which lie there."""
     objective = make(**WIDE)

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import block_heads
+import peagle_heads
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -25,8 +26,9 @@ from train.eagle import EagleObjective
 from train.loop import loop
 from train.loop.job import Job
 from train.medusa import MedusaObjective
+from train.peagle import PEagleObjective
 
-KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn")
+KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn", "peagle")
 GROUPED = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
     "num_hidden_layers": 6, "intermediate_size": 384,
@@ -43,6 +45,9 @@ def objective_of(kind: str, target: Target) -> Any:
         settings = block_heads.settings_of(kind)
         head = block_heads.fresh(target, settings)
         return block_heads.objective_of(head, target, settings)
+    if kind == "peagle":
+        behind = peagle_heads.settings_of(num_steps=3)
+        return PEagleObjective(peagle_heads.fresh(target, behind), target, behind)
     eagle1 = kind == "eagle1"
     config = EagleConfig(
         form=EagleForm(kind), num_steps=3, draft_vocab_size=None if eagle1 else 48,

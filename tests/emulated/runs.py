@@ -27,7 +27,8 @@ from conf.schema_eagle import (
 )
 from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
 from conf.schema_medusa2 import AdapterConfig, JointConfig, Medusa2Run
-from train import dflash, dflash2, dspark, eagle, medusa, medusa2
+from conf.schema_peagle import PEagleConfig, PEagleRun
+from train import dflash, dflash2, dspark, eagle, medusa, medusa2, peagle
 from train.loop import loop, replay
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
@@ -55,6 +56,10 @@ RNN: dict[str, Any] = {
     "markov_head_type": Markov.rnn, "markov_rank": 8, "own_output_head": True,
     "draft_vocab_size": 120,
 }  # fmt: skip
+BEHIND: dict[str, Any] = {
+    "num_layers": 2, "num_steps": 4, "layers": [1, 2, 3], "draft_vocab_size": 120,
+    "num_anchors": 20,
+}  # fmt: skip
 HEADS_OF: dict[str, tuple[Callable[[Any], None], Any]] = {
     "medusa": (medusa.main, MedusaRun(head=MedusaConfig(num_heads=3))),
     "medusa, soft labels": (
@@ -75,6 +80,7 @@ HEADS_OF: dict[str, tuple[Callable[[Any], None], Any]] = {
     "dflash": (dflash.main, DFlashRun(head=DFlashConfig(**BLOCK, causal=True, window=20))),
     "dflash-2": (dflash2.main, DFlash2Run(head=DFlash2Config(**BLOCK, **SELECTOR))),
     "dspark": (dspark.main, DSparkRun(head=DSparkConfig(**BLOCK, **RNN))),
+    "p-eagle": (peagle.main, PEagleRun(head=PEagleConfig(**BEHIND))),
 }  # fmt: skip
 
 

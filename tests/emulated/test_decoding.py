@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import peagle_heads
 import pytest
 import torch
 from block_heads import fresh, settings_of
@@ -28,6 +29,8 @@ from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
+from heads.peagle.drafter import PEagleChain, PEagleTree
+from heads.peagle.head import PEagleHead
 from heads.sampling import GREEDY, Sampling, Typical
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree, default_tree
@@ -81,6 +84,19 @@ def block_chain(make: BlockMaker) -> Callable[..., Drafter]:
 
 def block_tree(make: BlockMaker) -> Callable[..., Drafter]:
     return lambda target, _how: BlockTree(make(target), DynamicShape(3, 3, 8))
+
+
+def peagle(target: Target) -> PEagleHead:
+    settings = peagle_heads.settings_of(layers=[0, 1], num_layers=2, num_steps=3)
+    return peagle_heads.fresh(target, settings)
+
+
+def peagle_chain(target: Target, how: Sampling) -> Drafter:
+    return PEagleChain(peagle(target), 3, how, [7, 8, 9])
+
+
+def peagle_tree(target: Target, _how: Sampling) -> Drafter:
+    return PEagleTree(peagle(target), DynamicShape(3, 3, 8))
 
 
 def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
@@ -138,6 +154,9 @@ KINDS = {
     "dspark_chain": Kind(block_chain(block("dspark, rnn")), 1),
     "dspark_tree": Kind(block_tree(block("dspark, rnn")), 1),
     "dspark_suffix": Kind(hybrid(block_tree(block("dspark"))), 2),
+    "peagle_chain": Kind(peagle_chain, 1),
+    "peagle_tree": Kind(peagle_tree, 1),
+    "peagle_suffix": Kind(hybrid(peagle_tree), 2),
     "draft_chain": Kind(draft_model(CHAIN), 1),
     "draft_chain, by what was accepted": Kind(draft_model(CHAIN, DraftLength(2)), 2),
     # How sure each of three tokens was comes down; where the chains end goes up.

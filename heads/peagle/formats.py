@@ -1,0 +1,84 @@
+"""Reading P-EAGLE heads: EAGLE-3's names, layers behind the first, and the learnt feature."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from heads.blocks.formats import names_kind
+from heads.eagle.formats import ONLY, Checkpoint, architecture, fill, vocabulary
+from heads.peagle.head import PEagleHead, PEagleHeadConfig
+from heads.storage import locate
+
+MASK_HIDDEN = "mask_hidden"
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""In the order in which vLLM looks for them."""
+NUM_DRAFT_TOKENS = 8
+"""Of a head whose file does not say, as speculators trains them."""
+FREE = ("num_hidden_layers", "speculators_model_type")
+
+
+def load_peagle(
+    path: str, revision: str | None = None, layers: Sequence[int] | None = None
+) -> PEagleHead:
+    """Loads a P-EAGLE head, published or ours; float32, not attached.
+
+    Args:
+        path: folder or Hub id.
+        revision: of a Hub id.
+        layers: the target features that it fuses, as indices of `output_hidden_states`, in place
+            of those in `config.json`.
+
+    Raises:
+        InputError: as `read_peagle`, or nothing is there.
+    """
+    return read_peagle(locate(path, revision), path, layers)
+
+
+def read_peagle(folder: Path, path: str, layers: Sequence[int] | None = None) -> PEagleHead:
+    """`load_peagle` of a folder that `locate` has found for `path`.
+
+    Raises:
+        InputError: missing, corrupt, pickled or foreign files; settings that contradict the
+            tensors, or that this head does not compute.
+    """
+    found = Checkpoint.open(folder, path)
+    only = {name: value for name, value in ONLY.items() if name not in FREE}
+    plain = architecture(found, layers, {**only, "norm_output": False})
+    if not plain.layers:
+        raise found.error("config.json names no layers (eagle_aux_hidden_state_layer_ids)")
+    mask = next((found.settings[key] for key in MASK_KEYS if key in found.settings), None)
+    if not isinstance(mask, int) or not 0 <= mask < plain.llama.vocab_size:
+        raise found.error(
+            f"config.json says mask_token_id={mask}: must be from 0 to {plain.llama.vocab_size - 1}"
+        )
+    feature = found.tensors.get(MASK_HIDDEN)
+    if feature is not None and feature.numel() == len(plain.layers) * plain.target_hidden_size:
+        found.tensors[MASK_HIDDEN] = feature.reshape(1, 1, -1)
+    config = PEagleHeadConfig(
+        **vars(plain), mask_token_id=mask, num_draft_tokens=_num_draft_tokens(found)
+    )
+    head = PEagleHead(config, vocabulary(found, config.form))
+    fill(head, found)
+    return head
+
+
+def _num_draft_tokens(found: Checkpoint) -> int:
+    methods = found.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
+    trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
+    return int(found.settings.get("num_depths", trained))
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder with a `config.json` says so, or has the feature that such a head learns."""
+    if names_kind(folder, (), "peagle"):
+        return True
+    try:
+        return any(_has_feature(file) for file in folder.glob("*.safetensors"))
+    except SafetensorError:
+        return False  # who is asked last says what is wrong
+
+
+def _has_feature(file: Path) -> bool:
+    with safe_open(file, "pt") as opened:
+        return any(name.removeprefix("model.") == MASK_HIDDEN for name in opened.keys())  # noqa: SIM118

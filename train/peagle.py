@@ -1,0 +1,252 @@
+"""Trains P-EAGLE heads: `accelerate launch train/peagle.py target.path=... data.path=...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile, zip_longest
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from conf.schema_eagle import OutputHead
+from conf.schema_peagle import PEagleConfig, PEagleRun
+from data.features import TrainingData
+from eval import entry
+from heads.eagle.branches import causal_rows
+from heads.peagle.formats import load_peagle
+from heads.peagle.head import KeysValues, PEagleHead, peagle_config, remembered
+from heads.target.ends import TargetEnds
+from heads.vocab import DraftVocab, coverage_lines
+from train.batch.rows import (
+    DOCUMENTS,
+    NOISE_SEEDS,
+    SUPERVISION,
+    UNROLLED,
+    Batch,
+    Supervision,
+    Unrolled,
+)
+from train.batch.states import states_of
+from train.blocks.objective import check_mask, drawn
+from train.eagle import EagleObjective
+from train.loop import command
+from train.loss import sizes
+from train.loss.fused import Part, Teacher
+from train.loss.path import on_path
+from train.objective import Objective, check_output_head
+
+SEGMENTS = "segments"
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Rows that stand equally far behind the text.
+
+    Attributes:
+        tokens: [N] int64 rising, of all in a row, the last of the text that each sees.
+        kept: [N] int64, of the rows one nearer to the text, those that they stand behind.
+    """
+
+    tokens: Tensor
+    kept: Tensor
+
+
+class PEagleObjective(EagleObjective):
+    """One pass over a batch and drawn rows behind its tokens."""
+
+    head: PEagleHead
+    config: PEagleConfig
+
+    def indexed(self, batch: Batch) -> Batch:
+        """A batch on the CPU with where its documents lie and which rows are computed of it."""
+        batch = Objective.indexed(self, batch)
+        learnt, shape = batch[SUPERVISION], batch["input_ids"].shape
+        seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
+        drafts = lineages(learnt, shape[1], self.config, seeds)
+        segments = segmented(drafts[1:], self.config.num_segments)
+        return {**batch, UNROLLED: Unrolled.of(learnt, drafts), SEGMENTS: segments}
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[J] float32: all learnt rows, whatever their step."""
+        number = float(sum(batch[UNROLLED].sizes))
+        return torch.full((self.config.num_steps,), number)
+
+    def memory(self, setting: sizes.Setting) -> sizes.Counted:
+        """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
+
+        Per row and layer as for EAGLE, keys and values beside: the text's and those of rows it
+        stands behind. Rows of one segment are there at a time.
+        """
+        settings, head = self.config, self.head
+        llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
+        hidden, inner = llama.hidden_size, llama.intermediate_size
+        attention = head.layer.self_attn
+        query, keys = attention.q_proj.out_features, attention.k_proj.out_features
+        anchors = min(tokens, settings.num_anchors * setting.train.micro_batch_size)
+        shares = [share(settings, step) for step in range(1, settings.num_steps)]
+        masks = round(anchors * sum(shares))
+        followed = sum(step * part for step, part in enumerate(shares)) * anchors
+        a_row = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
+        layers = llama.num_hidden_layers
+        rows = tokens + masks / settings.num_segments
+        kept = layers * (rows * a_row + followed / settings.num_segments * 2 * e * keys)
+        kept += tokens * (sizes.FLOAT32 + e) * head.fc.in_features
+        kept += (tokens + masks) * sizes.FLOAT32 * 2 * hidden
+        students = tokens + masks
+        grads = sizes.FLOAT32 * students * hidden
+        one = head.projection().weight.shape[0], hidden
+        loss = grads + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
+        loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
+        backward = 2 * grads + 3 * students * inner * e
+        return sizes.Counted(sizes.copied_bytes(head, setting), int(kept), loss, backward)
+
+    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Part, Teacher]:
+        """The learnt rows [M, H], which hear of no token between, and what the target says."""
+        weight = self.config.off_path_weight if self.training else 1.0
+        return on_path(*super()._compared(learnt, batch, scale), batch, weight)
+
+    def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
+        """[N, H] outputs of the rows of each step, of all sequences in a row."""
+        head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
+        features = self._noisy(head.features(states_of(batch)).flatten(0, 1), batch)
+        positions = batch["position_ids"].flatten()
+        known: list[KeysValues] = []
+        every = causal_rows(documents, torch.arange(len(ids), device=ids.device))
+        text = head.text_rows(head.fuse(features), ids.roll(-1), positions, every)
+        (outputs,) = head.through(text, [], remembered(known))
+        yield outputs[batch[UNROLLED].drafts]
+
+        def drafted(groups: Sequence[Behind]) -> list[Tensor]:
+            steps = enumerate((group.tokens for group in groups), 1)
+            places = torch.cat([positions[tokens] + step for step, tokens in steps])
+            seen = [causal_rows(documents, group.tokens) for group in groups]
+            masks = head.mask_rows(places, seen, [group.kept for group in groups])
+            return head.through(None, masks, remembered(known))
+
+        segments = batch[SEGMENTS]
+        if len(segments) == 1:
+            found = [drafted(segments[0])]
+        else:
+            found = [checkpoint(drafted, each, use_reentrant=False) for each in segments]
+        for parts in zip_longest(*found):
+            yield torch.cat([each for each in parts if each is not None])
+
+
+def share(config: PEagleConfig, step: int) -> float:
+    """Of the tokens that draft, those that have a row so many steps behind the text."""
+    return max(config.kept_share**step, config.least_share)
+
+
+def lineages(
+    learnt: Supervision, num_tokens: int, config: PEagleConfig, seeds: tuple[int, ...]
+) -> list[Tensor]:
+    """[N] int64 rising of each step: tokens that draft at it, fewer at each, drawn by sequence.
+
+    Conditional-on-distribution sampling: a token drafts d + 1 tokens only if it drafts d, and
+    about the same share of all drafts them everywhere.
+
+    Args:
+        learnt: what a batch teaches.
+        num_tokens: of a sequence.
+        config: shares, and how many tokens of a sequence draft more than one.
+        seeds: one a sequence.
+
+    Source: arXiv 2602.01469; speculators `models/peagle/data.py`.
+    """
+    # A row that nothing may be learnt from keeps every parameter in the graph.
+    first = learnt.depths[1].places
+    found = [first if len(first) else torch.zeros(1, dtype=torch.int64)]
+    some = drawn(found[0], num_tokens, config.num_anchors, seeds)
+    sequences = torch.arange(len(seeds) + 1) * num_tokens
+    totals = torch.searchsorted(some, sequences).diff().tolist()
+    for step in range(1, config.num_steps):
+        rows = learnt.depths[step + 1].places
+        rows = rows[torch.isin(rows, some)]
+        parts = rows.tensor_split(torch.searchsorted(rows, sequences[1:-1]))
+        drafts = zip(parts, totals, seeds, strict=True)
+        some = torch.cat([_drawn(*each, step, share(config, step)) for each in drafts])
+        some = some if len(some) else found[-1][:1]
+        found.append(some)
+    return found
+
+
+def _drawn(rows: Tensor, total: int, seed: int, step: int, part: float) -> Tensor:
+    most = int(max(0, total - step) * part)
+    if len(rows) <= most:
+        return rows
+    generator = torch.Generator().manual_seed(seed + step)
+    return rows[torch.randperm(len(rows), generator=generator)[:most].sort().values]
+
+
+def segmented(drafts: Sequence[Tensor], number: int) -> tuple[tuple[Behind, ...], ...]:
+    """Rows behind a text in so many parts, each with all rows behind its tokens.
+
+    Args:
+        drafts: [N] int64 rising of each step, each among those before.
+        number: of parts; those with nothing to do are none.
+    """
+    if not drafts:
+        return ((),)
+    found = []
+    for part in drafts[0].tensor_split(min(number, len(drafts[0]))):
+        mine = [each[(each >= part[0]) & (each <= part[-1])] for each in drafts]
+        mine = list(takewhile(len, mine))
+        before = [mine[0], *mine[:-1]]
+        kept = [torch.searchsorted(old, new) for old, new in zip(before, mine, strict=True)]
+        found.append(tuple(Behind(*each) for each in zip(mine, kept, strict=True)))
+    return tuple(found)
+
+
+def main(config: PEagleRun) -> None:
+    """Trains to `out_dir/head`."""
+
+    def build(target: TargetEnds, train: TrainingData) -> tuple[PEagleObjective, list[str]]:
+        head, lines = make_head(config, target, train)
+        return PEagleObjective(head, target, config.head), lines
+
+    command.train(config, build)
+
+
+def make_head(
+    config: PEagleRun, target: TargetEnds, train: TrainingData
+) -> tuple[PEagleHead, list[str]]:
+    """An untrained head, or a saved one that fits the target; and what to say about it.
+
+    Raises:
+        InputError: it does not fit, or its mask token is one that the data use.
+    """
+    settings, always = config.head, target.special_ids
+    counts = train.token_counts(target.vocab_size)
+    if settings.path is not None:
+        head = load_peagle(settings.path, settings.revision, settings.layers).attach(target)
+        head.config = replace(head.config, num_draft_tokens=settings.num_steps)
+        if head.lm_head is not None:
+            head.lm_head.requires_grad_(settings.output_head is not OutputHead.frozen)
+    else:
+        vocab = DraftVocab.choose(counts, settings.draft_vocab_size, always)
+        shape = peagle_config(settings, target)
+        head = PEagleHead(shape, vocab).begin(target, settings.output_head, config.seed)
+    check_mask(head.config.mask_token_id, counts)
+    check_output_head(head, target)
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    lines = coverage_lines(counts, head.vocab.to("cpu"), always) if not head.vocab.full else []
+    lines.append(
+        f"head: P-EAGLE, {head.config.llama.num_hidden_layers} layers over hidden states "
+        f"{list(head.config.layers)}, {settings.num_steps} draft tokens, mask token "
+        f"{head.config.mask_token_id}, {trained / 1e6:.1f} M parameters"
+    )
+    return head, lines
+
+
+def default_objective(head: PEagleHead, target: TargetEnds) -> PEagleObjective:
+    """With the settings of the recipe, for benchmarks."""
+    return PEagleObjective(head, target, entry.head_recipe(PEagleConfig, "peagle"))
+
+
+if __name__ == "__main__":
+    entry.run(main, PEagleRun, "peagle", recipe="peagle")
