@@ -42,6 +42,7 @@ def test_a_plain_step_builds_no_mask_and_scatters_nothing() -> None:
         assert counts[name] == 0
 
 
+@pytest.mark.slow
 def test_the_table_of_operations(monkeypatch, capsys) -> None:
     sizes = ["--layers", "6", "--compiled-layers", "4"]
     monkeypatch.setattr("sys.argv", ["bench_operations.py", *sizes])
