@@ -1,4 +1,4 @@
-"""Training speed of EAGLE-3 against speculators' step, and of Medusa against the original's.
+"""Training speed of EAGLE-3 and DFlash against speculators' step, of Medusa against the original's.
 
 `python scripts/bench_peers.py` makes the hidden states of one packed sequence and a target's two
 ends, and trains a head on them, each path in a process of its own: forward and backward pass,
@@ -22,7 +22,6 @@ from conf.schema import InputError
 from scripts.bench.apart import markdown, python_for, result_of
 from scripts.bench.footprint import add_sizes, best_device, where
 
-WORKER = "steps"
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 
 
@@ -39,8 +38,9 @@ EAGLE3 = (
     Row("ours, compiled", "eagle3_compiled"),
     Row("speculators' trainer", "speculators", SPECULATORS),
 )
+DFLASH = (Row("ours", "dflash"), Row("speculators' trainer", "speculators_dflash", SPECULATORS))
 MEDUSA = (Row("ours", "medusa"), Row("original Medusa step", "original_medusa"))
-EAGLE3_STEPS, MEDUSA_HEADS = (3, 7), 4
+EAGLE3_STEPS, MEDUSA_HEADS, BLOCK_SIZE = (3, 7), 4, 16
 COLUMNS = (
     "path", "ms a step", "of ours", "tokens/s", "peak, MiB", "of ours", "first loss",
 )  # fmt: skip
@@ -51,7 +51,7 @@ LEAST_TOKENS = 256
 the end of a document, and only where the next one's mask lets them."""
 
 
-def table(job: dict[str, Any], rows: list[Row]) -> tuple[str, str]:
+def table(job: dict[str, Any], rows: list[Row], worker: str = "steps") -> tuple[str, str]:
     """The cost of each path, the first of which is ours; and the versions that ran.
 
     Raises:
@@ -63,7 +63,7 @@ def table(job: dict[str, Any], rows: list[Row]) -> tuple[str, str]:
     for row in tqdm(rows, desc=f"{rows[0].path}, {job['depth']}", unit="path"):
         python = python_for(row.variable)
         assert python is not None
-        found = result_of(WORKER, job | {"path": row.path}, python)
+        found = result_of(worker, job | {"path": row.path}, python)
         ours = ours or found
         # Not a number compares false, so it is refused too.
         if not abs(found["loss"] - ours["loss"]) <= TOLERANCE * abs(ours["loss"]):
@@ -118,6 +118,16 @@ def print_medusa(options: argparse.Namespace, rows: list[Row]) -> None:
     print(f"\nMedusa, {MEDUSA_HEADS} heads of one layer; {versions}.\n\n{found}")
 
 
+def print_dflash(options: argparse.Namespace, rows: list[Row]) -> None:
+    """One table."""
+    job = vars(options) | {"depth": BLOCK_SIZE, "draft_vocab": options.vocab}
+    found, versions = table(job, rows, "block_steps")
+    print(
+        f"\nDFlash, 5 layers, 128 blocks of {BLOCK_SIZE} rows in one document, all ids, on a CPU "
+        f"speculators by SDPA and its eager loss; {versions}.\n\n{found}"
+    )
+
+
 def runnable(rows: tuple[Row, ...]) -> list[Row]:
     """Those whose Python is there; says which are left out."""
     found = []
@@ -159,6 +169,7 @@ def main() -> None:
         print(caption(options))
         print_eagle3(options, runnable(EAGLE3))
         print_medusa(options, runnable(MEDUSA))
+        print_dflash(options, runnable(DFLASH))
     except InputError as error:
         sys.exit(f"error: {error}")
 

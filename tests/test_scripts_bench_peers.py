@@ -8,8 +8,10 @@ import torch
 from conf.schema import InputError
 from scripts import bench_peers
 from scripts.bench.apart import result_of
+from scripts.bench.peers import block_steps
 from scripts.bench.peers.steps import PATHS, StepInputs, StepJob, measured, stepper
 from scripts.bench_peers import Row
+from train.blocks import objective as blocks
 
 CPU = torch.device("cpu")
 SIZES: dict[str, int] = {
@@ -23,14 +25,25 @@ def job(path: str, depth: int) -> StepJob:
     return StepJob(path=path, depth=depth, **SIZES)
 
 
-def losses(path: str, depth: int, num_steps: int) -> list[float]:
+@pytest.fixture(autouse=True)
+def anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker, which has a process of its own otherwise, says which are drawn."""
+    monkeypatch.setattr(blocks, "drawn", blocks.drawn)
+
+
+WORKERS = {"steps": PATHS, "block_steps": block_steps.PATHS}
+
+
+def losses(path: str, depth: int, num_steps: int, worker: str = "steps") -> list[float]:
     found = job(path, depth)
-    step = stepper(PATHS[path](found, StepInputs.of(found, CPU)))
+    step = stepper(WORKERS[worker][path](found, StepInputs.of(found, CPU)))
     return [float(step()) for _ in range(num_steps)]
 
 
-def here(_worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
-    return measured(StepJob(**question), CPU)
+def here(worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
+    found = StepJob(**question)
+    training = WORKERS[worker][found.path](found, StepInputs.of(found, CPU))
+    return measured(found, training, CPU)
 
 
 def test_documents_have_prompts_longer_than_any_depth() -> None:
@@ -59,6 +72,20 @@ def test_speculators_trains_the_same_head(depth: int) -> None:
     assert theirs["loss"] == pytest.approx(losses("eagle3", depth, 1)[0], rel=1e-5)
 
 
+@pytest.mark.engine
+@pytest.mark.skipif(bench_peers.SPECULATORS not in os.environ, reason="needs speculators")
+def test_speculators_trains_the_same_blocks() -> None:
+    question = SIZES | {"path": "speculators_dflash", "depth": 5}
+    theirs = result_of("block_steps", question, os.environ[bench_peers.SPECULATORS])
+    mine = losses("dflash", 5, 1, "block_steps")[0]
+    assert theirs["loss"] == pytest.approx(mine, rel=1e-5)
+
+
+def test_blocks_learn() -> None:
+    found = losses("dflash", 5, 3, "block_steps")
+    assert found[2] < found[0]
+
+
 def test_tables_of_our_paths(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     threads = torch.get_num_threads()
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
@@ -74,7 +101,13 @@ def test_tables_of_our_paths(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     shown = capsys.readouterr().out.splitlines()
     assert f"speculators' trainer: left out, {bench_peers.SPECULATORS} is not set" in shown
     rows = [line.split(" | ") for line in shown if line.startswith(("| ours", "| original"))]
-    assert [row[0] for row in rows] == ["| ours", "| ours", "| ours", "| original Medusa step"]
+    assert [row[0] for row in rows] == [
+        "| ours",
+        "| ours",
+        "| ours",
+        "| original Medusa step",
+        "| ours",
+    ]
     assert [row[2] for row in rows[:3]] == ["1.00"] * 3
     assert rows[2][6] == rows[3][6]
 

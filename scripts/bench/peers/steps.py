@@ -8,7 +8,7 @@ path's library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -173,11 +173,11 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
         token_normalizer=TokenNormalizer.supervised, output_head=OutputHead.frozen,
         teacher_temperature=1.0, learn_prompts=False,
     )  # fmt: skip
-    target = _target(job, inputs)
+    target = target_of(job, inputs)
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
     head = EagleHead.from_target(target, config, vocab, seed=0)
     _fill(head, "layer.", inputs.weights)
-    return _ours(EagleObjective(head, target, config), inputs, compiled)
+    return ours(EagleObjective(head, target, config), inputs, compiled)
 
 
 def medusa(job: StepJob, inputs: StepInputs) -> Training:
@@ -187,12 +187,13 @@ def medusa(job: StepJob, inputs: StepInputs) -> Training:
     from train.medusa import MedusaObjective
 
     config = MedusaConfig(num_heads=job.depth, loss_decay=1.0, labels=Labels.hard)
-    target = _target(job, inputs)
+    target = target_of(job, inputs)
     head = MedusaHead.from_target(target, job.depth, config.num_layers)
-    return _ours(MedusaObjective(head, target, config), inputs, False)
+    return ours(MedusaObjective(head, target, config), inputs, False)
 
 
-def _target(job: StepJob, inputs: StepInputs) -> Any:
+def target_of(job: StepJob, inputs: StepInputs) -> Any:
+    """The two ends of the target."""
     from heads.target.ends import TargetEnds
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
@@ -201,7 +202,8 @@ def _target(job: StepJob, inputs: StepInputs) -> Any:
     return TargetEnds(job.llama(), embedding, output_head, None, None, "random")
 
 
-def _ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:
+def ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:
+    """A step of an objective as the loop runs it."""
     from train.batch.prefetch import on_device
 
     if compiled:
@@ -227,7 +229,7 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> Training:
     """
     from heads.medusa.head import MedusaHead
 
-    head = MedusaHead.from_target(_target(job, inputs), job.depth, num_layers=1)
+    head = MedusaHead.from_target(target_of(job, inputs), job.depth, num_layers=1)
     hidden = inputs.hidden_states
     text = inputs.text
     labels = text["input_ids"].masked_fill(~text["loss_mask"], IGNORED)[0]
@@ -346,11 +348,11 @@ def stepper(training: Training) -> Callable[[], Tensor]:
     return step
 
 
-def measured(job: StepJob, device: torch.device) -> dict[str, Any]:
+def measured(job: StepJob, training: Training, device: torch.device) -> dict[str, Any]:
     """The loss of the first step, the cost of later ones, and the versions that ran."""
-    step = stepper(PATHS[job.path](job, StepInputs.of(job, device)))
+    step = stepper(training)
     loss = float(step())
-    names = ["torch", *(["speculators"] if job.path == "speculators" else [])]
+    names = ["torch", *(["speculators"] if "speculators" in job.path else [])]
     return {
         "loss": loss,
         **footprint(step, device, job.repeats)._asdict(),
@@ -358,13 +360,15 @@ def measured(job: StepJob, device: torch.device) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def run(paths: Mapping[str, Callable[[StepJob, StepInputs], Training]]) -> None:
     """Job in, result out."""
     question, answer = map(Path, sys.argv[1:])
     job = StepJob(**json.loads(question.read_text()))
     torch.set_num_threads(job.threads)
-    answer.write_text(json.dumps(measured(job, best_device())))
+    device = best_device()
+    training = paths[job.path](job, StepInputs.of(job, device))
+    answer.write_text(json.dumps(measured(job, training, device)))
 
 
 if __name__ == "__main__":
-    main()
+    run(PATHS)
