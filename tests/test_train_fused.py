@@ -14,7 +14,7 @@ from conf.schema_eagle import Divergence, EagleConfig
 from heads.projection import Projection
 from heads.vocab import DraftVocab
 from train.batch.rows import SortedIndices
-from train.loss import fused
+from train.loss import fused, pieces
 from train.loss.divergences import (
     MIN_ALPHA,
     Pair,
@@ -225,10 +225,10 @@ def test_logits_of_all_chunks_lie_in_one_place(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_slices_are_few_and_alike() -> None:
-    assert fused.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
-    assert fused.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
-    assert fused.balanced(5, 5, 3) == []
-    assert [fused.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
+    assert pieces.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert pieces.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
+    assert pieces.balanced(5, 5, 3) == []
+    assert [pieces.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:

@@ -241,6 +241,33 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
     assert whole[0][1].tolist() == indexed(batch, 3)[SUPERVISION].counts[1:].tolist()
 
 
+def test_drafts_far_from_the_path_are_not_learnt() -> None:
+    """Head k weighs a fifth for each of its k tokens before that came otherwise, twice at most."""
+    hidden = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(0))
+    batch = packed([1] * 6, [1] * 6)
+    says = torch.tensor([1, 2, 0, 0, 0])  # after each: right twice, then wrong
+    logits = 3 * torch.nn.functional.one_hot(says, 5).float()
+    head = Heads(3, 5)
+    sums = medusa_loss(head, hidden, batch, ONES, SoftLabels(Given(logits), off_path_weight=0.2))
+    sums.total.backward()
+    grads = [table.grad.clone() for table in head.table]
+    # Of head 1 at 0 to 3 after 0, 0, 1, 1 strays, head 2 at 0 to 2 after 0, 1, 2, head 3 at 0
+    # and 1 after 1, 2.
+    shares = {1: [1.0, 1.0, 0.2, 0.2], 2: [1.0, 0.2, 0.0], 3: [0.2, 0.0]}
+    assert sums.terms[1].tolist() == [4.0, 2.0, 1.0]
+    total, said = torch.zeros(()), logits.softmax(-1)
+    for k, mine in shares.items():
+        for place, share in enumerate(mine):
+            states = head.states(k - 1, hidden[0, place])
+            log_q = (head.table[k - 1] @ states).log_softmax(-1)
+            p = said[place + k]
+            total = total + share * (p * (p.log() - log_q)).sum()
+    torch.testing.assert_close(sums.total, total)
+    theirs = torch.autograd.grad(total, [*head.table])
+    for mine_grad, their_grad in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(mine_grad, their_grad)
+
+
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
     head = Heads(2, 5)
     sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from conf.schema_blocks import BlockConfig
 from heads.vocab import DraftVocab
-from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
+from train.batch.rows import UNROLLED, Batch, labels_of
 from train.loss.divergences import LossGrad, Softmax, divergence
 from train.loss.fused import Part, RowLosses, Teacher, fused_linear
-from train.loss.losses import Sums, TextTeacher, term_sums
+from train.loss.losses import Sums, TextTeacher, step_sums
 from train.loss.path import on_path
 from train.loss.teachers import Distribution
 
@@ -56,7 +56,6 @@ def block_loss(
     Returns:
         `terms` with `MEASURES`.
     """
-    unrolled: Unrolled = batch[UNROLLED]
     slots, teacher = on_path(slots, teacher, batch, off_path_weight)
     text = TextTeacher(labels_of(batch), teacher)
     total, (found,) = fused_linear([slots], text, criterion, criterion.compiled)
@@ -64,8 +63,7 @@ def block_loss(
     if more is not None:
         total = total + (more * slots.scales[:]).sum()
         found[0] += more.detach()
-    by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
-    return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
+    return Sums(total, step_sums(found, slots, batch[UNROLLED]))
 
 
 class BlockCriterion:

@@ -17,10 +17,10 @@ from torch import Tensor
 from conf.schema_eagle import EagleConfig, StepNormalizer
 from data.layout import HIDDEN
 from heads.vocab import DraftVocab
-from train.batch.rows import SUPERVISION, UNROLLED, Batch, Unrolled
+from train.batch.rows import SUPERVISION, UNROLLED, Batch
 from train.loss.divergences import LossGrad, Pair, Softmax, divergence, top_k
 from train.loss.fused import Part, RowLosses, Teacher, fused_linear
-from train.loss.losses import Sums, term_sums
+from train.loss.losses import Sums, step_sums
 from train.loss.teachers import Distribution
 
 MEASURES = ("top1", "alpha")
@@ -50,7 +50,6 @@ def eagle_loss(
         `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
         vocabulary add nothing to the loss.
     """
-    unrolled: Unrolled = batch[UNROLLED]
     total, (found,) = fused_linear([steps], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
@@ -58,8 +57,7 @@ def eagle_loss(
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
         total = total + (near * steps.scales[:]).sum()
         found[0] += near.detach()
-    by_step = found.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
-    return Sums(total, torch.stack([term_sums(each) for each in by_step], dim=1))
+    return Sums(total, step_sums(found, steps, batch[UNROLLED]))
 
 
 class EagleCriterion:

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from heads.projection import Projection
 from train.batch.rows import SortedIndices
 from train.loss.divergences import Softmax
+from train.loss.pieces import Where, balanced, number_of, part_of, rows_of
 
 CHUNK_BYTES = 256 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
@@ -49,9 +50,9 @@ Buffers = dict[tuple[int, torch.dtype], Tensor]
 
 
 class Scales(Protocol):
-    """A tensor [M], or what gives a part of one."""
+    """A tensor [M], or what gives a part of one, and may say late that rows weigh nothing."""
 
-    def __getitem__(self, rows: slice, /) -> Tensor:
+    def __getitem__(self, rows: Where, /) -> Tensor:
         """[m] float32 of m rows."""
         ...
 
@@ -271,25 +272,30 @@ class _Student:
             self.projection = self.part.projection._replace(weight=narrow)
             added = self.part.added
             self.added = added and LowRank(*(each.detach().to(self.dtype) for each in added))
-        first, last = self.bounds[number : number + 2]
+        rows = self._weighty(slice(*self.bounds[number : number + 2]))
         size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
-        for rows in balanced(first, last, size):
-            self._rows(compare, rows, self.projection, begin)
+        for part in balanced(0, number_of(rows), size):
+            self._rows(compare, part_of(rows, part), self.projection, begin)
         if number == self.last_chunk:
             self.projection = self.added = None  # before the next student casts its own
 
-    def _rows(self, compare: Compare, rows: slice, projection: Projection, begin: int) -> None:
+    def _weighty(self, rows: slice) -> Where:
+        """Those that weigh anything, where no device has to be asked for them."""
+        late = self.want_grad and not isinstance(self.part.scales, Tensor)
+        if not late or self.found.device.type != "cpu":
+            return rows
+        return rows.start + self.part.scales[rows].nonzero().squeeze(1)
+
+    def _rows(self, compare: Compare, rows: Where, projection: Projection, begin: int) -> None:
         hidden = self.part.hidden[rows].detach().to(self.dtype)
         logits = projection.logits(hidden, self._buffer(len(hidden)))
         added = self._added(rows, logits)
         at = self.part.rows.device[rows] - begin
         for piece in balanced(0, len(logits), piece_rows(logits)):
-            result = compare(at[piece], logits[piece], self.want_grad)
-            self.found[:, rows][:, piece] = result.values
+            result, here = compare(at[piece], logits[piece], self.want_grad), part_of(rows, piece)
+            self.found[:, here] = result.values
             if result.grad is not None:
-                self._carry_added(
-                    result.grad, slice(rows.start + piece.start, rows.start + piece.stop)
-                )
+                self._carry_added(result.grad, here)
                 of_projection = logits[piece] if added is None else logits[piece] - added[piece]
                 logits[piece] = projection.before(result.grad, of_projection)
         if self.want_grad:
@@ -305,7 +311,7 @@ class _Student:
             held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
         return held[:num_rows]
 
-    def _added(self, rows: slice, logits: Tensor) -> Tensor | None:
+    def _added(self, rows: Where, logits: Tensor) -> Tensor | None:
         """Adds to logits [R, W] what is to be; gives it where gradients ask for it again."""
         if self.added is None:
             return None
@@ -317,14 +323,14 @@ class _Student:
         logits += added
         return added
 
-    def _carry_added(self, grad: Tensor, rows: slice) -> None:
+    def _carry_added(self, grad: Tensor, rows: Where) -> None:
         """Carries the gradient [r, W] of logits to what was added to them."""
         if self.added is not None:
             states, weight = self.added
             self._carry_back(1, grad.to(self.dtype), rows, states[rows], weight)
 
     def _carry_back(
-        self, number: int, grad: Tensor, rows: slice, states: Tensor, weight: Tensor
+        self, number: int, grad: Tensor, rows: Where, states: Tensor, weight: Tensor
     ) -> None:
         """From the gradient [R, W] of a product to its states [R, .] and weight, a pair of them."""
         # The scales go to the narrow side of each product.
@@ -356,21 +362,6 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
         whole.add_(torch.mm(left, right, out_dtype=whole.dtype))
     else:
         whole.addmm_(left.to(whole), right.to(whole))
-
-
-def balanced(first: int, last: int, size: int) -> list[slice]:
-    """first..last in as few slices of at most `size` as can be, which differ by one at most.
-
-    So one row is alone only where there is no other.
-    """
-    number = -(-(last - first) // size)
-    edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []
-    return [slice(*each) for each in pairwise(edges)]
-
-
-def rows_of(num_bytes: int, row_bytes: int) -> int:
-    """How many rows fit, and at least one."""
-    return max(1, num_bytes // row_bytes)
 
 
 def chunk_bytes(device: torch.device) -> int:

@@ -15,10 +15,10 @@ from torch.profiler import record_function
 
 from heads.projection import Projection
 from heads.target.ends import TargetEnds
-from train.batch.rows import SUPERVISION, Batch, Rows, labels_of
+from train.batch.rows import SUPERVISION, Batch, Rows, Unrolled, labels_of
 from train.loss.divergences import Softmax, kl
 from train.loss.fused import Part, RowLosses, Scales, Teacher, fused_linear
-from train.loss.path import Followed, Path, PathScales
+from train.loss.path import Followed, Path, PathScales, looked_at
 from train.loss.ranking import hits
 from train.loss.teachers import Distribution
 
@@ -117,7 +117,9 @@ def medusa_loss(
     with record_function("loss"):
         text = TextTeacher(labels, teacher)
         total, found = fused_linear(parts, text, text_criterion, compiled)
-    return Sums(total, torch.stack([term_sums(rows) for rows in found], dim=1))
+    seen = [looked_at(part.scales) for part in parts]
+    terms = [term_sums(*each) for each in zip(found, seen, strict=True)]
+    return Sums(total, torch.stack(terms, dim=1))
 
 
 def target_loss(
@@ -150,10 +152,27 @@ def target_loss(
     return Sums(total, term_sums(found).unsqueeze(1))
 
 
-def term_sums(found: Tensor) -> Tensor:
-    """[2 + L] float32 loss, tokens and measures of a term, from those of its rows [1 + L, N]."""
-    sums = found.sum(1, dtype=torch.float32)
-    return torch.cat([sums[:1], sums.new_full((1,), found.shape[1]), sums[1:]])
+def term_sums(found: Tensor, seen: Tensor | None = None) -> Tensor:
+    """[2 + L] float32 loss, tokens and measures of a term, from those of its rows [1 + L, N].
+
+    Args:
+        found: of each row.
+        seen: [N] bool, the rows that count; None for all.
+    """
+    sums = (found if seen is None else found * seen).sum(1, dtype=torch.float32)
+    tokens = sums.new_full((1,), found.shape[1]) if seen is None else seen.sum()[None].to(sums)
+    return torch.cat([sums[:1], tokens, sums[1:]])
+
+
+def step_sums(found: Tensor, steps: Part, unrolled: Unrolled) -> Tensor:
+    """[2 + L, K] `term_sums` of each step, from the rows [1 + L, M] of all in their order."""
+    found = found.index_select(1, unrolled.by_step)
+    seen = looked_at(steps.scales)
+    parts = found.split(unrolled.sizes, 1)
+    if seen is None:
+        return torch.stack([term_sums(each) for each in parts], dim=1)
+    counted = zip(parts, seen[unrolled.by_step].split(unrolled.sizes), strict=True)
+    return torch.stack([term_sums(*each) for each in counted], dim=1)
 
 
 @dataclass(frozen=True)

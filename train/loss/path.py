@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from train.batch.rows import SUPERVISION, UNROLLED, Batch, Unrolled, labels_of
-from train.loss.fused import Part, Teacher
+from train.loss.fused import Part, Scales, Teacher
+from train.loss.pieces import Where
 from train.loss.teachers import Distribution
+
+LEAST_SHARE = 0.05
+"""Drafts that weigh less are not learnt: they would teach little, and cost as much as any."""
 
 
 class Path:
@@ -25,20 +29,21 @@ class Path:
 
     Attributes:
         longest: depth of a draft.
-        shares: [S] float32 for the token after each: 1, or `weight`. Those in no loss mask were
-            given to the target, and leave its path as little as its own do.
+        strays: [S] bool for the token after each, whether the target would not have chosen it.
+            Those in no loss mask were given to the target, and leave its path as little as its
+            own do.
     """
 
     def __init__(self, batch: Batch, weight: float) -> None:
         learnt = batch[SUPERVISION]
         self.weight, self.places = weight, learnt.places
         self.longest = len(learnt.depths) - 1
-        num_tokens = batch["input_ids"].numel()
-        self.shares = torch.ones(num_tokens, device=self.places.device)
+        num_tokens, device = batch["input_ids"].numel(), self.places.device
+        self.strays = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
     def tell(self, begin: int, end: int, chosen: Tensor) -> None:
         """Which tokens [end - begin] bool behind these answered places the target would choose."""
-        self.shares[self.places[begin:end]] = chosen + self.weight * ~chosen
+        self.strays[self.places[begin:end]] = ~chosen
 
 
 class PathScales:
@@ -46,22 +51,32 @@ class PathScales:
 
     Args:
         path: of the batch.
-        places: [M] int64, the tokens that draft, of S.
-        depths: [M] int64 of the drafts, from 1: as many tokens lie between.
+        places: [M] int64, the first tokens between, of S: each is the one behind its place.
+        between: [M] int64, how many tokens lie between a row and its draft.
         scales: [M] float32, of drafts on the path.
     """
 
-    def __init__(self, path: Path, places: Tensor, depths: Tensor, scales: Tensor) -> None:
-        self.path, self.places, self.depths, self.scales = path, places, depths, scales
+    def __init__(self, path: Path, places: Tensor, between: Tensor, scales: Tensor) -> None:
+        self.path, self.places, self.between, self.scales = path, places, between, scales
 
-    def __getitem__(self, rows: slice) -> Tensor:
+    def __getitem__(self, rows: Where) -> Tensor:
         """[m] float32."""
-        places, depths = self.places[rows], self.depths[rows]
-        found = self.scales[rows].clone()
+        return self.scales[rows] * self.shares(rows)
+
+    def shares(self, rows: Where) -> Tensor:
+        """[m] float32 of what drafts on the path weigh; 0 where that is next to nothing."""
+        places, between = self.places[rows], self.between[rows]
+        strays = torch.zeros_like(between)
         for step in range(self.path.longest):
-            inside = step < depths
-            found *= torch.where(inside, self.path.shares[places + inside * step], 1.0)
-        return found
+            inside = step < between
+            strays += inside & self.path.strays[places + inside * step]
+        found = self.path.weight ** strays.float()
+        return found * (found >= LEAST_SHARE)
+
+
+def looked_at(scales: Scales) -> Tensor | None:
+    """[M] bool, rows that a path has not left; None without a path."""
+    return scales.shares(slice(None)) > 0 if isinstance(scales, PathScales) else None
 
 
 @dataclass(frozen=True)
@@ -108,5 +123,6 @@ def on_path(slots: Part, teacher: Teacher, batch: Batch, weight: float) -> tuple
         return slots, teacher
     unrolled: Unrolled = batch[UNROLLED]
     path = Path(batch, weight)
-    scales = PathScales(path, unrolled.tokens, 1 + unrolled.steps, slots.scales[:])
+    # The token behind that from which a row is drafted is read, and so no reason to doubt.
+    scales = PathScales(path, unrolled.tokens + 1, unrolled.steps, slots.scales[:])
     return slots._replace(scales=scales), Followed(teacher, labels_of(batch), path)

@@ -14,7 +14,8 @@ from torch import Tensor
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.loss.divergences import Pair, Softmax, dot, p_log_p
-from train.loss.fused import balanced, piece_rows
+from train.loss.fused import piece_rows
+from train.loss.pieces import balanced
 
 MIN_MASS = 1e-6
 
