@@ -32,8 +32,8 @@ class PEagleConfig(EagleConfig):
     """Parts in which rows behind the text are computed, and computed again for their gradients:
     more of them take less memory and give the same."""
     off_path_weight: float = 0.2
-    """What a draft's loss is multiplied by for each token before it in the text that the target
-    would not have chosen; 1 weighs all alike."""
+    """What a draft's loss is multiplied by for each token between, which it does not see, that the
+    target would not have chosen; below 0.05 in all it is left out; 1 weighs all alike."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
