@@ -298,7 +298,7 @@ def curve(config: MedusaRun | EagleRun) -> list[float]:
 def test_losses_from_a_store_are_those_with_the_target(
     run: Any, inputs: Path, tmp_path: Path
 ) -> None:
-    """bf16: equal; one byte: within 2% of the loss on this target."""
+    """bf16: equal; one byte: within 4% of the loss on this target, which drafts are learnt too."""
     given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
     online = curve(run(target=given.target, data=given.data, out_dir=str(tmp_path / "online")))
     assert len(online) == 5
@@ -310,7 +310,7 @@ def test_losses_from_a_store_are_those_with_the_target(
         if kind is StateFormat.bf16:
             assert offline == online
         else:
-            assert offline == pytest.approx(online, rel=0.02)
+            assert offline == pytest.approx(online, rel=0.04)
             assert offline != online
 
 

@@ -81,4 +81,6 @@ def holds(folder: Path) -> bool:
 
 def _has_feature(file: Path) -> bool:
     with safe_open(file, "pt") as opened:
-        return any(name.removeprefix("model.") == MASK_HIDDEN for name in opened.keys())  # noqa: SIM118
+        names = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
+    # The norm of features in a layer, not behind their fusion, is EAGLE's.
+    return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)

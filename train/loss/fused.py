@@ -337,7 +337,7 @@ class _Student:
         scales = self.part.scales[rows].unsqueeze(1)
         of_states, of_weight = self.state_grads[number], self.weight_grads[number]
         if of_states is not None:
-            of_states[rows] = scales * (grad @ weight)
+            of_states[rows] = (scales * (grad @ weight)).to(of_states)
         if of_weight is not None:
             states = (scales * states).to(states)
             size = rows_of(TILE_BYTES, 4 * max(states.shape))
