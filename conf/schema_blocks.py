@@ -1,9 +1,17 @@
 """Settings that all block drafters share; `train/dflash.py` and its like add their own."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from conf.schema import InputError, not_negative, positive
 from conf.schema_eagle import Divergence
+
+
+class SlotWeights(Enum):
+    """What drafts of a block weigh: by depth alone, or by what the block's drafts give yet."""
+
+    decay = "decay"
+    dpace = "dpace"
 
 
 @dataclass
@@ -34,8 +42,13 @@ class BlockConfig:
     """Ids that a head with an output head of its own can draft; unset for all."""
     num_anchors: int = 512
     """Blocks of a packed sequence that learn in a step, behind tokens drawn anew in each."""
+    slot_weights: SlotWeights = SlotWeights.decay
+    """`decay`, or `dpace` (arXiv 2605.18810): how many tokens a block is expected to give from this
+    draft on, by what the head makes of the text's tokens now."""
     slot_gamma: float = 7.0
-    """The draft at depth d weighs exp(-(d - 1) / slot_gamma)."""
+    """Of `decay`: the draft at depth d weighs exp(-(d - 1) / slot_gamma)."""
+    slot_smoothing: float = 0.5
+    """Of `dpace`: the share of certainty that is added to every probability."""
     text_weight: float = 1.0
     """Of the cross-entropy against the text."""
     divergence_weight: float = 0.0
@@ -54,13 +67,14 @@ class BlockConfig:
     def __post_init__(self) -> None:
         above = ("num_features", "num_layers", "num_anchors", "slot_gamma", "lk_eta")
         positive("head", self, *above, "draft_vocab_size", "window", "teacher_temperature")
-        not_negative("head", self, "text_weight", "divergence_weight", "off_path_weight")
+        not_negative("head", self, "text_weight", "divergence_weight")
         if self.block_size < 2:
             raise InputError(f"head.block_size={self.block_size}: must be at least 2")
         if not self.text_weight + self.divergence_weight:
             raise InputError("head.text_weight: every loss has weight 0")
-        if self.off_path_weight > 1:
-            raise InputError(f"head.off_path_weight={self.off_path_weight}: must be from 0 to 1")
+        for name in ("off_path_weight", "slot_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"head.{name}={getattr(self, name)}: must be from 0 to 1")
         if self.draft_vocab_size is not None and not self.own_output_head:
             raise InputError(
                 f"head.draft_vocab_size={self.draft_vocab_size}: needs head.own_output_head=true, "

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from conf.schema_blocks import BlockConfig
+from conf.schema_blocks import BlockConfig, SlotWeights
 from heads.vocab import DraftVocab
-from train.batch.rows import UNROLLED, Batch, labels_of
+from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
 from train.loss.divergences import LossGrad, Softmax, divergence
 from train.loss.fused import Part, RowLosses, Teacher, fused_linear
 from train.loss.losses import Sums, TextTeacher, step_sums
@@ -27,11 +27,40 @@ vocabulary of min(p, q): the probability that a drafted token is accepted at tem
 
 
 def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
-    """[D] float32: exp(-(d - 1) / gamma) for d = 1..D.
+    """[D] float32: exp(-(d - 1) / gamma) for d = 1..D, or 1 where blocks decide.
 
     Source: DFlash, arXiv 2602.06036, eq. 4.
     """
+    if config.slot_weights is SlotWeights.dpace:
+        return torch.ones(num_draft_tokens)
     return torch.exp(-torch.arange(num_draft_tokens) / config.slot_gamma)
+
+
+@torch.no_grad()
+def paced(slots: Part, batch: Batch, criterion: "BlockCriterion") -> Part:
+    """Slots whose scales are multiplied by D-PACE's weights."""
+    surprise = _Surprise(criterion.vocab)
+    _, (found,) = fused_linear([slots], TextTeacher(labels_of(batch)), surprise)
+    weights = dpace_weights(-found[0], batch[UNROLLED], criterion.config.slot_smoothing)
+    return slots._replace(scales=slots.scales[:] * weights)
+
+
+def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor:
+    """[M] the tokens that a block is expected to give from each of its drafts on.
+
+    Args:
+        log_q: [M] log-probability of the text's token, in the order of the answers.
+        unrolled: all blocks draft D tokens.
+        smoothing: added to probabilities, as a share of what is missing to 1.
+
+    Source: D-PACE, arXiv 2605.18810; vllm-project/speculators `losses/utils.py`.
+    """
+    shape, places = (len(unrolled.sizes), len(unrolled.drafts)), unrolled.rows.places
+    smooth, learnt = log_q.new_ones(shape), log_q.new_zeros(shape)
+    smooth.view(-1)[places] = smoothing + (1 - smoothing) * log_q.exp()
+    learnt.view(-1)[places] = 1.0
+    reached = smooth.cumprod(0) * learnt
+    return reached.flip(0).cumsum(0).flip(0).view(-1)[places]
 
 
 def block_loss(
@@ -56,6 +85,8 @@ def block_loss(
     Returns:
         `terms` with `MEASURES`.
     """
+    if criterion.config.slot_weights is SlotWeights.dpace and torch.is_grad_enabled():
+        slots = paced(slots, batch, criterion)
     slots, teacher = on_path(slots, teacher, batch, off_path_weight)
     text = TextTeacher(labels_of(batch), teacher)
     total, (found,) = fused_linear([slots], text, criterion, criterion.compiled)
@@ -103,6 +134,24 @@ class BlockCriterion:
         if want_grad:
             grad = student.q.scatter_add(1, column, student.q.new_full(column.shape, -1.0))
         return LossGrad(loss, grad).where(inside)
+
+
+class _Surprise:
+    """-log q of the text's token, infinite where it cannot be drafted."""
+
+    num_measures = 0
+
+    def __init__(self, vocab: DraftVocab) -> None:
+        self.vocab = vocab
+
+    def __call__(
+        self, chunk: tuple[Tensor, None], at: Tensor, student: Softmax, want_grad: bool
+    ) -> RowLosses:
+        """See `train.loss.fused.Criterion`; has no gradient."""
+        assert not want_grad
+        columns = self.vocab.to_draft(chunk[0][at]).unsqueeze(1)
+        found = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)
+        return RowLosses(found.T, None)
 
 
 def _summed(terms: Sequence[LossGrad]) -> LossGrad:
