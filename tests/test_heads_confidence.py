@@ -43,10 +43,12 @@ def test_a_chance_by_hand() -> None:
     found = largest(torch.tensor([[0.0, 0.0], [logit(0.8), 0.0], [0.0, 100.0]]))
     assert found.sigmoid().tolist() == pytest.approx([0.5, 0.8, 1.0], abs=2e-6)
     assert found.isfinite().all()
-    calibration = Calibration((1.0, 2.0), 0.3)
+    calibration = Calibration((1.0, 2.0), (0.0, 0.0), 0.3)
     assert calibration.chance(found[1:2], 1).item() == pytest.approx(0.8)
-    # logit(0.8) = ln 4, and half of it is ln 2: odds of 2 to 1.
+    # logit(0.8) = ln 4, and half of it is ln 2: odds of 2 to 1; ln 2 more, and they are 4 to 1.
     assert calibration.chance(found[1:2], 2).item() == pytest.approx(2 / 3)
+    higher = replace(calibration, offsets=(0.0, math.log(2)))
+    assert higher.chance(found[1:2], 2).item() == pytest.approx(0.8)
 
 
 def drawn(chances: list[list[float]], calibration: Calibration | None) -> Draft:
@@ -65,7 +67,7 @@ def drawn(chances: list[list[float]], calibration: Calibration | None) -> Draft:
 def test_where_chains_end_by_hand() -> None:
     # Products: .8 .4 .36 .18; .9 .81 .73 .66; .4 ... of a threshold of .37.
     chances = [[0.8, 0.5, 0.9, 0.5], [0.9, 0.9, 0.9, 0.9], [0.4, 0.9, 0.9, 0.9]]
-    half = Calibration((1.0,) * 4, 0.37)
+    half = Calibration((1.0,) * 4, (0.0,) * 4, 0.37)
     draft = drawn(chances, half)
     assert draft.tokens.tolist() == [[1, 2, PAD, PAD], [1, 2, 3, 4], [1, PAD, PAD, PAD]]
     assert draft.confidence is not None
@@ -75,11 +77,11 @@ def test_where_chains_end_by_hand() -> None:
     assert short.tokens.tolist() == [[1, 2], [1, PAD]]
     assert short.tree == Tree.chain(2)
     assert short.depth == 2
-    none = drawn([[0.2, 0.9]], Calibration((1.0, 1.0), 0.37))
+    none = drawn([[0.2, 0.9]], Calibration((1.0, 1.0), (0.0, 0.0), 0.37))
     assert none.tokens.shape == (1, 0)
     assert none.tree == Tree.chain(0)
     # sigmoid(logit(.8) / 2) * sigmoid(logit(.5) / .1) = 2/3 * 1/2.
-    warm = Calibration((2.0, 0.1, 1.0, 1.0), 0.334)
+    warm = Calibration((2.0, 0.1, 1.0, 1.0), (0.0,) * 4, 0.334)
     assert drawn(chances[:1], warm).tokens.tolist() == [[1]]
     assert drawn(chances[:1], replace(warm, threshold=0.333)).tokens.tolist() == [[1, 2]]
 
@@ -87,7 +89,7 @@ def test_where_chains_end_by_hand() -> None:
 def test_a_chain_that_nothing_cuts_is_whole() -> None:
     assert drawn([[0.1, 0.1]], Calibration.none(2)).tokens.tolist() == [[1, 2]]
     assert drawn([[0.0, 0.1]], Calibration.none(2)).tokens.tolist() == [[1, 2]]
-    assert drawn([[0.5]], Calibration((1.0,), 0.5)).tokens.tolist() == [[1]]
+    assert drawn([[0.5]], Calibration((1.0,), (0.0,), 0.5)).tokens.tolist() == [[1]]
     plain = drawn([[0.1, 0.1]], None)
     assert plain.tokens.tolist() == [[1, 2]]
     assert plain.confidence is None
@@ -116,7 +118,7 @@ SHARE = {
 
 def cutter(name: str, head: DraftHead, how: Sampling, threshold: float) -> Callable[..., Drafter]:
     depth = DEPTHS.get(name, 5)
-    calibration = Calibration((0.8,) * depth, threshold)
+    calibration = Calibration((0.8,) * depth, (0.0,) * depth, threshold)
     return lambda seeds: kind_of(head).drafter(head, Tree.chain(depth), how, seeds, calibration)
 
 
@@ -231,12 +233,14 @@ TOKEN = Draws.token
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.61])
 def test_cut_chains_keep_the_targets_distribution(threshold: float) -> None:
     """.5: behind 0 both are drafted (.6 * .8), but behind 1 and 2 (.6 * .45, .6 * .4) only one."""
-    assert distance(emitted(Calibration((1.0, 1.0), threshold))) < (8 / NUM_TEXTS) ** 0.5
+    assert (
+        distance(emitted(Calibration((1.0, 1.0), (0.0, 0.0), threshold))) < (8 / NUM_TEXTS) ** 0.5
+    )
 
 
 def test_chains_that_are_cut_by_what_was_drawn_do_not(monkeypatch) -> None:
     monkeypatch.setattr(Draws, "token", wrong_token)
-    assert distance(emitted(Calibration((1.0, 1.0), 0.3))) > 3 * (8 / NUM_TEXTS) ** 0.5
+    assert distance(emitted(Calibration((1.0, 1.0), (0.0, 0.0), 0.3))) > 3 * (8 / NUM_TEXTS) ** 0.5
 
 
 class Watched:
@@ -272,7 +276,7 @@ def test_sampled_texts_of_real_heads_keep_the_distribution(name: str) -> None:
     prompt = texts(target, 2, 1)[1][:4]
 
     def drafter(seeds: range, threshold: float) -> Drafter:
-        calibration = Calibration((1.0, 1.0), threshold)
+        calibration = Calibration((1.0, 1.0), (0.0, 0.0), threshold)
         return kind_of(head).drafter(head, Tree.chain(2), warm, seeds, calibration)
 
     whole = Watched(drafter(range(50), 0.0))
