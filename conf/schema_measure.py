@@ -280,7 +280,7 @@ class TreeSearchRun(MeasureRun):
         positive("", self, "max_nodes", "num_repeats")
         if self.temperature:
             raise InputError(f"temperature={self.temperature}: greedy decoding is searched; set 0")
-        _unset({"depth": self.depth, **_tree_settings(self)}, "the shape is searched for")
+        unset({"depth": self.depth, **tree_settings(self)}, "the shape is searched for")
         for name in ("top_ks", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
@@ -344,21 +344,27 @@ class ServeCheckRun(MeasureRun):
         below_one("", self, "tolerance")
         if self.temperature:
             raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
-        _unset(_tree_settings(self), "chains are compared")
+        unset(tree_settings(self), "chains are compared")
         if not self.plain or self.stop or self.ignore_eos:
             raise InputError(
                 f"plain={self.plain}, stop={self.stop}, ignore_eos={self.ignore_eos}: the server "
                 "is asked for greedy text up to its stop tokens; leave them unset"
             )
-        _unset({"output_rank": self.output_rank}, "the server computes all logits")
+        unset({"output_rank": self.output_rank}, "the server computes all logits")
 
 
-def _tree_settings(run: MeasureRun) -> dict[str, Any]:
+def tree_settings(run: MeasureRun) -> dict[str, Any]:
+    """What a run says of trees, by key."""
     dynamic = {f"dynamic_tree.{name}": n for name, n in vars(run.dynamic_tree).items()}
     return {"tree": run.tree, **dynamic}
 
 
-def _unset(settings: dict[str, Any], why: str) -> None:
+def unset(settings: dict[str, Any], why: str) -> None:
+    """Refuses settings that are set.
+
+    Raises:
+        InputError: with the value and why.
+    """
     for name, value in settings.items():
         if value is not None:
             raise InputError(f"{name}={value}: {why}; leave it unset")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,7 +20,6 @@ from rich.table import Table
 
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun, TreeSearchRun
-from data.journal import write_whole
 from eval.compare.figures import summarise
 from eval.compare.methods import VANILLA, Method
 from eval.compare.timing import time_methods
@@ -30,12 +28,12 @@ from eval.decode.generation import Generation
 from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
-from eval.measure.heads import SHAPE_FILE, BenchHead
+from eval.measure.heads import SHAPE_FILE, BenchHead, write_beside
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import plot_tree_search
 from eval.tune.advice import Advice, advise, check
-from eval.tune.cost import CostCurve, load_curve, time_steps
+from eval.tune.cost import CostCurve, load_curve, time_steps, typical_context
 from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.sampling import GREEDY
 from heads.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tree
@@ -285,21 +283,8 @@ def write_shape(
     head: BenchHead, best: Candidate, device: str, data: str | None, out_dir: Path
 ) -> Path:
     """Writes SHAPE_FILE beside the head, or into `out_dir` for one that lies on the Hub."""
-    folder = Path(head.path) if Path(head.path).is_dir() else out_dir
-    path = folder / SHAPE_FILE
     content = {**described(best.shape), "device": device, "data": data, "tau": best.tau}
-    try:
-        write_whole(path, json.dumps(content) + "\n")
-    except OSError as error:
-        raise InputError(f"head.path={head.path}: cannot write {path}: {error}") from error
-    return path
-
-
-def typical_context(prompts: Sequence[Prompt], texts: Texts) -> list[int]:
-    """The prompt of median length with half of its text."""
-    pairs = zip(prompts, texts.responses, strict=True)
-    middle = sorted(pairs, key=lambda pair: len(pair[0].token_ids))[len(prompts) // 2]
-    return middle[0].token_ids + middle[1][: len(middle[1]) // 2]
+    return write_beside(head, SHAPE_FILE, content, out_dir)
 
 
 def main(config: TreeSearchRun) -> None:
@@ -315,7 +300,7 @@ def main(config: TreeSearchRun) -> None:
     if not checked:
         raise InputError("data.num_prompts=1: searching and checking need a prompt each")
     texts = read_texts(bench, config, searched)
-    context = typical_context(searched, texts)
+    context = typical_context([each.token_ids for each in searched], texts.responses)
     costs = measure_costs(bench, texts, context, recorded)
     usual, best, compared = search(texts, costs, config)
     predicted, others = {"default": usual, "found": best}, read_texts(bench, config, checked)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import TreeCache, upload
+from heads.confidence import Calibration, largest
 from heads.sampling import Generators, Sampling
 from heads.target.model import Reads, TargetOutput
 from heads.tree import Tree
@@ -34,12 +35,15 @@ class Draft:
             gives, and no node beyond P has children. A token of probability 0 there was not
             sampled: PAD must stand in its place. None if the tokens were not sampled: they are
             the drafter's best, or copied from somewhere.
+        confidence: [B, N - 1] float32 logits, how sure the drafter was of each node before it
+            drew the token; None if it does not say.
     """
 
     tree: Tree | Tensor
     tokens: Tensor
     depth: int
     draft_probs: Tensor | None = None
+    confidence: Tensor | None = None
 
     @classmethod
     def of(cls, tree: Tree, tokens: Tensor, draft_probs: Tensor | None = None) -> "Draft":
@@ -70,25 +74,66 @@ class Draws:
         vocab: of the logits.
         sampling: the target's, applied to the drafts too.
         generators: one per text.
+        calibration: cuts the chains; None leaves them whole.
         probs: [B, V] float32 of each token that was drawn.
+        confidence: [B] float32 of each, see `Draft`.
+        chance: [B] that all of them are accepted.
+        cut: [B] bool of each, whether it lies beyond the end of its chain.
     """
 
     vocab: DraftVocab
     sampling: Sampling
     generators: Generators
+    calibration: Calibration | None = None
     probs: list[Tensor] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
+    chance: Tensor | float = 1.0
+    cut: list[Tensor] = field(default_factory=list)
 
-    def token(self, logits: Tensor) -> Tensor:
-        """[B] target ids by [B, W] logits."""
+    def __post_init__(self) -> None:
+        if self.calibration is not None and not self.sampling.greedy:
+            # The longest chain of a batch decides how much is drawn for each of its texts.
+            self.generators = self.generators.next_step()
+
+    def token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
+        """[B] target ids by [B, W] logits.
+
+        Args:
+            logits: of the next token, by those before it.
+            confidence: [B] what the head says of it; unset takes the largest probability.
+        """
+        if self.calibration is not None:
+            # Before anything is drawn, see `heads/confidence.py`.
+            self._weigh(self.calibration, largest(logits) if confidence is None else confidence)
         if self.sampling.greedy:
             return self.vocab.to_target(logits.argmax(-1))
         q = self.sampling.probabilities(logits)
         self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
         return self.vocab.to_target(self.generators.sample(q))
 
+    def _weigh(self, calibration: Calibration, confidence: Tensor) -> None:
+        self.confidence.append(confidence)
+        self.chance = self.chance * calibration.chance(confidence, len(self.confidence))
+        self.cut.append(self.chance < calibration.threshold)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no chain goes on; of chains that may be cut, this waits for the device."""
+        return bool(self.cut) and bool(self.cut[-1].all())
+
     def chains(self, tree: Tree, tokens: Tensor) -> Draft:
-        """Drafts of tokens [B, D], PAD in place of those that no model can read."""
-        return Draft.of(tree, tokens, torch.stack(self.probs, 1) if self.probs else None)
+        """Drafts of tokens [B, D], PAD in place of those that no model can read.
+
+        Chains that are cut are as deep as the longest of them.
+        """
+        probs = torch.stack(self.probs, 1) if self.probs else None
+        if self.calibration is None:
+            return Draft.of(tree, tokens, probs)
+        tokens = tokens.masked_fill(torch.stack(self.cut, 1), PAD)
+        depth = int((tokens != PAD).sum(1).max())
+        confidence = torch.stack(self.confidence, 1)[:, :depth]
+        probs = None if probs is None else probs[:, :depth]
+        return Draft(tree.down_to(depth), tokens[:, :depth], depth, probs, confidence)
 
 
 @dataclass(frozen=True)

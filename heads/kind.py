@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from conf.schema import InputError
 from conf.schema_export import ExportFormat
+from heads.confidence import Calibration
 from heads.drafting import Drafter
 from heads.sampling import Sampling
 from heads.target.ends import TargetEnds
@@ -219,7 +220,12 @@ class Kind(ABC, Generic[Head]):
 
     @abstractmethod
     def drafter(
-        self, head: Head, shape: Shape, sampling: Sampling, seeds: Sequence[int]
+        self,
+        head: Head,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
     ) -> Drafter:
         """A fresh drafter.
 
@@ -228,6 +234,7 @@ class Kind(ABC, Generic[Head]):
             shape: a chain, or what `usual_shape` is one of.
             sampling: the target's.
             seeds: of the texts.
+            calibration: cuts a chain, and has it say how sure the head was.
         """
 
     # What capturing for any head should take.

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from conf import (
     schema,
+    schema_calibrate,
     schema_capture,
     schema_dflash,
     schema_dflash2,
@@ -40,6 +41,7 @@ ENTRIES = {
     "eval/acceptance.py": schema_measure.AcceptanceRun,
     "eval/speedup.py": schema_measure.SpeedupRun,
     "eval/tree_search.py": schema_measure.TreeSearchRun,
+    "eval/calibrate.py": schema_calibrate.CalibrateRun,
     "scripts/capture.py": schema_capture.CaptureRun,
     "scripts/regenerate.py": schema.RegenerateRun,
     "scripts/show_mask.py": schema.ShowMaskRun,

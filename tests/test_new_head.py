@@ -1,6 +1,7 @@
 """A kind of head that the project does not know joins by a line of the table, and by that alone."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from toy_head.train import ToyRun
 from toys import save_target
 
 from conf.schema import DataConfig, HeadRef, InputError, Schedule, TargetConfig, TrainConfig
+from conf.schema_calibrate import CalibrateRun
 from conf.schema_export import ExportFormat, ExportRun
 from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
-from eval import acceptance, speedup
+from eval import acceptance, calibrate, speedup
 from eval.compare.methods import known_methods
 from eval.parity import readers
 from eval.parity.gate import check_parity
+from eval.tune import cost
 from heads.kinds import KINDS, load_head
 from scripts import bench_engine, export, prune
 from scripts.bench.objectives import fresh_objective
@@ -106,6 +109,17 @@ def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert {"toy_chain", "toy_tree", "prompt_lookup"} <= result["methods"].keys()
     assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
+
+
+def test_it_is_calibrated_and_cut(inputs: Path, head: Path, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
+    own = Path(shutil.copytree(head, tmp_path / "head"))
+    calibrate.main(CalibrateRun(**measuring(inputs, own, tmp_path / "c"), num_repeats=1))
+    run = SpeedupRun(**measuring(inputs, own, tmp_path / "s"), num_repeats=1, methods="toy_cut")
+    speedup.main(run)
+    result = json.loads((tmp_path / "s/speedup.json").read_text())
+    assert result["lossless"]["num_equal"] == 3
+    assert "toy_cut" in result["methods"]
 
 
 def test_its_export_is_verified_and_published(

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from conf import (
     schema,
+    schema_calibrate,
     schema_capture,
     schema_dflash,
     schema_dflash2,
@@ -36,6 +37,7 @@ LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
 MODULES = (
     schema,
+    schema_calibrate,
     schema_capture,
     schema_dflash,
     schema_dflash2,
@@ -60,6 +62,7 @@ SCHEMAS = {
     "acceptance": schema_measure.AcceptanceRun,
     "speedup": schema_measure.SpeedupRun,
     "tree_search": schema_measure.TreeSearchRun,
+    "calibrate": schema_calibrate.CalibrateRun,
     "capture": schema_capture.CaptureRun,
     "regenerate": schema.RegenerateRun,
     "show_mask": schema.ShowMaskRun,

@@ -1,7 +1,7 @@
 """Every way to decode that `eval/speedup.py` compares: name, what it needs, how it is made."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -96,6 +96,9 @@ def known_methods() -> dict[str, str]:
     of_heads: dict[str, str] = {}
     for name, kind in KINDS.items():
         of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
+        of_heads[f"{name}_cut"] = (
+            f"{kind.phrase} that eval/calibrate.py has calibrated, on this machine and as deep"
+        )
         if kind.static:
             of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
     return METHODS | of_heads
@@ -195,7 +198,7 @@ class Builder:
             )
         for head, suffix in self._numbered():
             family = head.family
-            for shape in ("chain", "tree"):
+            for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
                 found[f"{family}_{shape}{suffix}"] = partial(self._head, head, shape)
             found[f"{family}_suffix{suffix}"] = partial(self._hybrid, head)
             if KINDS[family].static and not self.sampling.greedy:
@@ -272,10 +275,13 @@ class Builder:
 
     def _head(self, head: BenchHead, shape: str) -> Method:
         tree = head.tree if shape == "tree" else head.chain
-        return self._engine(
+        made = self._engine(
             lambda seeds: head.drafter(shape, self.sampling, seeds),
             tree if isinstance(tree, Tree) else None,
         )
+        if shape != "cut" or head.calibration is None:
+            return made
+        return replace(made, settings=asdict(head.calibration))
 
     def _typical(self, head: BenchHead) -> Method:
         rule = self.config.typical

@@ -115,13 +115,17 @@ def open_bench(
 
 
 def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) -> None:
-    """Makes a head ready to draft; says so where its tree was fitted to these very prompts."""
-    if head.searched_on and head.searched_on == records.sha256:
-        Console(stderr=True).print(
-            f"{head.path}: its draft tree was searched for on data.path itself, so that the "
-            "tree's figures flatter it; measure on other prompts",
-            markup=False,
-        )
+    """Makes a head ready to draft; says so where its drafts were fitted to these very prompts."""
+    for data, words, what in (
+        (head.searched_on, "its draft tree was searched for", "tree"),
+        (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
+    ):
+        if data and data == records.sha256:
+            Console(stderr=True).print(
+                f"{head.path}: {words} on data.path itself, so that the {what}'s figures flatter "
+                "it; measure on other prompts",
+                markup=False,
+            )
     head.head.attach(target, target.dtype).eval()
     if run.output_rank is not None:
         reduce_rank(head.head, target, run.output_rank)

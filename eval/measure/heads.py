@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
+from data.journal import write_whole
+from heads.confidence import Calibration
 from heads.drafting import Drafter
 from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head, name_of
@@ -17,6 +20,8 @@ from heads.tree import DynamicShape, Shape, Tree
 
 SHAPE_FILE = "draft_tree.json"
 """What `eval/tree_search.py` found best for a head, beside its weights."""
+CONFIDENCE_FILE = "draft_confidence.json"
+"""What `eval/calibrate.py` did."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class BenchHead:
         tree: a static tree, or the shape of dynamic ones.
         chain: one candidate per depth.
         searched_on: checksum of the data on which the tree was searched for; None if it was not.
+        calibration: by which the chain may be cut; None if nobody has calibrated it that deep here.
+        calibrated_on: checksum of the data that this was done with.
     """
 
     path: str
@@ -36,6 +43,8 @@ class BenchHead:
     tree: Shape
     chain: Tree
     searched_on: str | None = None
+    calibration: Calibration | None = None
+    calibrated_on: str | None = None
 
     @property
     def family(self) -> str:
@@ -58,9 +67,13 @@ class BenchHead:
         return kind_of(self.head).longest(self.head)
 
     def drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
-        """A fresh drafter, `chain` or `tree`, for texts with these seeds."""
+        """A fresh drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
+        kind = kind_of(self.head)
+        if shape == "cut":
+            assert self.calibration is not None
+            return kind.drafter(self.head, self.chain, sampling, seeds, self.calibration)
         chosen = self.tree if shape == "tree" else self.chain
-        return kind_of(self.head).drafter(self.head, chosen, sampling, seeds)
+        return kind.drafter(self.head, chosen, sampling, seeds)
 
     def described(self) -> list[int] | dict[str, int]:
         """The tree, for a results file: parents of a static one, limits of a dynamic one."""
@@ -75,7 +88,7 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
-    kind, stored = kind_of(head), stored_shape(ref)
+    kind, stored = kind_of(head), _stored(ref, SHAPE_FILE)
     check_depth(run.depth, kind.most_tokens(head))
     usual = kind.usual_shape(head)
     if isinstance(usual, DynamicShape):
@@ -85,17 +98,19 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     else:
         shape = _static_tree(run.tree or stored.get("tree"), usual, kind.most_tokens(head))
     chain = Tree.chain(run.depth or kind.usual_depth(head))
-    return BenchHead(ref.path, head, shape, chain, None if run.tree else stored.get("data"))
+    calibration = _calibration(ref, chain.depth)
+    searched_on = None if run.tree else stored.get("data")
+    return BenchHead(ref.path, head, shape, chain, searched_on, *calibration)
 
 
-def stored_shape(ref: HeadRef) -> dict[str, Any]:
-    """The contents of SHAPE_FILE if it was written on such a machine, or nothing.
+def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
+    """The contents of a file beside a head if it was written on such a machine, or nothing.
 
     Raises:
         InputError: it is not JSON.
     """
     assert ref.path is not None
-    path = locate(ref.path, ref.revision) / SHAPE_FILE
+    path = locate(ref.path, ref.revision) / name
     if not path.is_file():
         return {}
     try:
@@ -103,6 +118,41 @@ def stored_shape(ref: HeadRef) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); delete it") from None
     return stored if stored.get("device") == device_name() else {}
+
+
+def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
+    """What was written for chains as deep at least, and the checksum of its data.
+
+    Raises:
+        InputError: it is not what `eval/calibrate.py` writes.
+    """
+    stored = _stored(ref, CONFIDENCE_FILE)
+    if not stored:
+        return None, None
+    try:
+        found = Calibration.of(stored)
+    except ValueError as error:
+        raise InputError(
+            f"head.path={ref.path}: {CONFIDENCE_FILE}: {error}; delete it, or run "
+            "eval/calibrate.py again"
+        ) from None
+    if len(found.temperatures) < depth:
+        return None, None
+    return found, stored.get("data")
+
+
+def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: Path) -> Path:
+    """Writes JSON beside a head, or into `out_dir` for one that lies on the Hub.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    path = (Path(head.path) if Path(head.path).is_dir() else out_dir) / name
+    try:
+        write_whole(path, json.dumps(content) + "\n")
+    except OSError as error:
+        raise InputError(f"head.path={head.path}: cannot write {path}: {error}") from error
+    return path
 
 
 def device_name() -> str:

@@ -153,6 +153,38 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_calibration(result: dict[str, Any], path: Path) -> None:
+    """Shares accepted by the chance that was given, before and after; what each threshold promises.
+
+    Args:
+        result: the contents of `calibrate.json`.
+        path: the PNG file to write.
+    """
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    for axis, (when, depths) in zip(axes, result["reliability"].items(), strict=False):
+        axis.plot([0, 1], [0, 1], color="black", linewidth=0.8)
+        errors = result["ece"][when]
+        for depth, (bins, error) in enumerate(zip(depths, errors, strict=True), start=1):
+            axis.plot(
+                [chance for chance, *_ in bins], [share for _, share, _ in bins], "o-",
+                label=f"depth {depth}, error {error:.3f}",
+            )  # fmt: skip
+        axis.set(
+            xlabel=f"chance of the path, {when} calibration", ylabel="share accepted",
+            xlim=(0, 1), ylim=(0, 1),
+        )  # fmt: skip
+        axis.legend(fontsize="small")
+    whole, rows = result["lengths"][-1]["tokens_per_s"], result["thresholds"]
+    speeds = [row["tokens_per_s"] / whole for row in rows]
+    axes[2].plot([row["threshold"] for row in rows], speeds, "o-", label="cut")
+    best = max(row["tokens_per_s"] for row in result["lengths"]) / whole
+    axes[2].axhline(1, color="black", linewidth=0.8, label="whole")
+    axes[2].axhline(best, color="black", linewidth=0.8, linestyle=":", label="best length")
+    axes[2].set(xlabel="chance below which chains are cut", ylabel="speed over whole chains")
+    axes[2].legend(fontsize="small")
+    _save(figure, path)
+
+
 def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     """tau per head; per depth of its chain alpha, and agreement where it was replayed.
 

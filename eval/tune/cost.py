@@ -143,6 +143,14 @@ def time_steps(
     return curve, {key: statistics.mean(map(min, of.values())) for key, of in drafts.items()}
 
 
+def typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[int]:
+    """The prompt of median length with half of its text."""
+    prompt, text = sorted(zip(prompts, texts, strict=True), key=lambda pair: len(pair[0]))[
+        len(prompts) // 2
+    ]
+    return prompt + text[: len(text) // 2]
+
+
 def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, size: int) -> None:
     tokens = torch.tensor(roots, device=target.device).unsqueeze(1).repeat(1, size)
     tree = Tree.from_paths([[rank] for rank in range(size - 1)])

@@ -1,7 +1,8 @@
 """Block drafters decoding: chains, and trees of the slots' candidates.
 
 Features of what the target committed become keys and values at once, and nothing else is kept:
-the rows of a block are made anew in every step. Nothing here waits for the device.
+the rows of a block are made anew in every step. Nothing here waits for the device, but for chains
+that are cut.
 
 Letters: B texts, D slots, H hidden, W draft vocabulary, V vocabulary.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from heads.blocks.head import BlockHead
 from heads.cache import Kept, SlotBuffer, Slots, upload
+from heads.confidence import Calibration
 from heads.drafting import PAD, Draft, Draws, Seen
 from heads.growing import Drawn, Grown, grow, likeliest
 from heads.sampling import GREEDY, Generators, Sampling
@@ -98,6 +100,7 @@ class BlockChain(_BlockDrafter):
         depth: draft tokens.
         sampling: the target's, applied to the drafts too.
         seeds: of the draws, one per text; others than the target's.
+        calibration: cuts the chains; None leaves them whole.
     """
 
     def __init__(
@@ -106,20 +109,26 @@ class BlockChain(_BlockDrafter):
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(head, depth)
         self.tree, self.sampling = Tree.chain(depth), sampling
+        self.calibration = calibration
         self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
     def propose(self, roots: list[int]) -> Draft:
         """Chains of `depth` tokens."""
         before, outputs, base = self._slots(roots)
-        draws = Draws(self.head.vocab, self.sampling, self.generators)
+        draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(self.depth):
-            logits, state = self.head.step(base[:, slot], outputs[:, slot], before, state)
-            before = draws.token(logits)
+            if draws.ended:
+                break
+            mine = outputs[:, slot]
+            logits, state = self.head.step(base[:, slot], mine, before, state)
+            sure = self.head.sure(mine, before) if self.calibration else None
+            before = draws.token(logits, sure)
             tokens.append(self._known(before.unsqueeze(1), slot))
         return draws.chains(self.tree, torch.cat(tokens, 1))
 

@@ -210,6 +210,16 @@ class BlockHead(DraftHead):
             state: [N, .] what the slots before have left; None before the first, or if nothing.
         """
 
+    def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
+        """[N] float32 logits of the chance that a slot is accepted; None if it does not say.
+
+        Args:
+            outputs: [N, H], the slot's.
+            before: [N] int64 target ids of the tokens right before.
+        """
+        del outputs, before
+        return None
+
     def output_heads(self) -> list[Tensor]:
         """See `DraftHead.output_heads`; none where it is the target's."""
         return [] if self.lm_head is None else [self.lm_head.weight]

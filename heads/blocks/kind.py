@@ -10,6 +10,7 @@ from heads.blocks import export, golden
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.export import BlockLayout
 from heads.blocks.head import BlockHead
+from heads.confidence import Calibration
 from heads.kind import Drafted, Files, HeadFacts, Kind
 from heads.sampling import Sampling, drafter_seeds
 from heads.target.model import Target
@@ -48,12 +49,17 @@ class BlockKind(Kind[Head]):
         return DynamicShape(depth, usual.top_k, usual.num_tokens)
 
     def drafter(
-        self, head: Head, shape: Shape, sampling: Sampling, seeds: Sequence[int]
+        self,
+        head: Head,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
     ) -> BlockChain | BlockTree:
         """Chains draw when the target does; trees are ranked."""
         if isinstance(shape, DynamicShape):
             return BlockTree(head, shape)
-        return BlockChain(head, shape.depth, sampling, drafter_seeds(seeds))
+        return BlockChain(head, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     def pruning_problem(self, head: Head) -> str | None:
         """A head without an output head of its own has no rows to lose."""

@@ -83,6 +83,10 @@ class DSparkHead(BlockHead):
             torch.cat([outputs, self.markov_head.markov_w1(before).to(outputs)], -1)
         )
 
+    def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
+        """See `BlockHead.sure`: by its confidence head, if it has one."""
+        return None if self.confidence_head is None else self.confidence(outputs, before)
+
     def output_heads(self) -> list[Tensor]:
         """See `DraftHead.output_heads`: also what is added to the logits."""
         return [*super().output_heads(), self.markov_head.markov_w2.weight]

@@ -1,7 +1,8 @@
 """EAGLE as a drafter: chains, and EAGLE-2's dynamic trees.
 
 Both read what the target committed with its true features, keep keys and values of that alone,
-and draft on from there with features of their own. Nothing here waits for the device.
+and draft on from there with features of their own. Nothing here waits for the device, but for
+chains that are cut.
 
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import Kept, SlotBuffer, Slots, upload
+from heads.confidence import Calibration
 from heads.drafting import PAD, Draft, Draws, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead, Text
@@ -154,6 +156,7 @@ class EagleChain(_EagleDrafter):
         depth: draft tokens.
         sampling: the target's, applied to the drafts too.
         seeds: of the draws, one per text; others than the target's.
+        calibration: cuts the chains; None leaves them whole.
     """
 
     def __init__(
@@ -162,18 +165,22 @@ class EagleChain(_EagleDrafter):
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(head)
         self.tree = Tree.chain(depth)
         self.sampling = sampling
+        self.calibration = calibration
         self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
     def propose(self, roots: list[int]) -> Draft:
         """Chains of `depth` tokens."""
         outputs, positions, branches = self._begin(roots)
-        draws = Draws(self.head.vocab, self.sampling, self.generators)
+        draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens: list[Tensor] = []
         for step in range(self.tree.depth):
+            if draws.ended:
+                break
             if step:
                 place = self._known(positions + step)
                 outputs = self.head.advance(outputs, tokens[-1], place, branches)

@@ -7,6 +7,7 @@ from typing import ClassVar, TypeVar
 
 from conf.schema_eagle import EagleConfig, EagleForm
 from conf.schema_export import ExportFormat
+from heads.confidence import Calibration
 from heads.eagle import card, export, golden, layouts
 from heads.eagle.config import default_layers
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -101,12 +102,17 @@ class EagleKind(EagleFamily[EagleHead]):
         return usual_dynamic_shape(gpu)
 
     def drafter(
-        self, head: EagleHead, shape: Shape, sampling: Sampling, seeds: Sequence[int]
+        self,
+        head: EagleHead,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
     ) -> EagleChain | EagleTree:
         """Chains draw when the target does; trees are ranked."""
         if isinstance(shape, DynamicShape):
             return EagleTree(head, shape)
-        return EagleChain(head, shape.depth, sampling, drafter_seeds(seeds))
+        return EagleChain(head, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> EagleHead:
         """EAGLE-1 drafts through the target's output head, so all ids."""

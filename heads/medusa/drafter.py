@@ -1,10 +1,15 @@
-"""Medusa as a drafter: one forward of all heads, a static tree of their best candidates."""
+"""Medusa as a drafter: one forward of all heads, a static tree of their best candidates.
+
+Or a chain of them, cut where it becomes unlikely, of which no further head runs.
+"""
 
 import torch
 from torch import Tensor
 
-from heads.drafting import Draft, Seen
+from heads.confidence import Calibration
+from heads.drafting import Draft, Draws, Seen
 from heads.medusa.head import MedusaHead
+from heads.sampling import GREEDY, Generators
 from heads.tree import Tree
 
 
@@ -45,3 +50,27 @@ class MedusaDrafter:
         assert self.hidden is not None
         assert other.hidden is not None
         self.hidden[row] = other.hidden[0]
+
+
+class MedusaCut(MedusaDrafter):
+    """Drafts a chain of the best candidates, until no text's goes on.
+
+    Args:
+        head: the trained heads, on the target's device.
+        depth: draft tokens at most.
+        calibration: cuts the chains.
+    """
+
+    def __init__(self, head: MedusaHead, depth: int, calibration: Calibration) -> None:
+        super().__init__(head, Tree.chain(depth))
+        self.calibration = calibration
+
+    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
+        """Chains of at most `depth` tokens."""
+        assert self.hidden is not None
+        hidden = self.hidden.to(next(self.head.parameters()).dtype)
+        draws = Draws(self.head.vocab, GREEDY, Generators([], []), self.calibration)
+        tokens: list[Tensor] = []
+        while len(tokens) < self.tree.depth and not draws.ended:
+            tokens.append(draws.token(self.head.head_logits(len(tokens), hidden)))
+        return draws.chains(self.tree, torch.stack(tokens, 1))

@@ -9,9 +9,10 @@ from torch import Tensor
 from conf.schema import InputError
 from conf.schema_export import ExportFormat
 from conf.schema_medusa import MedusaConfig
+from heads.confidence import Calibration
 from heads.kind import Drafted, HeadFacts, Kind
 from heads.medusa import export
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.drafter import MedusaCut, MedusaDrafter
 from heads.medusa.head import MedusaHead, is_medusa
 from heads.sampling import Sampling
 from heads.target.ends import TargetEnds
@@ -61,9 +62,12 @@ class MedusaKind(Kind[MedusaHead]):
         shape: Shape,
         sampling: Sampling,
         seeds: Sequence[int],
+        calibration: Calibration | None = None,
     ) -> MedusaDrafter:
         """Draws nothing: candidates are ranked."""
         assert isinstance(shape, Tree)
+        if calibration is not None:
+            return MedusaCut(head, shape.depth, calibration)
         return MedusaDrafter(head, shape)
 
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> MedusaHead:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from heads.confidence import Calibration
 from heads.drafting import Draft, Draws, Seen
 from heads.eagle.branches import Stretch
 from heads.eagle.drafter import EagleMemory, last_rows
@@ -74,6 +75,7 @@ class PEagleChain(_PEagleDrafter):
         depth: draft tokens.
         sampling: the target's, applied to the drafts too.
         seeds: of the draws, one per text; others than the target's.
+        calibration: cuts the chains; None leaves them whole.
     """
 
     def __init__(
@@ -82,14 +84,16 @@ class PEagleChain(_PEagleDrafter):
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(head, depth)
         self.tree, self.sampling = Tree.chain(depth), sampling
+        self.calibration = calibration
         self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
     def propose(self, roots: list[int]) -> Draft:
         """Chains of `depth` tokens."""
-        draws = Draws(self.head.vocab, self.sampling, self.generators)
+        draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens = [draws.token(each).unsqueeze(1) for each in self._logits(roots).unbind(1)]
         readable = [self._readable(each, level) for level, each in enumerate(tokens)]
         return draws.chains(self.tree, torch.cat(readable, 1))

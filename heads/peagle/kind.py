@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat
 from conf.schema_peagle import PEagleConfig
+from heads.confidence import Calibration
 from heads.eagle import card, export
 from heads.eagle.kind import EagleFamily
 from heads.eagle.layouts import LAYOUTS, EagleLayout
@@ -63,12 +64,17 @@ class PEagleKind(EagleFamily[PEagleHead]):
         return replace(usual, depth=min(usual.depth, head.config.num_draft_tokens))
 
     def drafter(
-        self, head: PEagleHead, shape: Shape, sampling: Sampling, seeds: Sequence[int]
+        self,
+        head: PEagleHead,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
     ) -> PEagleChain | PEagleTree:
         """Chains draw when the target does; trees are ranked."""
         if isinstance(shape, DynamicShape):
             return PEagleTree(head, shape)
-        return PEagleChain(head, shape.depth, sampling, drafter_seeds(seeds))
+        return PEagleChain(head, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> PEagleHead:
         """With the recipe's sizes."""

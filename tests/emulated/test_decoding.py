@@ -25,9 +25,12 @@ from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
+from heads.confidence import Calibration
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
+from heads.kind import DraftHead
+from heads.kinds import kind_of
 from heads.medusa.drafter import MedusaDrafter
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
@@ -99,6 +102,17 @@ def peagle_tree(target: Target, _how: Sampling) -> Drafter:
     return PEagleTree(peagle(target), DynamicShape(3, 3, 8))
 
 
+def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:
+    """Chains that end before their third token, of heads that are as unsure as these."""
+    calibration = Calibration((1.0,) * 3, (0.0,) * 3, 1e-5)
+
+    def made(target: Target, how: Sampling) -> Drafter:
+        head = make(target)
+        return kind_of(head).drafter(head, CHAIN, how, [7, 8, 9], calibration)
+
+    return made
+
+
 def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
     def make(target: Target, how: Sampling) -> Drafter:
         model = random_target(target.device, num_hidden_layers=1)
@@ -135,6 +149,13 @@ EAGLE_1, EAGLE_3 = EagleForm.eagle1, EagleForm.eagle3
 # What is more than one copy each way says why.
 KINDS = {
     "vanilla": Kind(lambda _target, _how: NoDraft(), 0),
+    # Whether a chain goes on comes down, before its second and third token; and how long all are.
+    "medusa_cut": Kind(cut(noisy_head), 0, 4),
+    "eagle_cut": Kind(cut(lambda target: eagle_head(target, EAGLE_3)), 1, 4),
+    "dflash_cut": Kind(cut(block("dflash")), 1, 4),
+    "dflash2_cut": Kind(cut(block("dflash2")), 1, 4),
+    "dspark_cut": Kind(cut(block("dspark, rnn")), 1, 4),
+    "peagle_cut": Kind(cut(peagle), 1, 2),
     "medusa_chain": Kind(medusa(CHAIN), 0),
     "medusa_tree": Kind(medusa(BUSHY), 0),
     "medusa_typical": Kind(medusa(BUSHY), 0, typical=Typical()),

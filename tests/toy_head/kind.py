@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema_export import ExportFormat
-from heads.drafting import Draft, Seen
+from heads.confidence import Calibration
+from heads.drafting import Draft, Draws, Seen
 from heads.kind import Drafted, DraftHead, Files, HeadFacts, Kind
 from heads.projection import Projection
-from heads.sampling import Sampling
+from heads.sampling import GREEDY, Generators, Sampling
 from heads.storage import PROVENANCE, load_tensors, save_head
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
@@ -80,14 +81,19 @@ class ToyHead(DraftHead):
 
 
 class ToyDrafter:
-    def __init__(self, head: ToyHead, tree: Tree) -> None:
+    def __init__(self, head: ToyHead, tree: Tree, calibration: Calibration | None) -> None:
         self.head, self.tree, self.reads = head, tree, head.reads
+        self.calibration = calibration
 
     def observe(self, seen: Seen) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
 
     def propose(self, roots: list[int]) -> Draft:
-        best = self.head.out(self.hidden).topk(self.tree.width).indices
+        logits = self.head.out(self.hidden)
+        if self.calibration is not None:
+            draws = Draws(self.head.vocab, GREEDY, Generators([], []), self.calibration)
+            return draws.chains(self.tree, draws.token(logits).unsqueeze(1))
+        best = logits.topk(self.tree.width).indices
         return Draft.of(self.tree, best[:, list(self.tree.ranks[1:])])
 
     def keep(self, rows: list[int]) -> None:
@@ -117,10 +123,15 @@ class ToyKind(Kind[ToyHead]):
         return Tree.from_paths([[0], [1]])
 
     def drafter(
-        self, head: ToyHead, shape: Shape, sampling: Sampling, seeds: Sequence[int]
+        self,
+        head: ToyHead,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
     ) -> ToyDrafter:
         assert isinstance(shape, Tree)
-        return ToyDrafter(head, shape)
+        return ToyDrafter(head, shape, calibration)
 
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> ToyHead:
         return ToyHead.from_target(target)

@@ -1,0 +1,215 @@
+"""Chances from how sure a head says it is, and the one from which on a chain is better cut.
+
+Sequential temperature scaling: depth by depth a temperature is chosen, those before it known, so
+that of chains with a chance of c to be accepted down to there a share of c is.
+
+Source: DSpark, arXiv 2607.05147. Differs: an offset beside each temperature. Greedy decoding keeps
+the likeliest token more often than a head gives it, about as much at every chance, and no
+temperature moves a chance past a half. Letters: S steps, D depths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eval.decode.generation import Step
+from eval.tune.cost import CostCurve
+from heads.confidence import Calibration
+
+Floats = NDArray[np.float64]
+NUM_BINS = 10
+"""Of chances, equally wide: thousands of steps tell errors of hundredths apart."""
+TEMPERATURES = sorted(np.geomspace(1 / 3, 3, 41).tolist(), key=lambda each: abs(np.log(each)))
+"""Tried, those that change least first. Far hotter ones give every chain the same chance, which is
+right on the whole and tells nothing."""
+OFFSETS = sorted((n / 10 for n in range(-20, 21)), key=abs)
+THRESHOLDS = (0.01, 0.02, 0.05, *(n / 10 for n in range(1, 10)), 0.95)
+"""Tried for the chance below which nothing is drafted."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What whole chains said of themselves, and what became of them.
+
+    Attributes:
+        logits: [S, D], how sure the head was of each token.
+        accepted: [S] draft tokens that were kept.
+        tested: [S] depths that could be: a text may end, and a head know no more positions.
+        emitted: [S] tokens that the step gave.
+    """
+
+    logits: Floats
+    accepted: NDArray[np.int64]
+    tested: NDArray[np.int64]
+    emitted: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        logits: Sequence[Sequence[float]],
+        steps: Sequence[Step],
+        drafted: Sequence[int],
+        depth: int,
+    ) -> "Told":
+        """From steps; chains of D tokens are shorter where the head knows no more positions."""
+        filled = [[*row, *[-np.inf] * (depth - len(row))] for row in logits]
+        pairs = zip(steps, drafted, strict=True)
+        return cls(
+            np.array(filled, float).reshape(len(steps), depth),
+            np.array([step.num_accepted for step in steps], int),
+            np.array([min(step.num_left, number) for step, number in pairs], int),
+            np.array([step.num_emitted for step in steps], int),
+        )
+
+    def chances(self, by: Calibration) -> Floats:
+        """[S, D] that chains are accepted down to each depth."""
+        return sigmoid(self.logits / by.temperatures + by.offsets).cumprod(1)
+
+    def kept(self, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """[S] which steps tested a depth, from 1; and of those alone, which kept it."""
+        tested = self.tested >= depth
+        return tested, self.accepted[tested] >= depth
+
+
+def sigmoid(logits: Floats) -> Floats:
+    """Chances of logits, which may be far from 0."""
+    return 0.5 * (1 + np.tanh(0.5 * logits))
+
+
+def _binned(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
+    """Per bin how many there are, the sum of their chances, and how many were kept."""
+    places = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
+    weights = (np.ones_like(chances), chances, kept.astype(float))
+    number, chance, share = (np.bincount(places, each, NUM_BINS) for each in weights)
+    return number.astype(float), chance.astype(float), share.astype(float)
+
+
+def bins(chances: Floats, kept: NDArray[np.bool_]) -> list[tuple[float, float, int]]:
+    """Mean chance, share kept and number of all that fall into each bin; empty ones are left out.
+
+    Args:
+        chances: [n].
+        kept: [n].
+    """
+    rows = zip(*_binned(chances, kept), strict=True)
+    return [(float(c / n), float(k / n), int(n)) for n, c, k in rows if n]
+
+
+def ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
+    """Expected calibration error: mean distance of chance and share over bins, by their numbers."""
+    _, chance, share = _binned(chances, kept)
+    return float(np.abs(chance - share).sum()) / max(1, len(chances))
+
+
+def fit(told: Told, offsets: Sequence[float] = OFFSETS) -> Calibration:
+    """Depth by depth, given those before; what changes nothing for one that no step tested."""
+    found: list[tuple[float, float]] = []
+    path = np.ones(len(told.logits))
+    for depth, logits in enumerate(told.logits.T, start=1):
+        tested, kept = told.kept(depth)
+        tried = list(product(TEMPERATURES, offsets))
+        errors = [ece(path[tested] * sigmoid(logits[tested] / t + o), kept) for t, o in tried]
+        found.append(tried[int(np.argmin(errors))])
+        path = path * sigmoid(logits / found[-1][0] + found[-1][1])
+    return Calibration(tuple(t for t, _ in found), tuple(o for _, o in found))
+
+
+def by_depth(told: Told, by: Calibration) -> list[tuple[Floats, NDArray[np.bool_]]]:
+    """The chance of every step that tested a depth, and whether it kept it."""
+    chances, found = told.chances(by), []
+    for depth in range(1, chances.shape[1] + 1):
+        tested, kept = told.kept(depth)
+        found.append((chances[tested, depth - 1], kept))
+    return found
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of drafts and passes over one text on this machine.
+
+    Attributes:
+        curve: of passes.
+        whole: of chains of 1 token, 2, and so on, that are not asked how sure they are.
+        cut: of chains that end after 0 tokens, 1, and so on to all of them.
+    """
+
+    curve: CostCurve
+    whole: list[float]
+    cut: list[float]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What other chains would have done in the steps of whole ones.
+
+    Attributes:
+        threshold: at which they are cut; None for whole ones.
+        most_tokens: draft tokens of a step at most.
+        num_drafted: draft tokens per step.
+        share_accepted: of draft tokens.
+        tau: tokens per step.
+        tokens_per_s: without prompts.
+    """
+
+    threshold: float | None
+    most_tokens: int
+    num_drafted: float
+    share_accepted: float
+    tau: float
+    tokens_per_s: float
+
+    @classmethod
+    def whole(cls, told: Told, num_tokens: int, costs: Costs) -> "Expected":
+        """Of shorter chains, or the same."""
+        lengths = np.full(len(told.logits), num_tokens)
+        drafts = np.full(len(lengths), costs.whole[num_tokens - 1])
+        return cls._of(told, None, lengths, drafts, costs)
+
+    @classmethod
+    def cut(cls, told: Told, by: Calibration, threshold: float, costs: Costs) -> "Expected":
+        """Of chains that are cut."""
+        lengths = (told.chances(by) >= threshold).sum(1)
+        return cls._of(told, threshold, lengths, np.array(costs.cut)[lengths], costs)
+
+    @classmethod
+    def _of(
+        cls,
+        told: Told,
+        threshold: float | None,
+        lengths: NDArray[np.int64],
+        drafts: Floats,
+        costs: Costs,
+    ) -> "Expected":
+        """By replay; a text that stops short goes on from another place than it did."""
+        passes = [costs.curve.at(length + 1) for length in range(told.logits.shape[1] + 1)]
+        accepted = np.minimum(told.accepted, lengths)
+        emitted = np.minimum(told.emitted, accepted + 1)
+        return cls(
+            threshold,
+            int(lengths.max()),
+            float(lengths.mean()),
+            float(accepted.sum() / max(1, lengths.sum())),
+            float(emitted.mean()),
+            float(emitted.sum() / (drafts + np.array(passes)[lengths]).sum()),
+        )
+
+
+@dataclass(frozen=True)
+class Until(Calibration):
+    """Ends every chain after so many tokens, to time what that costs."""
+
+    num_tokens: int = 0
+
+    @classmethod
+    def after(cls, num_tokens: int) -> "Until":
+        """After so many."""
+        return cls((), (), 0.5, num_tokens)
+
+    def chance(self, logits: Tensor, depth: int) -> Tensor:
+        """All or nothing."""
+        return torch.full_like(logits, float(depth <= self.num_tokens))
