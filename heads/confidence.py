@@ -74,5 +74,4 @@ class Calibration:
 
 def largest(logits: Tensor) -> Tensor:
     """[B] float32, the logits of the largest probabilities of distributions [B, W]."""
-    scores = logits.float()
-    return (scores.amax(-1) - scores.logsumexp(-1)).exp().logit(EPS)
+    return logits.float().softmax(-1).amax(-1).logit(EPS)
