@@ -8,7 +8,7 @@ Letters: S rows, D depths, F target hidden, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -250,6 +250,20 @@ class Kind(ABC, Generic[Head]):
     @abstractmethod
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> Head:
         """A fresh head with the recipe's settings, for benchmarks; `vocab` where it may choose."""
+
+    # Repair.
+
+    def readings(self, head: Head) -> Iterator[tuple[str, Head]]:
+        """What a head's files may have meant, each a setting otherwise than they declare it.
+
+        Args:
+            head: as they declare it, attached.
+
+        Returns:
+            Words for what is taken otherwise, and a head of the same weights, attached, the
+            likeliest first; nothing for kinds whose files leave no doubt.
+        """
+        return iter(())
 
     # Pruning, export and publishing.
 

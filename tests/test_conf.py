@@ -24,6 +24,7 @@ from conf import (
     schema_medusa2,
     schema_peagle,
     schema_push,
+    schema_repair,
     schema_targets,
 )
 from eval.entry import register
@@ -51,6 +52,7 @@ ENTRIES = {
     "scripts/serve_check.py": schema_measure.ServeCheckRun,
     "scripts/export.py": schema_export.ExportRun,
     "scripts/prune.py": schema_measure.PruneRun,
+    "scripts/repair.py": schema_repair.RepairRun,
     "scripts/check_targets.py": schema_targets.TargetsRun,
 }
 

@@ -23,6 +23,7 @@ from conf import (
     schema_medusa2,
     schema_peagle,
     schema_push,
+    schema_repair,
     schema_targets,
 )
 from data.engine_states import EngineTaps
@@ -50,6 +51,7 @@ MODULES = (
     schema_medusa2,
     schema_peagle,
     schema_push,
+    schema_repair,
     schema_targets,
 )
 SCHEMAS = {
@@ -73,6 +75,7 @@ SCHEMAS = {
     "medusa2": schema_medusa2.Medusa2Run,
     "merge_adapter": schema_medusa2.MergeAdapterRun,
     "prune": schema_measure.PruneRun,
+    "repair": schema_repair.RepairRun,
     "check_targets": schema_targets.TargetsRun,
 }
 # Without Hydra: one has a test of its own that runs it, the other takes three numbers.

@@ -1,6 +1,6 @@
 """What all kinds of block drafters answer alike; see `heads/kind.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from heads.blocks import export, golden
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.export import BlockLayout
 from heads.blocks.head import BlockHead
+from heads.blocks.readings import readings
 from heads.confidence import Calibration
 from heads.kind import Drafted, Files, HeadFacts, Kind
 from heads.sampling import Sampling, drafter_seeds
@@ -60,6 +61,10 @@ class BlockKind(Kind[Head]):
         if isinstance(shape, DynamicShape):
             return BlockTree(head, shape)
         return BlockChain(head, shape.depth, sampling, drafter_seeds(seeds), calibration)
+
+    def readings(self, head: Head) -> Iterator[tuple[str, Head]]:
+        """See `heads/blocks/readings.py`."""
+        return readings(head)
 
     def pruning_problem(self, head: Head) -> str | None:
         """A head without an output head of its own has no rows to lose."""

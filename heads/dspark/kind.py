@@ -1,5 +1,6 @@
 """DSpark heads as a kind of draft head."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind
 from heads.dspark.formats import holds, read_dspark
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
+from heads.readings import flipped
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 
@@ -36,6 +38,11 @@ class DSparkKind(BlockKind[DSparkHead]):
         shape = block_config(DSparkConfig(block_size=7), target, sample_from_anchor=True)
         config = DSparkHeadConfig(**vars(shape))
         return DSparkHead(config, DraftVocab.everything(vocab.size)).begin(target, seed=0)
+
+    def readings(self, head: DSparkHead) -> Iterator[tuple[str, DSparkHead]]:
+        """Also of which row drafts which token, where readers disagree."""
+        yield flipped(head, "sample_from_anchor")
+        yield from super().readings(head)
 
     def export_problem(self, head: DSparkHead, engine: ExportFormat) -> str | None:
         """vLLM builds one of the Markov heads, whatever the file says."""

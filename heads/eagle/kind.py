@@ -1,7 +1,7 @@
 """EAGLE heads as a kind of draft head."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -14,7 +14,9 @@ from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.formats import read_eagle
 from heads.eagle.head import EagleHead
 from heads.eagle.layouts import EagleLayout
+from heads.eagle.readings import readings
 from heads.kind import Files, Kind
+from heads.readings import flipped
 from heads.sampling import Sampling, drafter_seeds
 from heads.target.ends import TargetEnds
 from heads.tree import DynamicShape, Shape, usual_dynamic_shape
@@ -36,6 +38,10 @@ class EagleFamily(Kind[Head]):
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """EAGLE-3's low, middle and high features."""
         return default_layers(num_layers, "layers")
+
+    def readings(self, head: Head) -> Iterator[tuple[str, Head]]:
+        """See `heads/eagle/readings.py`."""
+        return readings(head)
 
     def pruning_problem(self, head: Head) -> str | None:
         """A head without an output head of its own has no rows to lose."""
@@ -119,6 +125,12 @@ class EagleKind(EagleFamily[EagleHead]):
         eagle1 = EagleForm(form) is EagleForm.eagle1
         chosen = DraftVocab.everything(vocab.size) if eagle1 else vocab
         return EagleHead.from_target(target, EagleConfig(form=EagleForm(form)), chosen, seed=0)
+
+    def readings(self, head: EagleHead) -> Iterator[tuple[str, EagleHead]]:
+        """Also of what is fed back."""
+        yield from super().readings(head)
+        if head.config.form is EagleForm.eagle3:
+            yield flipped(head, "norm_output")
 
     def layout(self, head: EagleHead, engine: ExportFormat) -> EagleLayout | None:
         """What an engine wants of such a head; None if it loads none."""

@@ -1,6 +1,6 @@
 """P-EAGLE heads as a kind of draft head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from conf.schema_eagle import EagleForm
 from conf.schema_export import ExportFormat
 from conf.schema_peagle import PEagleConfig
+from heads.blocks.readings import masks
 from heads.confidence import Calibration
 from heads.eagle import card, export
 from heads.eagle.kind import EagleFamily
@@ -75,6 +76,11 @@ class PEagleKind(EagleFamily[PEagleHead]):
         if isinstance(shape, DynamicShape):
             return PEagleTree(head, shape)
         return PEagleChain(head, shape.depth, sampling, drafter_seeds(seeds), calibration)
+
+    def readings(self, head: PEagleHead) -> Iterator[tuple[str, PEagleHead]]:
+        """Also of the mask token."""
+        yield from super().readings(head)
+        yield from masks(head)
 
     def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> PEagleHead:
         """With the recipe's sizes."""

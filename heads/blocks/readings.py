@@ -1,0 +1,45 @@
+"""What the files of block drafters may say wrongly; see `heads/readings.py`."""
+
+from functools import partial
+from typing import Any
+
+from conf.schema import InputError
+from heads.blocks.config import default_layers, mask_token
+from heads.blocks.head import BlockHead
+from heads.readings import Readings, flipped, layers, orders, reread, rotations, vocabularies
+from heads.target.ends import TargetEnds
+
+
+def readings(head: BlockHead) -> Readings:
+    """Of any block drafter."""
+    yield from layers(head, partial(default_layers, number=len(head.config.layers)))
+    yield from orders(head)
+    yield flipped(head, "causal")
+    yield from windows(head)
+    yield from masks(head)
+    yield from rotations(head)
+    yield from vocabularies(head)
+
+
+def windows(head: BlockHead) -> Readings:
+    """No sliding window, or the target's."""
+    stated, theirs = head.config.window, getattr(head.target.config, "sliding_window", None)
+    for window in dict.fromkeys((None, theirs)):
+        if window != stated:
+            words = "no sliding window" if window is None else f"a sliding window of {window}"
+            yield words, reread(head, window=window)
+
+
+def masks(head: Any) -> Readings:
+    """Another mask token: what a fresh head takes, the tokenizer's own ones, either end of ids."""
+    target: TargetEnds = head.target
+    tokenizer, size = target.tokenizer, len(target.embedding.weight)
+    names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")
+    own = [getattr(tokenizer, name, None) for name in names]
+    try:
+        free = mask_token(target, None)
+    except InputError:
+        free = None
+    for token in dict.fromkeys((free, *own, 0, size - 1)):
+        if token not in (None, head.config.mask_token_id):
+            yield f"mask token {token}", reread(head, mask_token_id=token)
