@@ -226,6 +226,17 @@ def test_a_right_head_is_left_alone(
     assert all(row["more"] < 0 for row in rows[1:4])
 
 
+def test_readings_are_as_long_as_the_shortest(
+    folder: Path, heads: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A block of 5 that begins behind its anchor drafts 4."""
+    repair.main(settings(folder, heads("dspark"), tmp_path / "out"))
+    rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
+    assert rows[1]["reading"] == "sample_from_anchor=false"
+    assert 4 < rows[0]["tau"] <= 5
+    assert rows[1]["tau"] < rows[0]["tau"]
+
+
 def test_two_faults_are_found_one_after_the_other(
     folder: Path, heads: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
