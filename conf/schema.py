@@ -324,13 +324,38 @@ class DataRun:
 
 
 @dataclass
+class RolloutConfig:
+    """The target's own answers, written while a head is trained, in place of those of the data."""
+
+    steps: int | None = None
+    """Optimizer steps that learn from a round of answers; unset learns those of the data."""
+    max_new_tokens: int = 256
+    """Tokens of an answer at most; with its prompt it is cut to `data.max_length`."""
+    temperature: float = 0.0
+    batch_size: int = 16
+    """Answers that a process writes side by side."""
+
+    def __post_init__(self) -> None:
+        positive("rollout", self, "steps", "max_new_tokens", "batch_size")
+        not_negative("rollout", self, "temperature")
+
+
+@dataclass
 class TrainRun(DataRun):
     """What every training command is told; beside it comes `head`, of its own kind."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/head"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rollout.steps is not None and self.data.features is not None:
+            raise InputError(
+                f"rollout.steps={self.rollout.steps}: the target answers while training, so it is "
+                f"needed itself; unset data.features={self.data.features} and name the data"
+            )
 
 
 @dataclass

@@ -14,17 +14,18 @@ from accelerate import Accelerator, DistributedType
 from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features import FeatureStore, TrainingData
-from data.pack import DataReport, prepare
+from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
 from data.sources import SUFFIXES
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
-from heads.target.model import Reads
+from heads.target.model import Reads, Target
 from train.dist import launch, processes
 from train.dist.placement import strategy_name
 from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
+from train.loop.rounds import Rollouts
 from train.loop.settle import described, settled_length, settled_optimizer
 from train.loop.stored import check_reads, load_ends, open_store
 from train.loss.sizes import Setting
@@ -112,6 +113,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         train=source.train,
         heldout=source.heldout,
         provenance=provenance(config, source.target.name, source.report) | {"about_head": lines},
+        rollouts=rollouts_of(config, source),
         evaluate=measure(config, source, objective),
     )
     outcome = loop.fit(accelerator, job)
@@ -120,6 +122,16 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
             print(memory.afterwards(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
     processes.end(accelerator)
+
+
+def rollouts_of(config: TrainRun, source: Source) -> Rollouts | None:
+    """Rounds of the target's own answers, if they are asked for."""
+    if config.rollout.steps is None:
+        return None
+    assert isinstance(source.target, Target)  # refused before
+    assert isinstance(source.train, PackedDataset)
+    size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
+    return Rollouts(config.rollout, source.target, source.train, size, config.seed, folder)
 
 
 def memory_of(

@@ -7,6 +7,7 @@ from typing import Any
 
 from conf.schema import LogConfig, TrainConfig
 from train.batch.prefetch import Dataset
+from train.loop.rounds import Rollouts
 from train.objective import Objective
 
 Evaluate = Callable[[Any], dict[str, float]]
@@ -25,6 +26,7 @@ class Job:
         train: packed sequences, each a dict of [T] tensors.
         heldout: the same, to evaluate on.
         provenance: written as `head/headsmith.json`.
+        rollouts: answers of the target that are learnt in place of those of `train`.
         evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
             their names get the prefix `eval/`.
     """
@@ -37,6 +39,7 @@ class Job:
     train: Dataset
     heldout: Dataset
     provenance: dict[str, Any] = field(default_factory=dict)
+    rollouts: Rollouts | None = None
     evaluate: Evaluate | None = None
 
 

@@ -29,6 +29,7 @@ from train.dist.placement import Placement, place
 from train.loop import resume
 from train.loop.evaluation import evaluate
 from train.loop.job import Job, Outcome
+from train.loop.rounds import Round
 from train.loop.skipping import Skipped
 from train.loop.tracking import Metrics, as_line, figures
 from train.loss.losses import Sums
@@ -84,6 +85,7 @@ class Run:
         self.stop = {"asked": False}
         self.stopping = False
         self.metrics: Metrics | None = None
+        self.round = Round(job.train, 0, self.config.max_steps, job.seed)
         self.skipped = Skipped(len(job.train))
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
@@ -94,7 +96,7 @@ class Run:
             tqdm.write(text)
 
     def resume(self) -> None:
-        """Loads the checkpoint that `train.resume` names; opens prefetcher and metrics."""
+        """Loads the checkpoint that `train.resume` names; opens metrics and what is read."""
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
@@ -109,8 +111,6 @@ class Run:
         if path is not None:
             self.placement.restore(self.step, state)
             self.say(f"continuing from {path}")
-        prepare, last = self.job.objective.prepare, self.config.max_steps
-        self.prefetcher = Prefetcher(self._load, prepare, self.device, self.step, last)
         # Nobody may write before everybody has looked at what is there.
         processes.wait()
         if self.rank == 0:
@@ -118,6 +118,24 @@ class Run:
             settings = self.job.provenance.get("config", {})
             self.metrics = Metrics(self.job.out_dir, self.job.log, settings, self.say)
             self.metrics.forget_after(self.step)
+        self._open()
+
+    def _open(self) -> None:
+        """From this step on reads the data, or the round of answers that it belongs to."""
+        objective, rollouts = self.job.objective, self.job.rollouts
+        if rollouts is not None:
+            objective.eval()
+            with self.placement.gathered():
+                self.round, written = rollouts.round(self.step, objective.head)
+            objective.train()
+            known = self.skipped.numbers if self.step > self.round.first else ()
+            self.skipped = Skipped(len(self.round.data), known)
+            if written and self.metrics is not None:
+                self.metrics.log(self.step, written)
+                self.say(f"step {self.step}: {rollouts.line(written)}")
+        last = min(self.round.last, self.config.max_steps)
+        prepare = objective.prepare
+        self.prefetcher = Prefetcher(self._load, prepare, self.device, self.step, last)
 
     def _restore(self, path: Path) -> dict[str, Tensor]:
         """Sets progress and the head; returns the state of its optimizers, not made yet."""
@@ -159,6 +177,9 @@ class Run:
                 if self.stopping:
                     self._save()
                     return Outcome(False, self.step, self.evaluation)
+                if self.step == self.round.last:
+                    self.prefetcher.close()
+                    self._open()
                 loss = self.optimizer_step()
                 self.step += 1
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
@@ -219,7 +240,7 @@ class Run:
 
     def _indices(self, step: int) -> list[int]:
         """The sequences of a step over all processes."""
-        return schedule.sequences(step, self.config.batch_size, len(self.job.train), self.job.seed)
+        return self.round.sequences(step, self.config.batch_size)
 
     def _load(self, step: int) -> list[Batch]:
         """The micro batches of this process in a step, on the CPU.
@@ -231,7 +252,7 @@ class Run:
         batches: list[Batch] = []
         for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
             seeds = tuple(hash((self.job.seed, step, index)) % (1 << 63) for index in group)
-            batch = self.skipped.blanked(stacked(self.job.train, group), group)
+            batch = self.skipped.blanked(stacked(self.round.data, group), group)
             batches.append(objective.taught({**batch, NOISE_SEEDS: seeds}))
         return batches
 
@@ -292,7 +313,7 @@ class Run:
     def _is_bad(self, index: int) -> bool:
         """Whether the loss of one sequence alone is not finite; run on all processes alike."""
         objective = self.job.objective
-        batch = objective.taught({**stacked(self.job.train, [index]), NOISE_SEEDS: (0,)})
+        batch = objective.taught({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
         with self.placement.gathered():
             # As in an evaluation: without the hooks of a strategy.
             terms = objective.forward(self._prepared(batch), self._weights.to(self.device)).terms

@@ -5,8 +5,9 @@ forward pass of the head per depth over those answers. n: response tokens.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from torch import Tensor
 
@@ -125,25 +126,26 @@ def greedy_answer(target: Target, prompt: list[int]) -> list[int]:
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
-    """The first prompts of held-out documents: what stands before the first learnt token.
-
-    A plain text is learnt from its first token on; its first 32 tokens are taken.
+    """The first prompts of held-out documents.
 
     Args:
         heldout: packed sequences.
         num_prompts: prompts at most; longer ones than 256 tokens are left out.
     """
-    prompts: list[list[int]] = []
-    for index in range(len(heldout)):
-        row = heldout[index]
-        num_tokens = row["document_ids"].add(1).bincount()[1:].tolist()  # -1 is padding
-        begin = 0
-        for end in accumulate(num_tokens):
-            if len(prompts) == num_prompts:
-                return prompts
-            ids, learnt = row["input_ids"][begin:end], row["loss_mask"][begin:end]
-            begin = end
-            length = int(learnt.int().argmax()) or min(TEXT_PROMPT_TOKENS, len(ids))
-            if length <= MAX_PROMPT_TOKENS:
-                prompts.append(ids[:length].tolist())
-    return prompts
+    found = (prompt for index in range(len(heldout)) for prompt in prompts_of(heldout[index]))
+    short = (prompt for prompt in found if len(prompt) <= MAX_PROMPT_TOKENS)
+    return list(islice(short, num_prompts))
+
+
+def prompts_of(row: Mapping[str, Tensor]) -> Iterator[list[int]]:
+    """What stands before the first learnt token of each document of a packed sequence.
+
+    A plain text is learnt from its first token on; its first 32 tokens are taken.
+    """
+    num_tokens = row["document_ids"].add(1).bincount()[1:].tolist()  # -1 is padding
+    begin = 0
+    for end in accumulate(num_tokens):
+        ids, learnt = row["input_ids"][begin:end], row["loss_mask"][begin:end]
+        begin = end
+        length = int(learnt.int().argmax()) or min(TEXT_PROMPT_TOKENS, len(ids))
+        yield ids[:length].tolist()

@@ -44,6 +44,7 @@ def of_run(job: Job) -> dict[str, Any]:
     return {
         "seed": job.seed,
         **settings("train", job.config),
+        **({} if job.rollouts is None else settings("rollout", job.rollouts.config)),
         "packed sequences": len(job.train),
         "checksum of the first sequence": _checksum(job.train),
         **job.objective.resume_settings,

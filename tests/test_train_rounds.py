@@ -1,0 +1,124 @@
+"""Rounds of the target's own answers, which a run learns in place of those of its data."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from toys import noisy_head, random_target, texts
+
+from conf.schema import InputError, RolloutConfig
+from conf.schema_medusa import MedusaRun
+from data.chat import Sample
+from data.pack import PackedDataset
+from eval.decode.engine import NoDraft, decode
+from heads.target.model import Target
+from train import schedule
+from train.loop.rounds import TEXTS, Rollouts
+
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target()
+
+
+@pytest.fixture
+def data(target: Target) -> PackedDataset:
+    """Eight documents of 12 tokens, of which the last 6 are learnt, two to a sequence."""
+    samples = [Sample(text, [n >= 6 for n in range(len(text))]) for text in texts(target, 8, 8)]
+    return PackedDataset(samples, 24, seed=0)
+
+
+def rollouts(target: Target, data: PackedDataset, folder: Path, **changes: Any) -> Rollouts:
+    config = replace(RolloutConfig(steps=2, max_new_tokens=9, batch_size=1), **changes)
+    return Rollouts(config, target, data, batch_size=1, seed=SEED, folder=folder)
+
+
+def documents(sequences: Any) -> list[tuple[list[int], list[bool]]]:
+    """Ids and loss masks of all documents, in rising order."""
+    found = []
+    for index in range(len(sequences)):
+        row = sequences[index]
+        for number in row["document_ids"].unique():
+            here = row["document_ids"] == number
+            if number >= 0:
+                found.append((row["input_ids"][here].tolist(), row["loss_mask"][here].tolist()))
+    return sorted(found)
+
+
+def test_a_round_is_what_the_target_says_to_the_prompts_of_its_steps(
+    target: Target, data: PackedDataset, tmp_path: Path
+) -> None:
+    head = noisy_head(target)
+    for step, first in ((0, 0), (1, 0), (2, 2), (3, 2)):
+        found, figures = rollouts(target, data, tmp_path / str(step)).round(step, head)
+        assert (found.first, found.last) == (first, first + 2)
+        numbers = [schedule.sequences(each, 1, 4, SEED)[0] for each in (first, first + 1)]
+        prompts = [ids[:6] for n in numbers for ids, _ in documents([data[n]])]
+        assert len(prompts) == 4
+        answers = [decode(target, NoDraft(), prompt, 9).token_ids for prompt in prompts]
+        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        expected = sorted((text, [n >= 6 for n in range(len(text))]) for text in texts)
+        assert documents(found.data) == expected
+        assert figures["rollout/tokens"] == sum(map(len, answers))
+        assert 1 < figures["rollout/tau"] <= 5
+
+
+def test_a_round_s_sequences_come_in_an_order_of_its_own(
+    target: Target, data: PackedDataset, tmp_path: Path
+) -> None:
+    first, _ = rollouts(target, data, tmp_path).round(0, noisy_head(target))
+    later, _ = rollouts(target, data, tmp_path).round(2, noisy_head(target))
+    assert first.sequences(1, 2) == schedule.sequences(1, 2, len(first.data), SEED)
+    assert later.sequences(3, 2) == schedule.sequences(1, 2, len(later.data), SEED + 1)
+
+
+def test_a_round_is_written_once(target: Target, data: PackedDataset, tmp_path: Path) -> None:
+    made = rollouts(target, data, tmp_path)
+    first, figures = made.round(0, noisy_head(target))
+    again, nothing = made.round(1, noisy_head(target))
+    assert figures
+    assert not nothing
+    assert documents(again.data) == documents(first.data)
+    file = tmp_path / "round-0000" / TEXTS
+    kept = load_file(file)
+    assert kept["prompts"].tolist() == [6] * 4
+    # Another run's prompts.
+    other = replace(made, seed=SEED + 1)
+    found, figures = other.round(0, noisy_head(target))
+    assert figures
+    assert documents(found.data) != documents(first.data)
+
+
+def test_other_temperatures_and_seeds_say_other_things(
+    target: Target, data: PackedDataset, tmp_path: Path
+) -> None:
+    head = noisy_head(target)
+    greedy, drawn, again = (
+        documents(rollouts(target, data, tmp_path / name, **changes).round(0, head)[0].data)
+        for name, changes in (
+            ("greedy", {}), ("drawn", {"temperature": 1.0}), ("again", {"temperature": 1.0}),
+        )
+    )  # fmt: skip
+    assert drawn == again != greedy
+    assert [ids[:6] for ids, _ in drawn] == [ids[:6] for ids, _ in greedy]
+
+
+def test_prompts_without_room_are_left_out(
+    target: Target, data: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.config, "max_position_embeddings", 14)
+    with pytest.raises(InputError, match=r"rollout\.max_new_tokens=9: leaves no prompt of steps 1"):
+        rollouts(target, data, tmp_path).round(0, noisy_head(target))
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rollout\.steps=0: must be above 0"):
+        RolloutConfig(steps=0)
+    run = MedusaRun()
+    run.data.features = "features"
+    with pytest.raises(InputError, match=r"rollout\.steps=5: the target answers while training"):
+        replace(run, rollout=RolloutConfig(steps=5))

@@ -1,0 +1,221 @@
+"""What the steps of a run read: the packed data throughout, or rounds of the target's own answers.
+
+On-policy distillation (Draft-OPD, arXiv 2605.29343) lets the target answer the prompts of the data,
+drafting with the head as it is, and teaches the head where its drafts went. Verified text is the
+target's own whoever drafts, and what a head drafts along a text depends on that text alone; so
+a round is text, and a step finds the drafts of the head of that very step in it. Nothing of a
+head that has changed since is ever learnt from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from conf.schema import InputError, RolloutConfig
+from data.chat import Sample
+from data.pack import PackedDataset
+from eval.clock import Stopwatch
+from eval.decode.engine import Request, decode_many
+from eval.decode.generation import Generation
+from eval.measure.processes import gathered
+from heads.drafting import Drafter
+from heads.kind import DraftHead
+from heads.kinds import kind_of
+from heads.sampling import Sampling
+from heads.storage import load_tensors, write_folder
+from heads.target.model import Target
+from heads.tree import Tree
+from train import schedule
+from train.batch.prefetch import Dataset
+from train.dist import processes
+from train.loop.replay import prompts_of
+
+GROUP = 4
+"""Answers that are dealt to a process at once, as a multiple of those it writes side by side."""
+TEXTS = "texts.safetensors"
+FIGURES = ("texts", "tokens", "tokens_per_s", "tau")
+
+
+class Round(NamedTuple):
+    """Sequences that steps `first` to `last`, the last one not included, read.
+
+    Attributes:
+        data: packed.
+        first, last: optimizer steps, from 0.
+        seed: orders the sequences.
+    """
+
+    data: Dataset
+    first: int
+    last: int
+    seed: int
+
+    def sequences(self, step: int, batch_size: int) -> list[int]:
+        """The global batch of a step."""
+        return schedule.sequences(step - self.first, batch_size, len(self.data), self.seed)
+
+
+class Texts(NamedTuple):
+    """Answered prompts.
+
+    Attributes:
+        token_ids: [N] int64, text behind text.
+        lengths, prompts: [n] int64 tokens of each, and of these its prompt.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    prompts: Tensor
+
+    def samples(self) -> Iterator[Sample]:
+        """Documents of which the answers are learnt."""
+        for ids, prompt in zip(
+            self.token_ids.split(self.lengths.tolist()), self.prompts.tolist(), strict=True
+        ):
+            yield Sample(ids.tolist(), [place >= prompt for place in range(len(ids))])
+
+    def answer(self, prompts: Sequence[list[int]]) -> bool:
+        """Whether these are the prompts."""
+        starts = self.token_ids.split(self.lengths.tolist())
+        return [ids[:n].tolist() for ids, n in zip(starts, self.prompts, strict=True)] == prompts
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rounds of the target's answers to the prompts that the data's own steps would have read.
+
+    Attributes:
+        config: `steps` is set.
+        target: answers.
+        data: gives prompts, and the length and padding of sequences.
+        batch_size: sequences of a step.
+        seed: of the run.
+        folder: keeps the rounds, which a resumed run reads again.
+    """
+
+    config: RolloutConfig
+    target: Target
+    data: PackedDataset
+    batch_size: int
+    seed: int
+    folder: Path
+
+    def round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
+        """The round of a step, made on all processes at once if no earlier run has left it.
+
+        Args:
+            step: optimizer step, from 0.
+            head: drafts; in eval mode, with whole parameters.
+
+        Returns:
+            The round, and figures of what was written now.
+        """
+        assert self.config.steps is not None
+        number = step // self.config.steps
+        first = number * self.config.steps
+        prompts = self._prompts(first, first + self.config.steps)
+        texts, figures = self._kept(number, prompts), dict[str, float]()
+        processes.wait()  # nobody writes before everybody has looked
+        if texts is None:
+            texts, figures = self._written(number, prompts, head)
+            if PartialState().is_main_process:
+                fill = partial(_fill, texts)
+                write_folder(self._path(number), fill)
+        seed = self.seed + number
+        packed = PackedDataset(
+            texts.samples(), self.data.max_length, seed=seed, pad_id=self.data.pad_id
+        )
+        return Round(packed, first, first + self.config.steps, seed), figures
+
+    @staticmethod
+    def line(figures: dict[str, float]) -> str:
+        """What was written, for people."""
+        texts, tokens, rate, tau = (figures[f"rollout/{name}"] for name in FIGURES)
+        return (
+            f"{texts:,.0f} answers of the target, {tokens:,.0f} tokens, {rate:,.0f} per second "
+            f"at a tau of {tau:.2f}; a step learns from the drafts of its own head in them"
+        )
+
+    def _prompts(self, first: int, last: int) -> list[list[int]]:
+        """Of the documents of what these steps would have read, that leave room for an answer."""
+        numbers: dict[int, None] = {}
+        for step in range(first, last):
+            found = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
+            numbers |= dict.fromkeys(found)
+        window = getattr(self.target.config, "max_position_embeddings", None)
+        room = None if window is None else window - self.config.max_new_tokens
+        prompts = [prompt for number in numbers for prompt in prompts_of(self.data[number])]
+        fitting = [each for each in prompts if room is None or len(each) <= room]
+        if not fitting:
+            raise InputError(
+                f"rollout.max_new_tokens={self.config.max_new_tokens}: leaves no prompt of steps "
+                f"{first + 1} to {last} room in the window of {self.target.name}, {window} tokens"
+            )
+        return fitting
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"round-{number:04}"
+
+    def _kept(self, number: int, prompts: list[list[int]]) -> Texts | None:
+        """What a run that was stopped has written."""
+        file = self._path(number) / TEXTS
+        if not file.exists():
+            return None
+        texts = Texts(**load_tensors(file))
+        return texts if texts.answer(prompts) else None
+
+    def _written(
+        self, number: int, prompts: list[list[int]], head: DraftHead
+    ) -> tuple[Texts, dict[str, float]]:
+        watch, state = Stopwatch(), PartialState()
+        size = GROUP * self.config.batch_size
+        groups = [range(begin, len(prompts))[:size] for begin in range(0, len(prompts), size)]
+        # Groups are the same on any number of processes, and so is all that their company decides.
+        mine = groups[state.process_index :: state.num_processes]
+        found: list[tuple[int, Generation]] = []
+        bar = tqdm(mine, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False)
+        for group in bar:
+            found += zip(group, self._answers(number, group, prompts, head), strict=True)
+        processes.wait()
+        answers = [each for _, each in sorted(gathered(found), key=lambda pair: pair[0])]
+        whole = [prompt + each.token_ids for prompt, each in zip(prompts, answers, strict=True)]
+        texts = Texts(
+            torch.tensor([token for text in whole for token in text]),
+            torch.tensor(list(map(len, whole))),
+            torch.tensor(list(map(len, prompts))),
+        )
+        num_tokens = sum(len(each.token_ids) for each in answers)
+        steps = [step for each in answers for step in each.steps]
+        rate = num_tokens / watch.seconds()
+        tau = sum(step.num_emitted for step in steps) / max(1, len(steps))
+        values = zip(FIGURES, (len(answers), num_tokens, rate, tau), strict=True)
+        return texts, {f"rollout/{name}": value for name, value in values}
+
+    @torch.no_grad()
+    def _answers(
+        self, number: int, group: range, prompts: list[list[int]], head: DraftHead
+    ) -> list[Generation]:
+        """Of the prompts of a group, in their order."""
+        kind, sampling = kind_of(head), Sampling(self.config.temperature)
+        chain = Tree.chain(kind.usual_depth(head))
+        requests = [
+            Request(prompts[index], hash((self.seed, number, index)) % (1 << 63)) for index in group
+        ]
+
+        def make(seeds: list[int]) -> Drafter:
+            return kind.drafter(head, chain, sampling, seeds)
+
+        limits = self.config.max_new_tokens, self.config.batch_size
+        return decode_many(self.target, make, requests, *limits, sampling)
+
+
+def _fill(texts: Texts, folder: Path) -> None:
+    save_file(texts._asdict(), folder / TEXTS)
