@@ -163,7 +163,7 @@ FAULTS = [
     ("dflash", "speculators", config("sliding_window_non_causal"), "non_causal is absent"),
     ("dflash", "speculators", config("aux_hidden_state_layer_ids", value=[2, 3]), "would read"),
     ("dflash", "speculators", config("mask_token_id"), "mask_token_id is absent"),
-    ("dflash", "speculators", tensor("lm_head.weight", None), "missing: .'lm_head.weight'"),
+    ("dflash, reduced", "speculators", tensor("lm_head.weight", None), "missing: .'lm_head.w"),
     ("dspark, in a window", "speculators", config("sliding_window_non_causal", value=True), LOGITS),
     ("dspark", "vllm", config("sample_from_anchor", value=False), r"logits is \[5, 5, 96\]: must"),
     ("dspark", "vllm", config("sample_from_anchor"), "sample_from_anchor is absent"),
@@ -211,6 +211,9 @@ def test_config_of_each_engine(target: Target, heads, tmp_path: Path) -> None:
     proposal = theirs["speculators_config"]["proposal_methods"][0]
     assert proposal["speculative_tokens"] == 4
     assert "dflash_config" not in theirs
+    # Both ends are the target's, which engines have.
+    weights = load_file(tmp_path / "dflash" / "speculators" / "model.safetensors")
+    assert {"embed_tokens.weight", "lm_head.weight"}.isdisjoint(weights)
     dspark = found["dspark", "original"]
     assert dspark["target_layer_ids"] == [0, 1]
     assert dspark["markov_head_type"] == Markov.vanilla.value

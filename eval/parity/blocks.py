@@ -190,7 +190,7 @@ class ServedBlocks:
         may: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
         reduced = shape.draft_vocab_size != shape.vocab_size
         head = {OUTPUT: (shape.draft_vocab_size, shape.hidden_size)}
-        needed = self.export.format == "speculators" or reduced or self._whole
+        needed = reduced or self._whole
         must, may = (must | head, may) if needed else (must, may | head)
         if reduced:
             must = must | {"d2t": (shape.draft_vocab_size,)}

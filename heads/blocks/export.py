@@ -1,9 +1,9 @@
 """Block drafters in the words of each engine: who can serve which, tensors, `config.json`, command.
 
 Read from the loaders themselves: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and
-`configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9 `models/dflash`;
-z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`. All but speculators take the
-authors' own layout, which is how heads are saved.
+`configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9
+`models/{dflash,dflash2,dspark}`; z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`.
+All but speculators take the authors' own layout, which is how heads are saved.
 """
 
 from dataclasses import dataclass
@@ -59,23 +59,22 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
 
 def files(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> Files:
     """What an engine that can serve the head reads."""
-    added = _added(head, engine, layout)
+    added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
     settings = head.config_json() | {"dtype": dtype_of(head), "torch_dtype": dtype_of(head)}
     if engine is ExportFormat.speculators:
         settings = _speculators_config(head, settings, layout)
     return Files(settings, WEIGHTS, head.tensors() | added, sorted(added), list(head.config.layers))
 
 
-def _added(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> dict[str, Tensor]:
-    """What the engine would otherwise start at random."""
-    added, target = {}, head.target
-    ends = engine is ExportFormat.original and layout.with_ends
-    if ends and head.embed_tokens is None:
-        added[EMBEDDING] = target.embedding.weight.to(head.dtype)
-    if head.lm_head is None and (ends or engine is ExportFormat.speculators):
+def _ends(head: BlockHead) -> dict[str, Tensor]:
+    """The target's embedding and output head, where the head has none of its own."""
+    ends, target = {}, head.target
+    if head.embed_tokens is None:
+        ends[EMBEDDING] = target.embedding.weight.to(head.dtype)
+    if head.lm_head is None:
         # A copy, as one file cannot hold a tensor that is tied to the embedding.
-        added[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
-    return added
+        ends[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
+    return ends
 
 
 def _speculators_config(
