@@ -12,11 +12,14 @@ from peagle_heads import peagle_head
 from test_engines_vllm import NUM_TOKENS, accepted_per_pass, counted
 from toys import save_target, texts
 
+from conf.schema_export import ExportFormat
 from data.engine_counts import DraftCounts
 from eval.measure.counts import drafted
 from heads.blocks.drafter import BlockChain
 from heads.dflash.formats import load_dflash
 from heads.drafting import Drafter
+from heads.export.golden import golden
+from heads.export.writer import export_head
 from heads.kind import DraftHead
 from heads.kinds import load_head
 from heads.peagle.drafter import PEagleChain
@@ -94,18 +97,22 @@ def test_vllm_drafts_in_parallel_what_we_do(
 def test_vllm_on_interpreted_kernels_drafts_what_we_do(
     target: Target, prompts: list[list[int]], tmp_path: Path, kind: str, num_layers: int
 ) -> None:
-    """The same of DSpark and DFlash-2, on fewer and shorter texts."""
+    """The same of DSpark and DFlash-2, on fewer and shorter texts; also in speculators' layout."""
     torch.manual_seed(0)
-    block_head(target, kind, num_layers=num_layers).save(tmp_path / "head")
-    model = str(tmp_path / "head")
+    trained = block_head(target, kind, num_layers=num_layers)
+    trained.save(tmp_path / "head")
+    values = golden(trained, target, num_rows=5)
+    export_head(trained, ExportFormat.speculators, values, tmp_path / "export", {})
     method = {"dspark": "dspark", "dflash2": "dflash"}[kind]
-    settings = {"method": method, "model": model, "num_speculative_tokens": DEPTH}
+    common = {"method": method, "num_speculative_tokens": DEPTH}
+    settings = [common | {"model": str(tmp_path / name)} for name in ("head", "export")]
     some = [*prompts[:3], prompts[-1]]
     script = "vllm_interpreted.py"
-    (theirs,) = counts_of_vllm(tmp_path, target, some, FEW_TOKENS, [settings], script)
+    saved, exported = counts_of_vllm(tmp_path, target, some, FEW_TOKENS, settings, script)
 
-    head = load_head(model).attach(target)
-    compare(target, head, lambda: BlockChain(head, DEPTH), some, theirs, FEW_TOKENS)
+    head = load_head(str(tmp_path / "head")).attach(target)
+    compare(target, head, lambda: BlockChain(head, DEPTH), some, saved, FEW_TOKENS)
+    assert exported == saved
 
 
 def compare(

@@ -60,7 +60,7 @@ def test_speculators_unrolls_an_export_as_we_do_the_head(
 
 
 @needs(SPECULATORS)
-@pytest.mark.parametrize("kind", ["dflash", "dflash, reduced", "dspark", "dspark, rnn"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash, reduced", "dflash2", "dspark", "dspark, rnn"])
 def test_speculators_drafts_blocks_as_we_do(tmp_path: Path, kind: str) -> None:
     """Exports without the target's ends, which it takes from the target's folder."""
     target = toy_target()

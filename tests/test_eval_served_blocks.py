@@ -22,7 +22,11 @@ from heads.kinds import kind_of, load_head
 from heads.target.model import Target
 
 ENGINES = ("vllm", "sglang", "speculators", "original")
-MORE = {"dspark, in a window": {"causal": True, "window": 4}, "dflash, ends": {"layers": [1, 4, 7]}}
+MORE = {
+    "dspark, in a window": {"causal": True, "window": 4},
+    "dflash, ends": {"layers": [1, 4, 7]},
+    "dflash2, in a window": {"window": 4},
+}
 
 
 def made(target: Target, name: str) -> BlockHead:
@@ -60,12 +64,13 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dflash": ["vllm", "sglang", "speculators", "original"],
         "dflash, causal in a window": ["vllm", "speculators"],
         "dflash, reduced": ["vllm", "speculators"],
-        "dflash2": ["vllm", "sglang", "original"],
+        "dflash2": ["vllm", "sglang", "speculators", "original"],
         "dspark": ["vllm", "sglang", "speculators", "original"],
         "dspark, gated": ["sglang", "speculators", "original"],
         "dspark, rnn": ["speculators"],
         "dspark, in a window": ["vllm", "speculators"],
         "dflash, ends": ["vllm", "sglang", "speculators", "original"],
+        "dflash2, in a window": ["vllm", "speculators"],
     }
     facts = {name: kind_of(head).facts(head, {}, None) for name, head in heads.items()}
     served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
@@ -175,9 +180,16 @@ FAULTS = [
     ("dspark", "original", config("target_layer_ids", value=[1, 2]), "would read hidden states"),
     ("dflash2", "vllm", config(*BLOCK, "selector_top_k", value=4), "can draft different ids"),
     ("dflash2", "vllm", config(*BLOCK, "conv_kernel_size"), "conv_kernel_size is absent"),
-    ("dflash2", "vllm", config(*BLOCK, "causal", value=True), "needs false: rows of a block"),
+    ("dflash2", "vllm", config(*BLOCK, "causal", value=True), "causal is True: vLLM needs False"),
     ("dflash2", "vllm", tensor("layers.0.mlp_conv.base_kernel", lambda k: k.flip(0)), "logits"),
     ("dflash2", "vllm", tensor(PREDECESSOR, lambda k: k.roll(1, 0)), LOGITS),
+    ("dflash2", "speculators", config("selector_top_k", value=4), "can draft different ids"),
+    ("dflash2", "speculators", config("conv_group_size"), "conv_group_size is absent"),
+    ("dflash2", "speculators", config("aux_hidden_state_layer_ids", value=[2, 3]), "would read"),
+    ("dflash2", "speculators", config("speculators_model_type", value="dflash"), "kind of the hea"),
+    ("dflash2, in a window", "speculators", config("sliding_window_non_causal", value=False),
+     "needs True"),
+    ("dflash2, in a window", "speculators", tensor(PREDECESSOR, lambda k: k.roll(1, 0)), LOGITS),
 ]  # fmt: skip
 
 
@@ -194,7 +206,12 @@ def test_a_fault_is_caught(target: Target, heads, case: Any, tmp_path: Path) -> 
 def test_config_of_each_engine(target: Target, heads, tmp_path: Path) -> None:
     found = {
         (name, engine): config_of(exported(heads[name], target, engine, tmp_path / name / engine))
-        for name, engine in (("dflash", "vllm"), ("dflash", "speculators"), ("dspark", "original"))
+        for name, engine in (
+            ("dflash", "vllm"),
+            ("dflash", "speculators"),
+            ("dflash2", "speculators"),
+            ("dspark", "original"),
+        )
     }
     native = found["dflash", "vllm"]
     assert native["architectures"] == ["DFlashDraftModel"]
@@ -214,6 +231,12 @@ def test_config_of_each_engine(target: Target, heads, tmp_path: Path) -> None:
     # Both ends are the target's, which engines have.
     weights = load_file(tmp_path / "dflash" / "speculators" / "model.safetensors")
     assert {"embed_tokens.weight", "lm_head.weight"}.isdisjoint(weights)
+    second = found["dflash2", "speculators"]
+    assert second["architectures"] == ["DFlash2DraftModel"]
+    assert second["speculators_model_type"] == "dflash2"
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    assert [second[name] for name in names] == [3, 8, 4, 9]
+    assert {"causal", "target_layer_ids", "dflash_config"}.isdisjoint(second)
     dspark = found["dspark", "original"]
     assert dspark["target_layer_ids"] == [0, 1]
     assert dspark["markov_head_type"] == Markov.vanilla.value

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from conf.schema_export import ExportFormat
+from heads.blocks.config import dflash_keys
 from heads.blocks.head import WEIGHTS, BlockHead
 from heads.engines import dtype_of, vllm_command
 from heads.kind import Files
@@ -28,14 +29,14 @@ class BlockLayout:
         name: of the method, as speculators calls it.
         vllm: the same in vLLM, and in SGLang in capitals.
         title: of its heads, for sentences.
-        speculators: the class that speculators gives them; None if it has none.
+        speculators: the class that speculators gives them.
         with_ends: the authors' files hold the target's embedding and output head.
     """
 
     name: str
     vllm: str
     title: str
-    speculators: str | None
+    speculators: str
     with_ends: bool = False
 
 
@@ -44,7 +45,7 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
     config = head.config
     if engine is ExportFormat.vllm:
         return None
-    if engine is ExportFormat.speculators and layout.speculators is not None:
+    if engine is ExportFormat.speculators:
         if config.causal and config.window is None:
             return "lets rows see later ones wherever they see all of the text (head.causal=true)"
         return None
@@ -88,6 +89,9 @@ def _speculators_config(
     )  # fmt: skip
     elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
     kept = {n: value for n, value in flat.items() if n not in {*of_layers, *elsewhere}}
+    # What a kind has beyond DFlash; the rest is said in other words below.
+    inner, common = flat.get("dflash_config", {}), dflash_keys(config)
+    kept |= {name: value for name, value in inner.items() if name not in common}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.num_draft_tokens,
