@@ -53,6 +53,8 @@ ONLY = {
 }
 MASK_EMBEDDING = "mask_embedding.pt"
 """Beside the weights: vLLM takes it in place of the mask token's embedding."""
+EARLY = "logit_head."
+"""Before the names of a Markov and a confidence head in SpecForge's first files."""
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 """What speculators keeps for training, and no draft is made with."""
 
@@ -118,7 +120,8 @@ class BlockFile:
                 f"{MASK_EMBEDDING}: a mask embedding of its own, pickled: such heads are not read"
             )
         for file in files:
-            tensors |= {n.removeprefix("model."): t for n, t in load_tensors(file).items()}
+            for name, tensor in load_tensors(file).items():
+                tensors[name.removeprefix("model.").removeprefix(EARLY)] = tensor
         found._forget()
         found._check()
         found.vocab = found._vocabulary()
