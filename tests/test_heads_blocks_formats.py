@@ -142,7 +142,8 @@ FULL = {"transformer_layer_config": SIZES}
         (ZLAB | SLIDING | {"dflash_config": NESTED | {"causal": False}}, 3, False),
         (ZLAB | SLIDING | {"is_causal": False, "dflash_config": NESTED | {"causal": True}}, 3,
          False),
-        (ZLAB | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 5}}, 5, True),
+        # As XiaomiMiMo publishes them: a window in layers that are not called sliding.
+        (ZLAB | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 5}}, 5, False),
         (ZLAB | SLIDING | {"dflash_config": NESTED | {"swa_window_size": 5}}, 5, True),
         (ZLAB | {"sliding_window": 3}, None, False),
         (SPECULATORS, 3, True),

@@ -35,6 +35,7 @@ SIZES = (
     "vocab_size",
 )
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+SLIDING = "sliding_attention"
 SCALED_ROPE = ("linear", "yarn", "llama3")
 # A head with another value computes something else.
 ONLY = {
@@ -217,7 +218,7 @@ class BlockFile:
             InputError: layers differ.
         """
         kinds = set(self.settings.get("layer_types", ()))
-        sliding = self.settings.get("use_swa", False) or "sliding_attention" in kinds
+        sliding = self.settings.get("use_swa", False) or SLIDING in kinds
         if len(kinds) > 1:
             raise self.error(f"config.json says layer_types {sorted(kinds)}: must be all of a kind")
         if not sliding:
@@ -228,12 +229,13 @@ class BlockFile:
         return size
 
     def _causal(self, window: int | None) -> bool:
-        """As vLLM decides: what is said, and otherwise whether layers slide."""
+        """As vLLM decides: what is said, and otherwise whether layers are called sliding."""
         settings = self.settings
         if "speculators_model_type" in settings:
             # Its name says it: without a window speculators trains rows that see each other.
             return window is not None and not settings.get("sliding_window_non_causal", True)
-        return bool(settings.get("is_causal", settings.get("causal", window is not None)))
+        slides = SLIDING in settings.get("layer_types", ())
+        return bool(settings.get("is_causal", settings.get("causal", slides)))
 
     def _layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings
