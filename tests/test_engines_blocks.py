@@ -1,6 +1,7 @@
 """vLLM on a CPU with block drafters: greedy texts, drafts and accepted tokens, to the unit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,27 @@ def test_vllm_drafts_in_parallel_what_we_do(
 
 
 @needs(VLLM)
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+@pytest.mark.parametrize(
+    ("kind", "settings", "full_layers"),
+    [
+        pytest.param("dspark", {"num_layers": 1}, (), id="DSpark, one layer"),
+        pytest.param("dspark", {}, (), id="DSpark, two layers"),
+        pytest.param("dflash2", {"num_layers": 1}, (), id="DFlash-2, one layer"),
+        pytest.param("dflash2", {}, (), id="DFlash-2, two layers"),
+        pytest.param("dflash", WINDOW, (1,), id="a layer of DFlash without a window"),
+    ],
+)
 def test_vllm_on_interpreted_kernels_drafts_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, kind: str, num_layers: int
+    target: Target, prompts: list[list[int]], tmp_path: Path, kind, settings, full_layers
 ) -> None:
-    """The same of DSpark and DFlash-2, on fewer and shorter texts; also in speculators' layout."""
+    """What it takes a GPU for, on fewer and shorter texts; also in speculators' layout."""
     torch.manual_seed(0)
-    trained = block_head(target, kind, num_layers=num_layers)
+    trained = block_head(target, kind, **settings)
+    trained.config = replace(trained.config, full_layers=full_layers)
     trained.save(tmp_path / "head")
-    values = golden(trained, target, num_rows=5)
-    export_head(trained, ExportFormat.speculators, values, tmp_path / "export", {})
-    method = {"dspark": "dspark", "dflash2": "dflash"}[kind]
+    engine = ExportFormat.vllm if full_layers else ExportFormat.speculators
+    export_head(trained, engine, golden(trained, target, num_rows=5), tmp_path / "export", {})
+    method = "dspark" if kind == "dspark" else "dflash"
     common = {"method": method, "num_speculative_tokens": DEPTH}
     settings = [common | {"model": str(tmp_path / name)} for name in ("head", "export")]
     some = [*prompts[:3], prompts[-1]]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ MORE = {
     "dspark, in a window": {"causal": True, "window": 4},
     "dflash, ends": {"layers": [1, 4, 7]},
     "dflash2, in a window": {"window": 4},
+    "dflash, mixed": {"causal": True, "window": 4},
+    "dspark, mixed": {"causal": True, "window": 4},
 }
 
 
@@ -33,6 +36,8 @@ def made(target: Target, name: str) -> BlockHead:
     """A random head, none of whose weights is a one or a zero."""
     changes = {**KINDS.get(name, {}), **MORE.get(name, {})}
     head = fresh(target, settings_of(name.split(",", maxsplit=1)[0], **changes))
+    if "mixed" in name:
+        head.config = replace(head.config, full_layers=(0,))
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -71,6 +76,9 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dspark, in a window": ["vllm", "speculators"],
         "dflash, ends": ["vllm", "sglang", "speculators", "original"],
         "dflash2, in a window": ["vllm", "speculators"],
+        # speculators' layout has one word for all layers in vLLM.
+        "dflash, mixed": ["vllm"],
+        "dspark, mixed": ["vllm"],
     }
     facts = {name: kind_of(head).facts(head, {}, None) for name, head in heads.items()}
     served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
@@ -141,6 +149,12 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> 
     return break_it
 
 
+def causal_everywhere(folder: Path) -> None:
+    """A fault in heads whose layers differ: engines go by this one word in all."""
+    edited(folder / "config.json", lambda content: content["dflash_config"].update(causal=True))
+
+
+SWAPPED = ["sliding_attention", "full_attention"]
 BLOCK, PREDECESSOR = ("dflash_config",), "candidate_selector.predecessor_codebook"
 LOGITS = "logits of the served head differ"
 FAULTS = [
@@ -189,6 +203,11 @@ FAULTS = [
     ("dflash2", "speculators", config("speculators_model_type", value="dflash"), "kind of the hea"),
     ("dflash2, in a window", "speculators", config("sliding_window_non_causal", value=False),
      "needs True"),
+    ("dflash, mixed", "vllm", config("layer_types", value=["sliding_attention"] * 2), "is absent"),
+    ("dflash, mixed", "vllm", config("layer_types", value=["full_attention"] * 2), "needs False"),
+    ("dflash, mixed", "vllm", causal_everywhere, "causal is True: vLLM needs False"),
+    ("dflash, mixed", "vllm", config("layer_types", value=SWAPPED), LOGITS),
+    ("dspark, mixed", "vllm", config("layer_types", value=SWAPPED), LOGITS),
     ("dflash2, in a window", "speculators", tensor(PREDECESSOR, lambda k: k.roll(1, 0)), LOGITS),
 ]  # fmt: skip
 

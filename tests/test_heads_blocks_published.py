@@ -1,5 +1,6 @@
 """Block drafters as others publish them: their keys and names, literally, at a toy's sizes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ ZLAB_DFLASH2 = {
     **QWEN3, **SLIDING, "architectures": ["DFlash2DraftModel"], "dtype": "bfloat16",
     "is_causal": False, "num_target_layers": 8, "pad_token_id": 0, "use_cache": False,
     "dflash_config": {"block_size": 5, **DFLASH2, **INNER}, "transformers_version": "5.15.0",
+}  # fmt: skip
+# As z-lab/Qwen3.6-35B-A3B-DFlash: its last layer sees all of the text.
+ZLAB_MIXED = {
+    **QWEN3, **SLIDING, "architectures": ["DFlashDraftModel"], "dtype": "bfloat16",
+    "layer_types": ["sliding_attention", "full_attention"], "num_target_layers": 8,
+    "dflash_config": {"block_size": 5, **INNER},
 }  # fmt: skip
 # sgl-project/SpecForge `configs/qwen3-8b-{dflash,dspark}.json`, and what training adds.
 SPECFORGE = {
@@ -147,6 +154,7 @@ REDUCED = {"own_output_head": True, "draft_vocab_size": 24}
     [
         pytest.param("dflash2", AROUND, ZLAB_DFLASH2, id="z-lab, DFlash-2"),
         pytest.param("dflash", PLAIN, SPECFORGE, id="SpecForge, DFlash"),
+        pytest.param("dflash", CAUSAL, ZLAB_MIXED, id="z-lab, DFlash, a layer without a window"),
         pytest.param("dspark", PLAIN, SPECFORGE_DSPARK, id="SpecForge, DSpark"),
         pytest.param("dspark", PLAIN, DEEPSPEC, id="DeepSpec, DSpark"),
         pytest.param("dflash", CAUSAL, speculators("dflash", 4), id="speculators, DFlash"),
@@ -166,10 +174,13 @@ def test_a_published_head_is_the_one_it_was_written_from(
     target: Target, tmp_path: Path, kind: str, settings: dict[str, Any], config: dict[str, Any]
 ) -> None:
     head = noisy(target, kind, **settings)
+    if config is ZLAB_MIXED:
+        head.config = replace(head.config, full_layers=(1,))
     tensors = head.tensors() | (ends(target) if config is DEEPSPEC else {})
     found = load_head(write(tmp_path / "head", config, tensors))
     assert type(found) is type(head)
-    names = ("layers", "block_size", "mask_token_id", "sample_from_anchor", "causal", "window")
+    names = ["layers", "block_size", "mask_token_id", "sample_from_anchor"]
+    names += ["causal", "window", "full_layers"]
     for name in names:
         assert getattr(found.config, name) == getattr(head.config, name), name
     assert candidates(found, target).equal(candidates(head, target))

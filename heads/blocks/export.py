@@ -46,7 +46,7 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
     if engine is ExportFormat.vllm:
         return None
     if engine is ExportFormat.speculators:
-        if config.causal and config.window is None:
+        if config.causal and (config.window is None or config.full_layers):
             return "lets rows see later ones wherever they see all of the text (head.causal=true)"
         return None
     if engine not in (ExportFormat.sglang, ExportFormat.original):
