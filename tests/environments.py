@@ -49,6 +49,7 @@ def counts_of_vllm(
     prompts: list[list[int]],
     num_tokens: int,
     settings: list[dict[str, Any]],
+    script: str = "vllm_count.py",
 ) -> list[list[dict[str, Any]]]:
     """Per `speculative_config` and prompt, as `vllm_count.py` says."""
     job = {
@@ -59,7 +60,7 @@ def counts_of_vllm(
     }
     question, answer = folder / "job.json", folder / "result.json"
     question.write_text(json.dumps(job))
-    run(VLLM, "vllm_count.py", question, answer)
+    run(VLLM, script, question, answer)
     return json.loads(answer.read_text())
 
 

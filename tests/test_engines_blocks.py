@@ -1,33 +1,33 @@
-"""vLLM on a CPU with block drafters: greedy texts, drafts and accepted tokens, to the unit.
-
-vLLM 0.32 gives the context keys of every layer the first layer's `k_norm` on a CPU, so heads of
-several layers have it equal here. Its runner for CPUs has no DSpark.
-"""
+"""vLLM on a CPU with block drafters: greedy texts, drafts and accepted tokens, to the unit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from block_heads import block_head
-from environments import VLLM, needs, opened
+from environments import VLLM, counts_of_vllm, needs, opened
 from peagle_heads import peagle_head
 from test_engines_vllm import NUM_TOKENS, accepted_per_pass, counted
 from toys import save_target, texts
 
+from conf.schema_export import ExportFormat
 from data.engine_counts import DraftCounts
 from eval.measure.counts import drafted
 from heads.blocks.drafter import BlockChain
-from heads.blocks.head import BlockHead
 from heads.dflash.formats import load_dflash
 from heads.drafting import Drafter
+from heads.export.golden import golden
+from heads.export.writer import export_head
 from heads.kind import DraftHead
+from heads.kinds import load_head
 from heads.peagle.drafter import PEagleChain
 from heads.peagle.formats import load_peagle
 from heads.target.model import Target
 
-DEPTH = 4
+DEPTH, FEW_TOKENS = 4, 40
 WINDOW = {"causal": True, "window": 24}
 REDUCED = {"own_output_head": True, "draft_vocab_size": 150}
 
@@ -43,14 +43,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def prompts(target: Target) -> list[list[int]]:
     """Six that the heads have learnt from, and 14 that they have not."""
     return [text[:4] for text in texts(target, 20, 1)]
-
-
-def even_keys(head: BlockHead) -> BlockHead:
-    """With the first layer's norm of keys in all layers."""
-    first: Any = head.layers[0]
-    for layer in head.layers:
-        layer.self_attn.k_norm.weight.data.copy_(first.self_attn.k_norm.weight)  # type: ignore[union-attr, operator]
-    return head
 
 
 @needs(VLLM)
@@ -69,7 +61,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
 ) -> None:
     """A saved head in vLLM: our texts token for token, our counts to the unit."""
     torch.manual_seed(0)
-    even_keys(block_head(target, "dflash", **settings)).save(tmp_path / "head")
+    block_head(target, "dflash", **settings).save(tmp_path / "head")
     model = str(tmp_path / "head")
     theirs = counted(tmp_path, target, prompts, DEPTH, method="dflash", model=model)
 
@@ -100,18 +92,54 @@ def test_vllm_drafts_in_parallel_what_we_do(
     compare(target, head, lambda: PEagleChain(head, DEPTH), prompts, theirs)
 
 
+@needs(VLLM)
+@pytest.mark.parametrize(
+    ("kind", "settings", "full_layers"),
+    [
+        pytest.param("dspark", {"num_layers": 1}, (), id="DSpark, one layer"),
+        pytest.param("dspark", {}, (), id="DSpark, two layers"),
+        pytest.param("dflash2", {"num_layers": 1}, (), id="DFlash-2, one layer"),
+        pytest.param("dflash2", {}, (), id="DFlash-2, two layers"),
+        pytest.param("dflash", WINDOW, (1,), id="a layer of DFlash without a window"),
+    ],
+)
+def test_vllm_on_interpreted_kernels_drafts_what_we_do(
+    target: Target, prompts: list[list[int]], tmp_path: Path, kind, settings, full_layers
+) -> None:
+    """What it takes a GPU for, on fewer and shorter texts; also in speculators' layout."""
+    torch.manual_seed(0)
+    trained = block_head(target, kind, **settings)
+    trained.config = replace(trained.config, full_layers=full_layers)
+    trained.save(tmp_path / "head")
+    engine = ExportFormat.vllm if full_layers else ExportFormat.speculators
+    export_head(trained, engine, golden(trained, target, num_rows=5), tmp_path / "export", {})
+    method = "dspark" if kind == "dspark" else "dflash"
+    common = {"method": method, "num_speculative_tokens": DEPTH}
+    settings = [common | {"model": str(tmp_path / name)} for name in ("head", "export")]
+    some = [*prompts[:3], prompts[-1]]
+    script = "vllm_interpreted.py"
+    saved, exported = counts_of_vllm(tmp_path, target, some, FEW_TOKENS, settings, script)
+
+    head = load_head(str(tmp_path / "head")).attach(target)
+    compare(target, head, lambda: BlockChain(head, DEPTH), some, saved, FEW_TOKENS)
+    assert exported == saved
+
+
 def compare(
     target: Target,
     head: DraftHead,
     drafter: Callable[[], Drafter],
     prompts: list[list[int]],
     theirs: list[dict[str, Any]],
+    num_tokens: int = NUM_TOKENS,
 ) -> None:
     """Texts, drafts and accepted tokens, as decoded and as replayed."""
     ours = []
     for prompt in prompts:
-        found = drafted(target, drafter(), prompt, NUM_TOKENS, DEPTH)
-        assert found == DraftCounts.of(found.text, accepted_per_pass(target, head, prompt), DEPTH)
+        found = drafted(target, drafter(), prompt, num_tokens, DEPTH)
+        passes = accepted_per_pass(target, head, prompt, num_tokens)
+        assert found == DraftCounts.of(found.text, passes, DEPTH)
         ours.append({"proposed": DEPTH * found.drafts, **vars(found)})
     assert ours == theirs
-    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 10
+    least = 10 if num_tokens == NUM_TOKENS else 3
+    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > least

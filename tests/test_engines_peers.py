@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_heads import fresh, settings_of
 from environments import MODELOPT, SPECULATORS, needs, opened, run, unrolled
 from exports import eagle, exported, toy_target
 from safetensors.torch import load_file, save_file
 from toys import save_target
 
+from conf.schema_export import ExportFormat
+from heads.blocks.golden import drafted
 from heads.eagle.formats import load_eagle
+from heads.export.golden import golden
+from heads.export.writer import export_head
 
 AFTER = {"norm_before_residual": True}
 EAGLE31 = {"fc_norm": True, "norm_output": True}
@@ -52,6 +57,33 @@ def test_speculators_unrolls_an_export_as_we_do_the_head(
         num_rows = len(ids) - 1 - step
         wanted = theirs[f"step{step}"][:num_rows]
         torch.testing.assert_close(ours[:num_rows], wanted, rtol=0, atol=1e-4)
+
+
+@needs(SPECULATORS)
+@pytest.mark.parametrize("kind", ["dflash", "dflash, reduced", "dflash2", "dspark", "dspark, rnn"])
+def test_speculators_drafts_blocks_as_we_do(tmp_path: Path, kind: str) -> None:
+    """Exports without the target's ends, which it takes from the target's folder."""
+    target = toy_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.name = str(tmp_path / "target")
+    head = fresh(target, settings_of(kind))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    values = golden(head, target, num_rows=5)
+    export_head(head, ExportFormat.speculators, values, tmp_path / "head", {})
+    num_rows, depth = 12, head.config.num_draft_tokens
+    ids = torch.randint(target.vocab_size, (num_rows + depth + 1,), generator=generator)
+    states = torch.randn(target.num_layers + 1, num_rows, target.hidden_size, generator=generator)
+    features = torch.cat([states[index] for index in head.config.layers], -1)
+    save_file({"ids": ids, "features": features}, tmp_path / "inputs.safetensors")
+    arguments = (tmp_path / name for name in ("head", "inputs.safetensors", "logits.safetensors"))
+    run(SPECULATORS, "speculators_blocks.py", *arguments)
+
+    with torch.no_grad():
+        ours = drafted(head, target, list(states), ids, torch.arange(num_rows)).logits
+    theirs = load_file(tmp_path / "logits.safetensors")["logits"]
+    torch.testing.assert_close(ours[..., head.vocab.ids], theirs, rtol=0, atol=1e-4)
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}

@@ -22,6 +22,7 @@ from heads.drafting import Draft, Drafter
 from heads.eagle.drafter import EagleChain
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
+from heads.kind import DraftHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.target.model import Target
 from heads.tree import Tree
@@ -51,14 +52,16 @@ def reduced(head: EagleHead, target: Target, num_ids: int) -> EagleHead:
     return head.pruned(head.vocab.narrowed(counts, num_ids, [0, 1, 2]))
 
 
-def accepted_per_pass(target: Target, head: EagleHead, prompt: list[int]) -> list[int]:
+def accepted_per_pass(
+    target: Target, head: DraftHead, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> list[int]:
     """Also what lies beyond the end of the text, which engines count and `decode` does not."""
-    text = decode(target, NoDraft(), prompt, NUM_TOKENS + DEPTH).token_ids
+    text = decode(target, NoDraft(), prompt, num_tokens + DEPTH).token_ids
     output = target.read_text(prompt + text[:-1], head.reads)
     chain = Tree.chain(DEPTH)
     lengths = accepted_lengths(chain, ranked_drafts(head, chain, output, prompt, text), text)
     found, root = [], 0
-    while root < NUM_TOKENS - 1:
+    while root < num_tokens - 1:
         found.append(lengths[root])
         root += lengths[root] + 1
     return found

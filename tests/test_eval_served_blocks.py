@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,21 @@ from heads.kinds import kind_of, load_head
 from heads.target.model import Target
 
 ENGINES = ("vllm", "sglang", "speculators", "original")
-MORE = {"dspark, in a window": {"causal": True, "window": 4}, "dflash, ends": {"layers": [1, 4, 7]}}
+MORE = {
+    "dspark, in a window": {"causal": True, "window": 4},
+    "dflash, ends": {"layers": [1, 4, 7]},
+    "dflash2, in a window": {"window": 4},
+    "dflash, mixed": {"causal": True, "window": 4},
+    "dspark, mixed": {"causal": True, "window": 4},
+}
 
 
 def made(target: Target, name: str) -> BlockHead:
     """A random head, none of whose weights is a one or a zero."""
     changes = {**KINDS.get(name, {}), **MORE.get(name, {})}
     head = fresh(target, settings_of(name.split(",", maxsplit=1)[0], **changes))
+    if "mixed" in name:
+        head.config = replace(head.config, full_layers=(0,))
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -60,12 +69,16 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dflash": ["vllm", "sglang", "speculators", "original"],
         "dflash, causal in a window": ["vllm", "speculators"],
         "dflash, reduced": ["vllm", "speculators"],
-        "dflash2": ["vllm", "sglang", "original"],
+        "dflash2": ["vllm", "sglang", "speculators", "original"],
         "dspark": ["vllm", "sglang", "speculators", "original"],
         "dspark, gated": ["sglang", "speculators", "original"],
         "dspark, rnn": ["speculators"],
         "dspark, in a window": ["vllm", "speculators"],
         "dflash, ends": ["vllm", "sglang", "speculators", "original"],
+        "dflash2, in a window": ["vllm", "speculators"],
+        # speculators' layout has one word for all layers in vLLM.
+        "dflash, mixed": ["vllm"],
+        "dspark, mixed": ["vllm"],
     }
     facts = {name: kind_of(head).facts(head, {}, None) for name, head in heads.items()}
     served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
@@ -136,6 +149,12 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> 
     return break_it
 
 
+def causal_everywhere(folder: Path) -> None:
+    """A fault in heads whose layers differ: engines go by this one word in all."""
+    edited(folder / "config.json", lambda content: content["dflash_config"].update(causal=True))
+
+
+SWAPPED = ["sliding_attention", "full_attention"]
 BLOCK, PREDECESSOR = ("dflash_config",), "candidate_selector.predecessor_codebook"
 LOGITS = "logits of the served head differ"
 FAULTS = [
@@ -163,7 +182,7 @@ FAULTS = [
     ("dflash", "speculators", config("sliding_window_non_causal"), "non_causal is absent"),
     ("dflash", "speculators", config("aux_hidden_state_layer_ids", value=[2, 3]), "would read"),
     ("dflash", "speculators", config("mask_token_id"), "mask_token_id is absent"),
-    ("dflash", "speculators", tensor("lm_head.weight", None), "missing: .'lm_head.weight'"),
+    ("dflash, reduced", "speculators", tensor("lm_head.weight", None), "missing: .'lm_head.w"),
     ("dspark, in a window", "speculators", config("sliding_window_non_causal", value=True), LOGITS),
     ("dspark", "vllm", config("sample_from_anchor", value=False), r"logits is \[5, 5, 96\]: must"),
     ("dspark", "vllm", config("sample_from_anchor"), "sample_from_anchor is absent"),
@@ -175,9 +194,21 @@ FAULTS = [
     ("dspark", "original", config("target_layer_ids", value=[1, 2]), "would read hidden states"),
     ("dflash2", "vllm", config(*BLOCK, "selector_top_k", value=4), "can draft different ids"),
     ("dflash2", "vllm", config(*BLOCK, "conv_kernel_size"), "conv_kernel_size is absent"),
-    ("dflash2", "vllm", config(*BLOCK, "causal", value=True), "needs false: rows of a block"),
+    ("dflash2", "vllm", config(*BLOCK, "causal", value=True), "causal is True: vLLM needs False"),
     ("dflash2", "vllm", tensor("layers.0.mlp_conv.base_kernel", lambda k: k.flip(0)), "logits"),
     ("dflash2", "vllm", tensor(PREDECESSOR, lambda k: k.roll(1, 0)), LOGITS),
+    ("dflash2", "speculators", config("selector_top_k", value=4), "can draft different ids"),
+    ("dflash2", "speculators", config("conv_group_size"), "conv_group_size is absent"),
+    ("dflash2", "speculators", config("aux_hidden_state_layer_ids", value=[2, 3]), "would read"),
+    ("dflash2", "speculators", config("speculators_model_type", value="dflash"), "kind of the hea"),
+    ("dflash2, in a window", "speculators", config("sliding_window_non_causal", value=False),
+     "needs True"),
+    ("dflash, mixed", "vllm", config("layer_types", value=["sliding_attention"] * 2), "is absent"),
+    ("dflash, mixed", "vllm", config("layer_types", value=["full_attention"] * 2), "needs False"),
+    ("dflash, mixed", "vllm", causal_everywhere, "causal is True: vLLM needs False"),
+    ("dflash, mixed", "vllm", config("layer_types", value=SWAPPED), LOGITS),
+    ("dspark, mixed", "vllm", config("layer_types", value=SWAPPED), LOGITS),
+    ("dflash2, in a window", "speculators", tensor(PREDECESSOR, lambda k: k.roll(1, 0)), LOGITS),
 ]  # fmt: skip
 
 
@@ -194,7 +225,12 @@ def test_a_fault_is_caught(target: Target, heads, case: Any, tmp_path: Path) -> 
 def test_config_of_each_engine(target: Target, heads, tmp_path: Path) -> None:
     found = {
         (name, engine): config_of(exported(heads[name], target, engine, tmp_path / name / engine))
-        for name, engine in (("dflash", "vllm"), ("dflash", "speculators"), ("dspark", "original"))
+        for name, engine in (
+            ("dflash", "vllm"),
+            ("dflash", "speculators"),
+            ("dflash2", "speculators"),
+            ("dspark", "original"),
+        )
     }
     native = found["dflash", "vllm"]
     assert native["architectures"] == ["DFlashDraftModel"]
@@ -211,6 +247,15 @@ def test_config_of_each_engine(target: Target, heads, tmp_path: Path) -> None:
     proposal = theirs["speculators_config"]["proposal_methods"][0]
     assert proposal["speculative_tokens"] == 4
     assert "dflash_config" not in theirs
+    # Both ends are the target's, which engines have.
+    weights = load_file(tmp_path / "dflash" / "speculators" / "model.safetensors")
+    assert {"embed_tokens.weight", "lm_head.weight"}.isdisjoint(weights)
+    second = found["dflash2", "speculators"]
+    assert second["architectures"] == ["DFlash2DraftModel"]
+    assert second["speculators_model_type"] == "dflash2"
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    assert [second[name] for name in names] == [3, 8, 4, 9]
+    assert {"causal", "target_layer_ids", "dflash_config"}.isdisjoint(second)
     dspark = found["dspark", "original"]
     assert dspark["target_layer_ids"] == [0, 1]
     assert dspark["markov_head_type"] == Markov.vanilla.value

@@ -130,7 +130,9 @@ def test_a_head_of_speculators_with_what_it_keeps_of_the_target(
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 NESTED = ZLAB["dflash_config"]
+UNNAMED = without(ZLAB, "layer_types")
 FULL = {"transformer_layer_config": SIZES}
 
 
@@ -142,7 +144,8 @@ FULL = {"transformer_layer_config": SIZES}
         (ZLAB | SLIDING | {"dflash_config": NESTED | {"causal": False}}, 3, False),
         (ZLAB | SLIDING | {"is_causal": False, "dflash_config": NESTED | {"causal": True}}, 3,
          False),
-        (ZLAB | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 5}}, 5, True),
+        # As XiaomiMiMo publishes them: a window in layers that are not called sliding.
+        (ZLAB | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 5}}, 5, False),
         (ZLAB | SLIDING | {"dflash_config": NESTED | {"swa_window_size": 5}}, 5, True),
         (ZLAB | {"sliding_window": 3}, None, False),
         (SPECULATORS, 3, True),
@@ -220,12 +223,14 @@ def test_old_and_new_spellings_of_rope(target: Target, tmp_path: Path, keys, exp
         (without(ZLAB, "vocab_size"), r"config.json lacks \['vocab_size'\]"),
         (ZLAB | {"draft_vocab_size": 24}, "96 of 96 ids by d2t .*24 by config.json, None by lm_h"),
         (
-            ZLAB | {"layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types .*: must be all of a kind",
+            ZLAB | MIXED | {"layer_types": ["sliding_attention"]},
+            "layer_types .*: must be 2 of sliding_att",
         ),
+        (ZLAB | {"layer_types": ["linear_attention"] * 2}, "must be 2 of sliding_attention and fu"),
+        (ZLAB | MIXED | {"is_causal": True}, r"causal in all layers, also in \[1\], which see all"),
         (ZLAB | {"layer_types": ["sliding_attention"] * 2}, "but has no sliding_window"),
-        (ZLAB | {"num_hidden_layers": 1}, r"foreign: \['layers.1.input_layernorm.weight'"),
-        (ZLAB | {"num_hidden_layers": 3}, r"missing: \['layers.2.input_layernorm.weight'"),
+        (UNNAMED | {"num_hidden_layers": 1}, r"foreign: \['layers.1.input_layernorm.weight'"),
+        (UNNAMED | {"num_hidden_layers": 3}, r"missing: \['layers.2.input_layernorm.weight'"),
         (ZLAB | {"intermediate_size": 64}, r"misshapen: \['layers.0.mlp.down_proj.weight \[64, 9"),
     ],
 )

@@ -37,6 +37,7 @@ class BlockShape:
         anchored: row j drafts the token behind it, not the one at its place.
         causal: a row sees no later row of its block.
         window: tokens that a row sees; None for all.
+        full: layers whose rows see all, whatever `causal` and `window` say.
         rope: of queries and keys.
     """
 
@@ -55,6 +56,7 @@ class BlockShape:
     anchored: bool
     causal: bool
     window: int | None
+    full: tuple[int, ...]
     rope: Rope
 
     @property
@@ -139,6 +141,7 @@ class BlockReader:
             anchored=anchored,
             causal=causal,
             window=self._window(),
+            full=self._full(),
             rope=read_rope(layer, head_dim, RopeKeys.both),
         )
 
@@ -181,18 +184,37 @@ class BlockReader:
     def _window(self) -> int | None:
         layer, number = self.layer, self.layer.get("num_hidden_layers")
         kinds = layer.need("layer_types", list, "guesses by other keys")
-        if kinds not in ([FULL] * number, [SLIDING] * number):
-            raise layer.wrong("layer_types", f"{number} of {FULL} or of {SLIDING}")
-        if kinds[0] == FULL:
+        if len(kinds) != number or not set(kinds) <= {FULL, SLIDING}:
+            raise layer.wrong("layer_types", f"{number} of {FULL} and {SLIDING}")
+        if SLIDING not in kinds:
             layer.only("use_sliding_window", False)
             return None
         layer.equal("use_sliding_window", True, "as layer_types says", "sees all of the text")
         return layer.need("sliding_window", int, "takes 4096")
 
+    def _full(self) -> tuple[int, ...]:
+        """Layers without a window beside others that have one."""
+        if self._window() is None:
+            return ()
+        kinds = self.layer.need("layer_types", list, "guesses by other keys")
+        return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
+
+    def causal(self, place: Settings, key: str) -> bool:
+        """Whether rows see no later one, where there is a window in some layers alone.
+
+        Raises:
+            InputError: it is not said, or of layers that see all of the text.
+        """
+        if not self._full():
+            return place.need(key, bool, "takes it from layer_types")
+        place.only(key, False)
+        # Not said, engines take it from layer_types.
+        return not place.has(key)
+
     def non_causal(self) -> bool:
         """`causal` of speculators' layout, where only layers with a window can be."""
         key = "sliding_window_non_causal"
         free = self.root.need(key, bool, "guesses, and vLLM not as speculators does")
-        if not free and self._window() is None:
-            raise self.root.wrong(key, "true, as all of its layers see all of the text")
+        if not free and (self._window() is None or self._full()):
+            raise self.root.wrong(key, "true, as some of its layers see all of the text")
         return not free

@@ -108,7 +108,7 @@ class ServedBlocks:
         context = self._norm(torch.cat(features, -1) @ self.weights["fc.weight"].T, "hidden_norm")
         places = position_ids[row] + 1 + torch.arange(shape.block_size)
         for number in range(shape.num_layers):
-            states = self.layer(f"layers.{number}.", states, context, position_ids, places)
+            states = self.layer(number, states, context, position_ids, places)
         return self._norm(states, "norm")[shape.slots]
 
     def _own_rows(self, states: Tensor, row: int) -> Tensor:
@@ -121,12 +121,13 @@ class ServedBlocks:
         return self.export.tensors[EMBEDDING][ids].float()
 
     def layer(
-        self, name: str, states: Tensor, context: Tensor, position_ids: Tensor, places: Tensor
+        self, number: int, states: Tensor, context: Tensor, position_ids: Tensor, places: Tensor
     ) -> Tensor:
         """[R, H] of a layer over its block [R, H] and features [s, H]."""
+        name = f"layers.{number}."
 
         def attend(inputs: Tensor) -> Tensor:
-            return self._attended(name, inputs, context, position_ids[: len(context)], places)
+            return self._attended(number, inputs, context, position_ids[: len(context)], places)
 
         states = states + self.around(
             f"{name}attention", self._norm(states, f"{name}input_layernorm"), attend
@@ -144,9 +145,9 @@ class ServedBlocks:
         return self.linear(gate * self.linear(inputs, f"{name}mlp.up_proj"), f"{name}mlp.down_proj")
 
     def _attended(
-        self, name: str, inputs: Tensor, context: Tensor, before: Tensor, places: Tensor
+        self, number: int, inputs: Tensor, context: Tensor, before: Tensor, places: Tensor
     ) -> Tensor:
-        shape, attention = self.shape, f"{name}self_attn."
+        shape, attention = self.shape, f"layers.{number}.self_attn."
         query = self._heads(inputs, attention, "q", places)
         keys = torch.cat([self._heads(context, attention, "k", before),
                           self._heads(inputs, attention, "k", places)])  # fmt: skip
@@ -154,16 +155,18 @@ class ServedBlocks:
         groups = shape.num_heads // shape.num_kv_heads
         keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
         scores = torch.einsum("rqd,sqd->qrs", query, keys) * shape.head_dim**-0.5
-        weights = scores.masked_fill(~self._seen(len(context)), -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~self._seen(number, len(context)), -torch.inf).softmax(-1)
         found = torch.einsum("qrs,sqd->rqd", weights, values).flatten(1)
         return self.linear(found, f"{attention}o_proj")
 
-    def _seen(self, num_tokens: int) -> Tensor:
-        """[R, s + R] bool, by how many tokens lie between."""
+    def _seen(self, number: int, num_tokens: int) -> Tensor:
+        """[R, s + R] bool of a layer, by how many tokens lie between."""
         shape = self.shape
         keys = torch.arange(num_tokens + shape.block_size)
         rows = keys[num_tokens:].unsqueeze(1)
         seen = torch.ones(len(rows), len(keys), dtype=torch.bool)
+        if number in shape.full:
+            return seen
         if shape.causal:
             seen &= keys <= rows
         return seen if shape.window is None else seen & ((rows - keys).abs() < shape.window)
@@ -190,7 +193,7 @@ class ServedBlocks:
         may: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
         reduced = shape.draft_vocab_size != shape.vocab_size
         head = {OUTPUT: (shape.draft_vocab_size, shape.hidden_size)}
-        needed = self.export.format == "speculators" or reduced or self._whole
+        needed = reduced or self._whole
         must, may = (must | head, may) if needed else (must, may | head)
         if reduced:
             must = must | {"d2t": (shape.draft_vocab_size,)}

@@ -33,6 +33,7 @@ class BlockHeadConfig:
         sample_from_anchor: row j drafts the token behind it, not the one at its place.
         causal: a row sees no later row of its block.
         window: tokens of the text and the block that a row sees; None for all.
+        full_layers: layers whose rows see all of both, whatever `causal` and `window` say.
         own_output_head, own_embedding: whether the head brings its own.
     """
 
@@ -46,6 +47,7 @@ class BlockHeadConfig:
     sample_from_anchor: bool = False
     causal: bool = False
     window: int | None = None
+    full_layers: tuple[int, ...] = ()
     own_output_head: bool = False
     own_embedding: bool = False
 
@@ -184,14 +186,16 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
     llama = config.llama
     rope: Any = llama.rope_parameters
     sliding = config.window is not None
-    kind = "sliding_attention" if sliding else "full_attention"
+    kinds = ["sliding_attention" if sliding else "full_attention"] * llama.num_hidden_layers
+    for number in config.full_layers:
+        kinds[number] = "full_attention"
     return {
         "model_type": "qwen3",
         **{name: getattr(llama, name) for name in LLAMA_KEYS},
         "rope_theta": rope["rope_theta"],
         "rope_scaling": old_rope(rope),
         "num_hidden_layers": llama.num_hidden_layers,
-        "layer_types": [kind] * llama.num_hidden_layers,
+        "layer_types": kinds,
         "sliding_window": config.window,
         "use_sliding_window": sliding,
         "tie_word_embeddings": False,
@@ -205,12 +209,17 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
     }
 
 
+def causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
+    """What engines go by in all layers; without it, causal are those of a window."""
+    return {} if config.causal and config.full_layers else {name: config.causal}
+
+
 def dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
     """What stands in `dflash_config`; layers as the authors count them."""
     window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
     return {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [index - 1 for index in config.layers],
-        "causal": config.causal,
+        **causal_key(config, "causal"),
         **window,
     }

@@ -1,9 +1,9 @@
 """Block drafters in the words of each engine: who can serve which, tensors, `config.json`, command.
 
 Read from the loaders themselves: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and
-`configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9 `models/dflash`;
-z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`. All but speculators take the
-authors' own layout, which is how heads are saved.
+`configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9
+`models/{dflash,dflash2,dspark}`; z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`.
+All but speculators take the authors' own layout, which is how heads are saved.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from conf.schema_export import ExportFormat
+from heads.blocks.config import dflash_keys
 from heads.blocks.head import WEIGHTS, BlockHead
 from heads.engines import dtype_of, vllm_command
 from heads.kind import Files
@@ -28,14 +29,14 @@ class BlockLayout:
         name: of the method, as speculators calls it.
         vllm: the same in vLLM, and in SGLang in capitals.
         title: of its heads, for sentences.
-        speculators: the class that speculators gives them; None if it has none.
+        speculators: the class that speculators gives them.
         with_ends: the authors' files hold the target's embedding and output head.
     """
 
     name: str
     vllm: str
     title: str
-    speculators: str | None
+    speculators: str
     with_ends: bool = False
 
 
@@ -44,8 +45,8 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
     config = head.config
     if engine is ExportFormat.vllm:
         return None
-    if engine is ExportFormat.speculators and layout.speculators is not None:
-        if config.causal and config.window is None:
+    if engine is ExportFormat.speculators:
+        if config.causal and (config.window is None or config.full_layers):
             return "lets rows see later ones wherever they see all of the text (head.causal=true)"
         return None
     if engine not in (ExportFormat.sglang, ExportFormat.original):
@@ -59,23 +60,22 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
 
 def files(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> Files:
     """What an engine that can serve the head reads."""
-    added = _added(head, engine, layout)
+    added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
     settings = head.config_json() | {"dtype": dtype_of(head), "torch_dtype": dtype_of(head)}
     if engine is ExportFormat.speculators:
         settings = _speculators_config(head, settings, layout)
     return Files(settings, WEIGHTS, head.tensors() | added, sorted(added), list(head.config.layers))
 
 
-def _added(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> dict[str, Tensor]:
-    """What the engine would otherwise start at random."""
-    added, target = {}, head.target
-    ends = engine is ExportFormat.original and layout.with_ends
-    if ends and head.embed_tokens is None:
-        added[EMBEDDING] = target.embedding.weight.to(head.dtype)
-    if head.lm_head is None and (ends or engine is ExportFormat.speculators):
+def _ends(head: BlockHead) -> dict[str, Tensor]:
+    """The target's embedding and output head, where the head has none of its own."""
+    ends, target = {}, head.target
+    if head.embed_tokens is None:
+        ends[EMBEDDING] = target.embedding.weight.to(head.dtype)
+    if head.lm_head is None:
         # A copy, as one file cannot hold a tensor that is tied to the embedding.
-        added[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
-    return added
+        ends[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
+    return ends
 
 
 def _speculators_config(
@@ -89,6 +89,9 @@ def _speculators_config(
     )  # fmt: skip
     elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
     kept = {n: value for n, value in flat.items() if n not in {*of_layers, *elsewhere}}
+    # What a kind has beyond DFlash; the rest is said in other words below.
+    inner, common = flat.get("dflash_config", {}), dflash_keys(config)
+    kept |= {name: value for name, value in inner.items() if name not in common}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.num_draft_tokens,

@@ -35,6 +35,7 @@ SIZES = (
     "vocab_size",
 )
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+SLIDING, FULL = "sliding_attention", "full_attention"
 SCALED_ROPE = ("linear", "yarn", "llama3")
 # A head with another value computes something else.
 ONLY = {
@@ -53,6 +54,8 @@ ONLY = {
 }
 MASK_EMBEDDING = "mask_embedding.pt"
 """Beside the weights: vLLM takes it in place of the mask token's embedding."""
+EARLY = "logit_head."
+"""Before the names of a Markov and a confidence head in SpecForge's first files."""
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 """What speculators keeps for training, and no draft is made with."""
 
@@ -118,7 +121,8 @@ class BlockFile:
                 f"{MASK_EMBEDDING}: a mask embedding of its own, pickled: such heads are not read"
             )
         for file in files:
-            tensors |= {n.removeprefix("model."): t for n, t in load_tensors(file).items()}
+            for name, tensor in load_tensors(file).items():
+                tensors[name.removeprefix("model.").removeprefix(EARLY)] = tensor
         found._forget()
         found._check()
         found.vocab = found._vocabulary()
@@ -174,7 +178,7 @@ class BlockFile:
         settings = self.settings
         llama, window = self._llama(), self._window()
         width = settings.get("target_hidden_size", llama.hidden_size)
-        chosen = self._layers(layers, width)
+        chosen, full = self._layers(layers, width), self._full_layers(window)
         return BlockHeadConfig(
             llama=llama,
             target=self._target(),
@@ -184,8 +188,9 @@ class BlockFile:
             block_size=self.number("block_size"),
             mask_token_id=self.number("mask_token_id"),
             sample_from_anchor=settings.get("sample_from_anchor", anchored),
-            causal=self._causal(window),
+            causal=self._causal(window, full),
             window=window,
+            full_layers=full,
             own_output_head="lm_head.weight" in self.tensors,
             own_embedding="embed_tokens.weight" in self.tensors,
         )
@@ -208,29 +213,53 @@ class BlockFile:
         )
 
     def _window(self) -> int | None:
-        """Tokens that every layer sees; None for all.
+        """Tokens that layers see; None for all.
 
         Raises:
-            InputError: layers differ.
+            InputError: no size is said.
         """
-        kinds = set(self.settings.get("layer_types", ()))
-        sliding = self.settings.get("use_swa", False) or "sliding_attention" in kinds
-        if len(kinds) > 1:
-            raise self.error(f"config.json says layer_types {sorted(kinds)}: must be all of a kind")
-        if not sliding:
+        if not (self.settings.get("use_swa", False) or SLIDING in self._kinds()):
             return None
         size = self.settings.get("swa_window_size", self.settings.get("sliding_window"))
         if not isinstance(size, int):
             raise self.error("config.json asks for a sliding window, but has no sliding_window")
         return size
 
-    def _causal(self, window: int | None) -> bool:
-        """As vLLM decides: what is said, and otherwise whether layers slide."""
+    def _kinds(self) -> list[str]:
+        return self.settings.get("layer_types", [])
+
+    def _full_layers(self, window: int | None) -> tuple[int, ...]:
+        """Those without a window, of a head whose others have one.
+
+        Raises:
+            InputError: layers of another kind, or not one kind for each.
+        """
+        kinds, number = self._kinds(), self.settings["num_hidden_layers"]
+        if not set(kinds) <= {SLIDING, FULL} or len(kinds) not in (0, number):
+            raise self.error(
+                f"config.json says layer_types {kinds}: must be {number} of {SLIDING} and {FULL}"
+            )
+        if window is None or SLIDING not in kinds:
+            return ()
+        return tuple(index for index, kind in enumerate(kinds) if kind == FULL)
+
+    def _causal(self, window: int | None, full: Sequence[int]) -> bool:
+        """As vLLM decides: what is said, and otherwise whether layers are called sliding.
+
+        Raises:
+            InputError: it is said that rows of `full` layers are causal too.
+        """
         settings = self.settings
         if "speculators_model_type" in settings:
             # Its name says it: without a window speculators trains rows that see each other.
             return window is not None and not settings.get("sliding_window_non_causal", True)
-        return bool(settings.get("is_causal", settings.get("causal", window is not None)))
+        said = settings.get("is_causal", settings.get("causal"))
+        if said and full:
+            raise self.error(
+                f"config.json says that rows are causal in all layers, also in {list(full)}, which "
+                "see all of the text: must be false, or not said"
+            )
+        return SLIDING in self._kinds() if said is None else bool(said)
 
     def _layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings

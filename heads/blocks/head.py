@@ -158,7 +158,7 @@ class BlockHead(DraftHead):
             roots: [A] int64, the tokens that are sure.
             places: [A] int64, their positions.
             text: what blocks see.
-            sight: how much of it.
+            sight: how much of it, but in `full_layers`.
         """
         rows = torch.arange(sight.size, device=roots.device)
         ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
@@ -166,8 +166,10 @@ class BlockHead(DraftHead):
         states = self.embed(ids)
         # In the dtype of the text's keys, which under autocast is not that of embeddings.
         rotation = self._attention(0).rotation(text[0][0], positions.flatten())
+        whole, full = replace(sight, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
-            states = layer(states, rotation, text[number], sight)
+            seen = whole if number in full else sight
+            states = layer(states, rotation, text[number], seen)
         return self.norm(states[:, self.config.first_row :])
 
     def sight(

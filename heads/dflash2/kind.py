@@ -20,7 +20,7 @@ class DFlash2Kind(BlockKind[DFlash2Head]):
     head = DFlash2Head
     forms: ClassVar = {"dflash2": "DFlash-2 heads"}
     phrase = "a DFlash-2 head"
-    layout = BlockLayout("dflash2", "dflash", "DFlash-2 heads", None)
+    layout = BlockLayout("dflash2", "dflash", "DFlash-2 heads", "DFlash2DraftModel")
     method, paper = "DFlash-2", ""
     words = "; among each slot's candidates it walks by the token before"
 

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from conf.schema_dspark import Markov
 from heads.blocks.formats import BlockFile, names_kind
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
 from heads.storage import locate
 
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
-CONFIDENCE = "confidence_head.proj.weight"
+CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
 
 
 def load_dspark(
@@ -42,13 +44,14 @@ def read_dspark(folder: Path, path: str, layers: Sequence[int] | None = None) ->
     if kind not in [each.value for each in Markov]:
         allowed = ", ".join(each.value for each in Markov)
         raise found.error(f"config.json says markov_head_type={kind}: must be {allowed}")
-    # Engines and speculators disagree where nothing is said.
-    if "speculators_model_type" in settings and "sample_from_anchor" not in settings:
-        raise found.error(
-            "config.json lacks sample_from_anchor: speculators takes true and vLLM false; write it"
-        )
-    plain = found.architecture(layers, anchored=True)
+    # speculators filled in masks before it wrote which it does, and vLLM reads such files so.
+    plain = found.architecture(layers, anchored="speculators_model_type" not in settings)
     rank = found.number("markov_rank")
+    if rank == 0:
+        # What DeepSpec calls DFlash. Engines ask for a Markov head: one that adds nothing.
+        rank = 1
+        found.tensors[f"{MARKOV}w1.weight"] = torch.zeros(found.vocab.size, rank)
+        found.tensors[f"{MARKOV}w2.weight"] = torch.zeros(len(found.vocab.ids), rank)
     confidence = found.tensors.get(CONFIDENCE)
     config = DSparkHeadConfig(
         **vars(plain),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conf.schema_dspark import Markov
-from heads.blocks.config import BlockHeadConfig, shared_keys
+from heads.blocks.config import BlockHeadConfig, causal_key, shared_keys
 from heads.blocks.head import BlockHead
 from heads.dspark.markov import ConfidenceHead, MarkovHead
 from heads.vocab import DraftVocab
@@ -108,7 +108,7 @@ class DSparkHead(BlockHead):
             **shared_keys(config, len(self.vocab.ids)),
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": [index - 1 for index in config.layers],
-            "is_causal": config.causal,
+            **causal_key(config, "is_causal"),
             "sample_from_anchor": config.sample_from_anchor,
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head_type.value,

@@ -26,7 +26,7 @@ def shape_of(reader: BlockReader) -> BlockShape:
         root.equal("sample_from_anchor", False, "as rows draft the token at their place", "guesses")
         return reader.shape(root, anchored=False, causal=reader.non_causal())
     block = root.part("dflash_config")
-    causal = block.need("causal", bool, "takes it from layer_types")
+    causal = reader.causal(block, "causal")
     root.only("is_causal", causal)
     root.only("sample_from_anchor", False)
     return reader.shape(block, anchored=False, causal=causal)

@@ -13,7 +13,7 @@ from eval.parity.blocks import ServedBlocks
 from eval.parity.files import Export, Golden
 from eval.parity.readers.dflash import shape_of
 
-FORMATS = {"dflash2": ("vllm", "sglang", "original")}
+FORMATS = {"dflash2": ("vllm", "sglang", "speculators", "original")}
 ARCHITECTURES = dict.fromkeys(FORMATS["dflash2"], "DFlash2DraftModel")
 SELECTOR = "candidate_selector."
 
@@ -81,9 +81,11 @@ class ServedDFlash2(ServedBlocks):
 def read(export: Export, golden: Golden) -> ServedDFlash2:
     """See `eval.parity.gate.Reader`."""
     reader = BlockReader(export, golden, ARCHITECTURES)
-    shape, block = shape_of(reader), reader.root.part("dflash_config")
-    if shape.causal:
-        raise block.wrong("causal", "false: rows of a block see each other")
+    shape = shape_of(reader)
+    block = reader.root if reader.nested else reader.root.part("dflash_config")
+    # Rows of a block see each other.
+    block.only("causal", False)
+    block.only("sliding_window_non_causal", True)
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     taps, group, rank, top_k = (block.need(name, int, "refuses the head") for name in names)
     return ServedDFlash2(export, golden, shape, (taps, group, rank, top_k))

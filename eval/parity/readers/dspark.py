@@ -76,7 +76,7 @@ def read(export: Export, golden: Golden) -> ServedDSpark:
     reader = BlockReader(export, golden, ARCHITECTURES)
     root, guesses = reader.root, "guesses, and vLLM not as speculators does"
     anchored = root.need("sample_from_anchor", bool, guesses)
-    causal = reader.non_causal() if reader.nested else root.need("is_causal", bool, "guesses")
+    causal = reader.non_causal() if reader.nested else reader.causal(root, "is_causal")
     shape = reader.shape(root, anchored=anchored, causal=causal)
     kinds = ("vanilla",) if export.format == "vllm" else ("vanilla", "gated", "rnn")
     kind = root.need("markov_head_type", str, "takes vanilla")
