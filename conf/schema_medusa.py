@@ -19,6 +19,7 @@ class MedusaConfig:
 
     path: str | None = None
     """A saved head to start from: folder or Hub id."""
+    revision: str | None = None
     num_heads: int = 4
     """Head k (from 1) predicts the token k + 1 positions ahead."""
     num_layers: int = 1

@@ -97,7 +97,7 @@ def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
     """
     if config.path is None:
         return MedusaHead.from_target(target, config.num_heads, config.num_layers)
-    head = MedusaHead.load(config.path).attach(target)
+    head = MedusaHead.load(config.path, config.revision).attach(target)
     if not head.vocab.full:
         raise InputError(
             f"head.path={config.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} ids; "

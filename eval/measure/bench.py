@@ -27,7 +27,7 @@ from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.lowrank import reduce_rank
 from heads.sampling import Sampling
-from heads.target.identity import identify, weights_checksum
+from heads.target.identity import Identity, identify, told_of_another, weights_checksum
 from heads.target.load import load_target
 from heads.target.model import Target
 
@@ -95,6 +95,7 @@ def open_bench(
     check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
     if state.is_main_process:
         _tell_windows(heads, prompts, run.max_new_tokens)
+        _tell_other_targets(refs, identify(run.target, target.tokenizer))
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
@@ -141,6 +142,14 @@ def _follow(target: Target, run: MeasureRun) -> None:
     target.stop_strings = tuple(run.stop or ours.stop_strings or ())
     ours.stop_strings = None  # `generate` would ask for them in drafts too, without a tokenizer
     target.ignores_stops = run.ignore_eos
+
+
+def _tell_other_targets(refs: Sequence[HeadRef], identity: Identity) -> None:
+    for ref in refs:
+        assert ref.path is not None
+        line = told_of_another("head.path", ref.path, ref.revision, identity)
+        if line is not None:
+            Console(stderr=True).print(line, highlight=False, markup=False)
 
 
 def _tell_windows(

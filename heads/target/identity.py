@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from conf.schema import InputError, TargetConfig
+from heads.storage import PROVENANCE, locate
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -85,6 +86,29 @@ def identify(config: TargetConfig, tokenizer: Any) -> Identity:
         adapter=config.adapter,
         adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
         quantization=config.quantization.value,
+    )
+
+
+def told_of_another(key: str, path: str, revision: str | None, found: Identity) -> str | None:
+    """What to say of a head that was trained for another target; None where nothing is known.
+
+    Args:
+        key: of the head, in messages.
+        path: its folder or Hub id.
+        revision: of a Hub id.
+        found: the target that it is to draft for.
+    """
+    file = locate(path, revision) / PROVENANCE
+    noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
+    if noted is None:
+        return None
+    known = Identity(**noted)
+    differ = known.differences(found)
+    if not differ:
+        return None
+    return (
+        f"{key}={path} was trained for {known.name} with other {', '.join(differ)}: less of its "
+        "drafts may be accepted here; go on training it for this target (train/README.md, Refresh)"
     )
 
 

@@ -15,9 +15,10 @@ from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, PackedDataset, prepare
-from data.provenance import provenance
+from data.provenance import plain, provenance
 from data.sources import SUFFIXES
 from heads.target.ends import TargetEnds
+from heads.target.identity import Identity, identify, told_of_another
 from heads.target.load import load_target
 from heads.target.model import Reads, Target
 from train.dist import launch, processes
@@ -27,7 +28,7 @@ from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rounds import Rollouts
 from train.loop.settle import described, settled_length, settled_optimizer
-from train.loop.stored import check_reads, load_ends, open_store
+from train.loop.stored import check_reads, identity_of, load_ends, open_store
 from train.loss.sizes import Setting
 from train.objective import Objective
 
@@ -45,6 +46,7 @@ class Source:
 
     Attributes:
         target: the whole of it, or its ends beside a feature store.
+        identity: of the target.
         train: packed sequences, with the target's states or without.
         heldout: the same, to evaluate on.
         report: what became of the data.
@@ -53,6 +55,7 @@ class Source:
     """
 
     target: TargetEnds
+    identity: Identity
     train: TrainingData
     heldout: TrainingData
     report: DataReport
@@ -90,7 +93,11 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
     size, world = len(source.train), accelerator.num_processes
     config.train = settled_length(config.train, size, length, world)
+    head: Any = config.head  # type: ignore[attr-defined]  # of each kind's own settings
     objective, lines = build(source.target, source.train)
+    if head.path is not None:
+        other = told_of_another("head.path", head.path, head.revision, source.identity)
+        lines += [] if other is None else [other]
     deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
     config.train, optimizer = settled_optimizer(config.train, objective, deepspeed)
     compiled = wants_compile(config, objective, accelerator)
@@ -112,7 +119,9 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         objective=objective,
         train=source.train,
         heldout=source.heldout,
-        provenance=provenance(config, source.target.name, source.report) | {"about_head": lines},
+        provenance=provenance(config, source.target.name, source.report)
+        | {"target_identity": plain(source.identity), "about_head": lines},
+        goes_on=head.path is not None,
         rollouts=rollouts_of(config, source),
         evaluate=measure(config, source, objective),
     )
@@ -168,7 +177,8 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
     lines = [*report.lines(), f"attention of the target: {target.attention}"]
-    return Source(target, train_data, heldout, report, lines, replay)
+    identity = identify(config.target, target.tokenizer)
+    return Source(target, identity, train_data, heldout, report, lines, replay)
 
 
 def wants_compile(config: TrainRun, objective: Objective, accelerator: Accelerator) -> bool:
@@ -189,7 +199,10 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> S
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
     report = store.manifest.report
-    return Source(ends, store.train, store.heldout, report, [*lines, *report.lines()], replay)
+    identity = identity_of(store.manifest.plan)
+    return Source(
+        ends, identity, store.train, store.heldout, report, [*lines, *report.lines()], replay
+    )
 
 
 def check_data(config: DataRun) -> None:

@@ -172,6 +172,8 @@ class Run:
             dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
+            if self.step == 0 and self.job.goes_on:
+                self._evaluate()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
             while self.step < self.config.max_steps:
                 if self.stopping:

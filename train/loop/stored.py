@@ -44,6 +44,11 @@ def load_ends(store: FeatureStore, device: torch.device) -> TargetEnds:
     return TargetEnds.load(store.check_file(ENDS).parent, device)
 
 
+def identity_of(plan: Plan) -> Identity:
+    """The target that a store was captured from."""
+    return Identity(**{field.name: plan.target[field.name] for field in fields(Identity)})
+
+
 def check_reads(store: FeatureStore, reads: Reads) -> None:
     """Refuses a head that reads what the store does not hold.
 
@@ -82,8 +87,7 @@ def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
     if target.path is None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
-    found = identify(target, load_tokenizer(target)[1])
-    known = Identity(**{field.name: stored[field.name] for field in fields(Identity)})
+    found, known = identify(target, load_tokenizer(target)[1]), identity_of(plan)
     differ = known.differences(found)
     if differ:
         said = "; ".join(

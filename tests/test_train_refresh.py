@@ -1,0 +1,119 @@
+"""A head that goes on, for the target it was trained for or for one that has changed since."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import NUM_LAYERS, captured, save_inputs
+from test_train_launch import curve
+from toys import save_target
+
+from conf.schema import DataConfig, HeadRef, TargetConfig, TrainConfig
+from conf.schema_measure import AcceptanceRun
+from conf.schema_medusa import MedusaConfig, MedusaRun
+from eval import acceptance
+from heads.target.identity import identify, told_of_another
+from heads.target.load import load_tokenizer
+from train import medusa
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_inputs(tmp_path_factory.mktemp("inputs"))
+    save_target(folder / "changed", seed=1, num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+def settings(inputs: Path, out_dir: Path, head: str | None = None, **changes: Any) -> MedusaRun:
+    return MedusaRun(
+        target=TargetConfig(path=str(inputs / changes.pop("target", "target"))),
+        data=DataConfig(path=str(inputs / "chat.jsonl"), max_length=64, eval_fraction=0.2),
+        head=MedusaConfig(num_heads=2, path=head),
+        train=TrainConfig(
+            max_steps=2, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
+            num_replay_prompts=1,
+        ),
+        out_dir=str(out_dir),
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def head(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        medusa.main(settings(inputs, folder))
+    return folder
+
+
+def test_tau_is_known_before_the_first_step_of_what_goes_on(
+    inputs: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    medusa.main(settings(inputs, tmp_path, str(head / "head")))
+    before, after = curve(tmp_path, "eval/loss")
+    assert before == pytest.approx(curve(head, "eval/loss")[0], rel=1e-6)
+    assert after != before
+    lines = [json.loads(each) for each in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 0
+    assert "eval/tau" in lines[0]
+    assert len(curve(head, "eval/loss")) == 1
+
+
+WORDS = "head was trained for {} with other weights: less of its drafts may be accepted here; "
+
+
+def test_a_head_of_another_target_is_told_of(
+    inputs: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = WORDS.format(inputs / "target")
+    medusa.main(settings(inputs, tmp_path / "same", str(head / "head")))
+    assert "was trained for" not in capsys.readouterr().out
+    medusa.main(settings(inputs, tmp_path / "other", str(head / "head"), target="changed"))
+    assert words in capsys.readouterr().out
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["hello"]}) + "\n")
+    run = AcceptanceRun(
+        target=TargetConfig(path=str(inputs / "changed")), num_turns=1, max_new_tokens=4,
+        data=DataConfig(path=str(tmp_path / "prompts.jsonl")), head=HeadRef(f"{head}/head"),
+        out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    acceptance.main(run)
+    assert words in " ".join(capsys.readouterr().err.split())
+    same = replace(run.target, path=str(inputs / "target"))
+    acceptance.main(replace(run, target=same, out_dir=str(tmp_path / "again")))
+    assert "was trained for" not in capsys.readouterr().err
+
+
+def test_a_head_from_a_store_knows_the_target_that_was_captured(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    store = captured(inputs, tmp_path / "store")
+    run = settings(inputs, tmp_path / "out")
+    data, target = DataConfig(features=str(store)), TargetConfig()
+    medusa.main(replace(run, data=data, target=target))
+    found = tmp_path / "out/head"
+    for name, told in (("target", False), ("changed", True)):
+        where = TargetConfig(path=str(inputs / name))
+        identity = identify(where, load_tokenizer(where)[1])
+        assert (told_of_another("head.path", str(found), None, identity) is not None) == told
+
+
+def test_what_is_not_known_is_not_told(inputs: Path, head: Path, tmp_path: Path) -> None:
+    where = TargetConfig(path=str(inputs / "changed"))
+    identity = identify(where, load_tokenizer(where)[1])
+    folder = tmp_path / "head"
+    shutil.copytree(head / "head", folder)
+    file = folder / "headsmith.json"
+    noted = json.loads(file.read_text())
+    del noted["target_identity"]
+    file.write_text(json.dumps(noted))
+    assert told_of_another("head.path", str(folder), None, identity) is None
+    file.unlink()
+    assert told_of_another("head.path", str(folder), None, identity) is None
