@@ -97,6 +97,11 @@ class Medusa2Run(TrainRun):
                 f"data.features={self.data.features}: the target changes, so stored states of it "
                 "do not serve; leave it unset"
             )
+        if self.rollout.steps is not None:
+            raise InputError(
+                f"rollout.steps={self.rollout.steps}: the target changes from step to step, and "
+                "its words with it; leave it unset, or make them with scripts/regenerate.py"
+            )
         if self.target.adapter is not None:
             raise InputError(
                 f"target.adapter={self.target.adapter}: the target gets one of its own here; "

@@ -10,6 +10,7 @@ from toys import noisy_head, random_target, texts
 
 from conf.schema import InputError, RolloutConfig
 from conf.schema_medusa import MedusaRun
+from conf.schema_medusa2 import Medusa2Run
 from data.chat import Sample
 from data.pack import PackedDataset
 from eval.decode.engine import NoDraft, decode
@@ -118,6 +119,8 @@ def test_prompts_without_room_are_left_out(
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rollout\.steps=0: must be above 0"):
         RolloutConfig(steps=0)
+    with pytest.raises(InputError, match=r"rollout\.steps=5: the target changes from step to step"):
+        Medusa2Run(rollout=RolloutConfig(steps=5))
     run = MedusaRun()
     run.data.features = "features"
     with pytest.raises(InputError, match=r"rollout\.steps=5: the target answers while training"):

@@ -108,7 +108,7 @@ def told_of_another(key: str, path: str, revision: str | None, found: Identity) 
         return None
     return (
         f"{key}={path} was trained for {known.name} with other {', '.join(differ)}: less of its "
-        "drafts may be accepted here; go on training it for this target (train/README.md, Refresh)"
+        "drafts may be accepted here; go on training it (data/README.md, A target that has changed)"
     )
 
 
