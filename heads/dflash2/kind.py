@@ -38,7 +38,9 @@ class DFlash2Kind(BlockKind[DFlash2Head]):
         return DFlash2Head(config, DraftVocab.everything(vocab.size)).begin(target, seed=0)
 
     def export_problem(self, head: DFlash2Head, engine: ExportFormat) -> str | None:
-        """Rows of its convolutions see each other both ways."""
+        """Rows see each other both ways, and speculators scales nothing."""
         if head.config.causal:
             return "lets rows of DFlash-2 see later ones, and this head has head.causal=true"
+        if head.scales and engine is ExportFormat.speculators:
+            return f"has no word for {' and '.join(head.scales)} of this head"
         return super().export_problem(head, engine)
