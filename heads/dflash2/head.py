@@ -15,6 +15,7 @@ from heads.blocks.head import BlockHead
 from heads.blocks.layer import BlockLayer
 from heads.dflash2.layer import ConvolvedLayer
 from heads.projection import Projection
+from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 
 
@@ -40,7 +41,16 @@ class DFlash2HeadConfig(BlockHeadConfig):
 
 
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Keys that published heads for targets that scale their logits have otherwise, as the targets."""
+"""Keys that heads for targets that scale their logits have otherwise, as the targets."""
+
+
+def scales_of(target: TargetEnds) -> dict[str, Any]:
+    """Keys of a fresh head: the target's own scalings, which engines leave out of drafts."""
+    projection = target.projection
+    return {
+        "output_multiplier": projection.scale,
+        "final_logit_softcapping": projection.cap or 0.0,
+    }
 
 
 class CandidateSelector(nn.Module):
