@@ -29,6 +29,11 @@ from heads.target.model import Target
 
 DEPTH, FEW_TOKENS = 4, 40
 WINDOW = {"causal": True, "window": 24}
+SCALED = {
+    "input_embedding_scale": 1.2,
+    "output_multiplier": 0.5,
+    "final_logit_softcapping": 4.0,
+}
 REDUCED = {"own_output_head": True, "draft_vocab_size": 150}
 
 pytestmark = pytest.mark.engine
@@ -94,24 +99,27 @@ def test_vllm_drafts_in_parallel_what_we_do(
 
 @needs(VLLM)
 @pytest.mark.parametrize(
-    ("kind", "settings", "full_layers"),
+    ("kind", "settings", "changes"),
     [
-        pytest.param("dspark", {"num_layers": 1}, (), id="DSpark, one layer"),
-        pytest.param("dspark", {}, (), id="DSpark, two layers"),
-        pytest.param("dflash2", {"num_layers": 1}, (), id="DFlash-2, one layer"),
-        pytest.param("dflash2", {}, (), id="DFlash-2, two layers"),
-        pytest.param("dflash", WINDOW, (1,), id="a layer of DFlash without a window"),
+        pytest.param("dspark", {"num_layers": 1}, {}, id="DSpark, one layer"),
+        pytest.param("dspark", {}, {}, id="DSpark, two layers"),
+        pytest.param("dflash2", {"num_layers": 1}, {}, id="DFlash-2, one layer"),
+        pytest.param("dflash2", {}, {}, id="DFlash-2, two layers"),
+        pytest.param("dflash2", {}, SCALED, id="DFlash-2, scaled"),
+        pytest.param(
+            "dflash", WINDOW, {"full_layers": (1,)}, id="a layer of DFlash without a window"
+        ),
     ],
 )
 def test_vllm_on_interpreted_kernels_drafts_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, kind, settings, full_layers
+    target: Target, prompts: list[list[int]], tmp_path: Path, kind, settings, changes
 ) -> None:
     """What it takes a GPU for, on fewer and shorter texts; also in speculators' layout."""
     torch.manual_seed(0)
     trained = block_head(target, kind, **settings)
-    trained.config = replace(trained.config, full_layers=full_layers)
+    trained.config = replace(trained.config, **changes)
     trained.save(tmp_path / "head")
-    engine = ExportFormat.vllm if full_layers else ExportFormat.speculators
+    engine = ExportFormat.vllm if changes else ExportFormat.speculators
     export_head(trained, engine, golden(trained, target, num_rows=5), tmp_path / "export", {})
     method = "dspark" if kind == "dspark" else "dflash"
     common = {"method": method, "num_speculative_tokens": DEPTH}

@@ -27,8 +27,16 @@ MORE = {
     "dspark, in a window": {"causal": True, "window": 4},
     "dflash, ends": {"layers": [1, 4, 7]},
     "dflash2, in a window": {"window": 4},
+    "dflash2, scaled": {},
     "dflash, mixed": {"causal": True, "window": 4},
     "dspark, mixed": {"causal": True, "window": 4},
+}
+
+
+SCALED = {
+    "input_embedding_scale": 1.5,
+    "output_multiplier": 0.25,
+    "final_logit_softcapping": 0.5,
 }
 
 
@@ -38,6 +46,8 @@ def made(target: Target, name: str) -> BlockHead:
     head = fresh(target, settings_of(name.split(",", maxsplit=1)[0], **changes))
     if "mixed" in name:
         head.config = replace(head.config, full_layers=(0,))
+    if "scaled" in name:
+        head.config = replace(head.config, **SCALED)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -76,6 +86,7 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dspark, in a window": ["vllm", "speculators"],
         "dflash, ends": ["vllm", "sglang", "speculators", "original"],
         "dflash2, in a window": ["vllm", "speculators"],
+        "dflash2, scaled": ["vllm", "sglang", "original"],
         # speculators' layout has one word for all layers in vLLM.
         "dflash, mixed": ["vllm"],
         "dspark, mixed": ["vllm"],
@@ -205,6 +216,9 @@ FAULTS = [
      "needs True"),
     ("dflash, mixed", "vllm", config("layer_types", value=["sliding_attention"] * 2), "is absent"),
     ("dflash, mixed", "vllm", config("layer_types", value=["full_attention"] * 2), "needs False"),
+    ("dflash2, scaled", "vllm", config(*BLOCK, "input_embedding_scale"), "different ids"),
+    ("dflash2, scaled", "vllm", config(*BLOCK, "output_multiplier"), LOGITS),
+    ("dflash2, scaled", "sglang", config(*BLOCK, "final_logit_softcapping"), LOGITS),
     ("dflash, mixed", "vllm", causal_everywhere, "causal is True: vLLM needs False"),
     ("dflash, mixed", "vllm", config("layer_types", value=SWAPPED), LOGITS),
     ("dspark, mixed", "vllm", config("layer_types", value=SWAPPED), LOGITS),

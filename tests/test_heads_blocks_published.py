@@ -61,6 +61,8 @@ ZLAB_DFLASH2 = {
     "is_causal": False, "num_target_layers": 8, "pad_token_id": 0, "use_cache": False,
     "dflash_config": {"block_size": 5, **DFLASH2, **INNER}, "transformers_version": "5.15.0",
 }  # fmt: skip
+MUSE = {"final_logit_softcapping": 20.0, "output_multiplier": 0.19611613513818404}
+ZLAB_MUSE = ZLAB_DFLASH2 | {"dflash_config": {"block_size": 5, **DFLASH2, **MUSE, **INNER}}
 # As z-lab/Qwen3.6-35B-A3B-DFlash: its last layer sees all of the text.
 ZLAB_MIXED = {
     **QWEN3, **SLIDING, "architectures": ["DFlashDraftModel"], "dtype": "bfloat16",
@@ -129,9 +131,12 @@ def target() -> Target:
     return toy_target()
 
 
-def noisy(target: Target, kind: str, **settings: Any) -> BlockHead:
-    """A head none of whose weights is a one or a zero."""
+def noisy(
+    target: Target, kind: str, published: dict[str, Any] | None = None, **settings: Any
+) -> BlockHead:
+    """A head none of whose weights is a one or a zero, `published` what no recipe makes."""
     head = fresh(target, settings_of(kind, **settings))
+    head.config = replace(head.config, **(published or {}))
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -146,6 +151,7 @@ def ends(target: Target) -> dict[str, Tensor]:
 
 
 CAUSAL, AROUND, PLAIN = {"causal": True, "window": 9}, {"window": 9}, dict[str, Any]()
+MIXED, SCALED = CAUSAL | {"published": {"full_layers": (1,)}}, AROUND | {"published": MUSE}
 REDUCED = {"own_output_head": True, "draft_vocab_size": 24}
 
 
@@ -153,8 +159,9 @@ REDUCED = {"own_output_head": True, "draft_vocab_size": 24}
     ("kind", "settings", "config"),
     [
         pytest.param("dflash2", AROUND, ZLAB_DFLASH2, id="z-lab, DFlash-2"),
+        pytest.param("dflash2", SCALED, ZLAB_MUSE, id="z-lab, DFlash-2 for a target that scales"),
         pytest.param("dflash", PLAIN, SPECFORGE, id="SpecForge, DFlash"),
-        pytest.param("dflash", CAUSAL, ZLAB_MIXED, id="z-lab, DFlash, a layer without a window"),
+        pytest.param("dflash", MIXED, ZLAB_MIXED, id="z-lab, DFlash, a layer without a window"),
         pytest.param("dspark", PLAIN, SPECFORGE_DSPARK, id="SpecForge, DSpark"),
         pytest.param("dspark", PLAIN, DEEPSPEC, id="DeepSpec, DSpark"),
         pytest.param("dflash", CAUSAL, speculators("dflash", 4), id="speculators, DFlash"),
@@ -174,8 +181,6 @@ def test_a_published_head_is_the_one_it_was_written_from(
     target: Target, tmp_path: Path, kind: str, settings: dict[str, Any], config: dict[str, Any]
 ) -> None:
     head = noisy(target, kind, **settings)
-    if config is ZLAB_MIXED:
-        head.config = replace(head.config, full_layers=(1,))
     tensors = head.tensors() | (ends(target) if config is DEEPSPEC else {})
     found = load_head(write(tmp_path / "head", config, tensors))
     assert type(found) is type(head)
@@ -185,6 +190,20 @@ def test_a_published_head_is_the_one_it_was_written_from(
         assert getattr(found.config, name) == getattr(head.config, name), name
     assert candidates(found, target).equal(candidates(head, target))
     assert kind_of(found).export_problem(found, ExportFormat.vllm) is None
+
+
+def test_a_head_that_scales_its_logits_does_so_in_place_of_the_target(tmp_path: Path) -> None:
+    """Its keys repeat the target's own, as in z-lab/Muse-Glimmer-30B-DFlash2."""
+    target = toy_target()
+    head = noisy(target, "dflash2", MUSE, window=9)
+    found = load_head(write(tmp_path / "head", ZLAB_MUSE, head.tensors()))
+    drafts = candidates(found, target)
+    assert found.projection()[2:] == (MUSE["output_multiplier"], 20.0)
+    scaled = toy_target()
+    scaled.model.config.update(MUSE)
+    assert scaled.projection.cap == 20.0
+    assert candidates(found, scaled).equal(drafts)
+    assert found.projection() == scaled.projection
 
 
 def test_deepspec_calls_a_dspark_head_without_a_markov_head_dflash(

@@ -1,11 +1,13 @@
 """Anchors, weights and losses of block drafters, against sums written out."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from block_heads import KINDS, block_head, fresh, objective_of, settings_of
+from exports import config_of
 from torch import Tensor
 from toys import packed, random_target, texts, tokenizer
 
@@ -13,11 +15,16 @@ from conf.schema import InputError
 from conf.schema_blocks import BlockConfig, SlotWeights
 from conf.schema_dflash import DFlashConfig
 from conf.schema_eagle import Divergence
+from conf.schema_export import ExportFormat
+from eval.parity.gate import check_parity
 from heads.blocks.config import default_layers, mask_token
+from heads.export.golden import golden
+from heads.export.writer import export_head
 from heads.projection import Projection
 from heads.target.model import Target
 from train.batch.rows import NOISE_SEEDS, SUPERVISION, UNROLLED, SortedIndices, Unrolled, indexed
 from train.blocks.objective import architecture, drawn
+from train.dflash2 import make_head
 from train.loss import fused
 from train.loss.blocks import dpace_weights, slot_weights
 from train.loss.fused import LowRank, Part, fused_linear
@@ -293,6 +300,21 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
         architecture(DFlashConfig(mask_token_id=17), target, Data(17), sample_from_anchor=False)
     with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):
         architecture(DFlashConfig(layers=[4]), target, Data(1), sample_from_anchor=False)
+
+
+def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> None:
+    """Engines add what follows a token to the logits that the file tells them to make."""
+    target = random_target(num_hidden_layers=4, vocab_size=300)
+    target.model.config.update({"logits_scaling": 4.0, "final_logit_softcapping": 2.0})
+    head = make_head(settings_of("dflash2"), target, Data(17), seed=0)  # type: ignore[arg-type]
+    head.save(tmp_path / "head")
+    written = config_of(tmp_path / "head")["dflash_config"]
+    assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)
+    outputs = torch.randn(5, target.hidden_size)
+    assert head.logits(outputs).equal(target.logits(outputs))
+    assert head.projection() == target.projection
+    export_head(head, ExportFormat.vllm, golden(head, target, 5), tmp_path / "export", {})
+    check_parity(tmp_path / "export")
 
 
 @pytest.mark.parametrize(

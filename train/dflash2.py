@@ -14,7 +14,7 @@ from conf.schema_dflash2 import DFlash2Config, DFlash2Run
 from data.features import TrainingData
 from eval import entry
 from heads.dflash2.formats import load_dflash2
-from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
+from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
@@ -107,7 +107,8 @@ def make_head(
                 f"target.path={target.name}"
             )
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        shape = DFlash2HeadConfig(**vars(plain), **{name: getattr(config, name) for name in names})
+        sizes = {name: getattr(config, name) for name in names}
+        shape = DFlash2HeadConfig(**vars(plain), **sizes, **scales_of(target))
         head = DFlash2Head(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed)
     check_output_head(head, target)
     return head

@@ -11,7 +11,7 @@ the readers of vLLM 0.32 and SGLang 0.5.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,13 @@ class BlockFile:
     export: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path, path: str) -> "BlockFile":
+    def open(cls, folder: Path, path: str, computed: Collection[str] = ()) -> "BlockFile":
         """Reads settings and tensors.
+
+        Args:
+            folder: on this machine.
+            path: what the user calls it.
+            computed: keys of `ONLY` that this kind of head goes by.
 
         Raises:
             InputError: missing, pickled or corrupt files, or settings of another architecture.
@@ -124,7 +129,7 @@ class BlockFile:
             for name, tensor in load_tensors(file).items():
                 tensors[name.removeprefix("model.").removeprefix(EARLY)] = tensor
         found._forget()
-        found._check()
+        found._check(computed)
         found.vocab = found._vocabulary()
         return found
 
@@ -138,9 +143,9 @@ class BlockFile:
         """To be raised."""
         return InputError(f"head.path={self.path}: {problem}")
 
-    def _check(self) -> None:
+    def _check(self, computed: Collection[str]) -> None:
         for key, only in ONLY.items():
-            if self.settings.get(key, only) != only:
+            if key not in computed and self.settings.get(key, only) != only:
                 raise self.error(f"config.json says {key}={self.settings[key]}: must be {only}")
         if "mask_hidden" in self.tensors:
             raise self.error("mask_hidden: a P-EAGLE head, of another kind")

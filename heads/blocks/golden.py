@@ -40,9 +40,10 @@ def drafted(
     beside["mask_embedding"] = _embeddings(head, target, torch.tensor([mask]), of_target=True)
     found, state = [], None
     for slot in range(depth):
-        base = copy.logits(outputs[:, slot]) if rows is None else projected(outputs[:, slot], rows)
+        mine = outputs[:, slot]
+        base = copy.logits(mine) if rows is None else copy.scaled(projected(mine, rows))
         before = token_ids[1 + slot : 1 + slot + num_rows]
-        logits, state = copy.step(base, outputs[:, slot], before, state)
+        logits, state = copy.step(base, mine, before, state)
         found.append(logits)
     drawn = torch.stack(found)
     logits = torch.full((*drawn.shape[:2], head.vocab.size), float("-inf"))

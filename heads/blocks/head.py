@@ -199,6 +199,13 @@ class BlockHead(DraftHead):
         target = self._target[0]
         return target.logits(outputs.to(target.output_head.weight.dtype)).to(outputs.dtype)
 
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits [..., W] of the output head's rows alone, as the head's file says it scales them.
+
+        Engines leave the target's own scalings out.
+        """
+        return logits
+
     @abstractmethod
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heads.blocks.formats import BlockFile, names_kind
-from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
+from heads.dflash2.head import SCALES, DFlash2Head, DFlash2HeadConfig
 from heads.storage import locate
 
 ARCHITECTURES = ("DFlash2DraftModel", "DFlash2Speculator")
@@ -34,14 +34,18 @@ def read_dflash2(folder: Path, path: str, layers: Sequence[int] | None = None) -
         InputError: missing, corrupt, pickled or foreign files; settings that contradict the
             tensors, or that this head does not compute.
     """
-    found = BlockFile.open(folder, path)
+    found = BlockFile.open(folder, path, SCALES)
     if not found.vocab.full or "lm_head.weight" in found.tensors:
         raise found.error("an output head of its own: a DFlash-2 head drafts with the target's")
     plain = found.architecture(layers, anchored=False)
     if plain.sample_from_anchor:
         raise found.error("config.json says sample_from_anchor=True: allowed: false")
+    scales = {name: found.settings.get(name, usual) for name, usual in SCALES.items()}
+    if not all(isinstance(each, int | float) for each in scales.values()):
+        raise found.error(f"config.json has {scales}: must be numbers")
     config = DFlash2HeadConfig(
         **vars(plain),
+        **scales,
         conv_kernel_size=found.number("conv_kernel_size"),
         conv_group_size=found.number("conv_group_size"),
         selector_rank=found.number("selector_rank"),

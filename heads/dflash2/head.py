@@ -14,6 +14,8 @@ from heads.blocks.config import BlockHeadConfig, dflash_keys, shared_keys
 from heads.blocks.head import BlockHead
 from heads.blocks.layer import BlockLayer
 from heads.dflash2.layer import ConvolvedLayer
+from heads.projection import Projection
+from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 
 
@@ -25,12 +27,30 @@ class DFlash2HeadConfig(BlockHeadConfig):
         conv_kernel_size, conv_group_size: of its convolutions.
         selector_rank: r.
         selector_top_k: k.
+        input_embedding_scale, output_multiplier: what embeddings and logits are multiplied by.
+        final_logit_softcapping: what no logit exceeds, by tanh; 0 without.
     """
 
     conv_kernel_size: int = 2
     conv_group_size: int = 16
     selector_rank: int = 256
     selector_top_k: int = 16
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+"""Keys that heads for targets that scale their logits have otherwise, as the targets."""
+
+
+def scales_of(target: TargetEnds) -> dict[str, Any]:
+    """Keys of a fresh head: the target's own scalings, which engines leave out of drafts."""
+    projection = target.projection
+    return {
+        "output_multiplier": projection.scale,
+        "final_logit_softcapping": projection.cap or 0.0,
+    }
 
 
 class CandidateSelector(nn.Module):
@@ -90,6 +110,36 @@ class DFlash2Head(BlockHead):
         scores = best.values + self.candidate_selector(outputs, before, best.indices)
         return torch.full_like(base, -torch.inf).scatter(-1, best.indices, scores), state
 
+    @property
+    def scales(self) -> list[str]:
+        """The keys of `SCALES` that this head has otherwise."""
+        return [name for name, usual in SCALES.items() if getattr(self.config, name) != usual]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `BlockHead.embed`."""
+        return super().embed(token_ids) * self.config.input_embedding_scale
+
+    def projection(self) -> Projection:
+        """See `BlockHead.projection`; scaled by the head's own keys, if it has any."""
+        found, config = super().projection(), self.config
+        if not self.scales:
+            return found
+        cap = config.final_logit_softcapping or None
+        return found._replace(scale=config.output_multiplier, cap=cap)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See `BlockHead.logits`; scaled by the head's own keys, if it has any."""
+        if not self.scales:
+            return super().logits(outputs)
+        output_head = self.target.output_head
+        found = output_head(outputs.to(output_head.weight.dtype)).to(outputs.device)
+        return self.scaled(found).to(outputs.dtype)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """See `BlockHead.scaled`."""
+        logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
+        return cap * (logits / cap).tanh() if cap > 0 else logits
+
     def embeddings(self) -> list[Tensor]:
         """See `DraftHead.embeddings`: both codebooks."""
         selector = self.candidate_selector
@@ -98,7 +148,8 @@ class DFlash2Head(BlockHead):
     def config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""
         config = self.config
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        names = ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
+        names += self.scales
         return {
             "architectures": ["DFlash2DraftModel"],
             **shared_keys(config, len(self.vocab.ids)),

@@ -9,7 +9,7 @@ from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind
 from heads.dflash2.formats import holds, read_dflash2
-from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
+from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
 
@@ -34,11 +34,13 @@ class DFlash2Kind(BlockKind[DFlash2Head]):
         """With the recipe's sizes, of all ids."""
         del form
         shape = block_config(DFlash2Config(), target, sample_from_anchor=False)
-        config = DFlash2HeadConfig(**vars(shape))
+        config = DFlash2HeadConfig(**vars(shape), **scales_of(target))
         return DFlash2Head(config, DraftVocab.everything(vocab.size)).begin(target, seed=0)
 
     def export_problem(self, head: DFlash2Head, engine: ExportFormat) -> str | None:
-        """Rows of its convolutions see each other both ways."""
+        """Rows see each other both ways, and speculators scales nothing."""
         if head.config.causal:
             return "lets rows of DFlash-2 see later ones, and this head has head.causal=true"
+        if head.scales and engine is ExportFormat.speculators:
+            return f"has no word for {' and '.join(head.scales)} of this head"
         return super().export_problem(head, engine)

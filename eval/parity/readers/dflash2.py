@@ -16,6 +16,8 @@ from eval.parity.readers.dflash import shape_of
 FORMATS = {"dflash2": ("vllm", "sglang", "speculators", "original")}
 ARCHITECTURES = dict.fromkeys(FORMATS["dflash2"], "DFlash2DraftModel")
 SELECTOR = "candidate_selector."
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+"""Keys that may be absent, and what engines take then."""
 
 
 class ServedDFlash2(ServedBlocks):
@@ -24,15 +26,18 @@ class ServedDFlash2(ServedBlocks):
     Args:
         export, golden, shape: as of `ServedBlocks`.
         sizes: of a convolution's taps and groups, of the selector's rank and candidates.
+        scales: of embeddings and logits, and the cap of these; 0 without.
 
     Raises:
         InputError: as of `ServedBlocks`.
     """
 
     def __init__(
-        self, export: Export, golden: Golden, shape: BlockShape, sizes: tuple[int, int, int, int]
-    ) -> None:
+        self, export: Export, golden: Golden, shape: BlockShape, sizes: tuple[int, int, int, int],
+        scales: tuple[float, float, float],
+    ) -> None:  # fmt: skip
         taps, group, rank, self._top_k = sizes
+        self._input, self._output, self._cap = scales
         self._taps, self._groups, hidden = taps, shape.hidden_size // group, shape.hidden_size
         more: dict[str, tuple[int, ...]] = {
             f"{SELECTOR}predecessor_codebook": (shape.vocab_size, rank),
@@ -75,7 +80,12 @@ class ServedDFlash2(ServedBlocks):
         )
         asked = first[before] * self.linear(outputs, f"{SELECTOR}hidden_projection")
         least = base.topk(min(self._top_k, base.shape[-1])).values[:, -1:]
-        return (base + asked @ second.T).masked_fill(base < least, -torch.inf), state
+        unary = base * self._output
+        unary = torch.tanh(unary / self._cap) * self._cap if self._cap > 0 else unary
+        return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
+
+    def _own_rows(self, states: Tensor, row: int) -> Tensor:
+        return super()._own_rows(states, row) * self._input
 
 
 def read(export: Export, golden: Golden) -> ServedDFlash2:
@@ -88,4 +98,8 @@ def read(export: Export, golden: Golden) -> ServedDFlash2:
     block.only("sliding_window_non_causal", True)
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     taps, group, rank, top_k = (block.need(name, int, "refuses the head") for name in names)
-    return ServedDFlash2(export, golden, shape, (taps, group, rank, top_k))
+    first, last, cap = (
+        block.need(name, float, "scales nothing") if block.has(name) else usual
+        for name, usual in SCALES.items()
+    )
+    return ServedDFlash2(export, golden, shape, (taps, group, rank, top_k), (first, last, cap))
