@@ -37,6 +37,10 @@ class DFlash2Kind(BlockKind[DFlash2Head]):
         config = DFlash2HeadConfig(**vars(shape), **scales_of(target))
         return DFlash2Head(config, DraftVocab.everything(vocab.size)).begin(target, seed=0)
 
+    def pruning_problem(self, head: DFlash2Head) -> str:
+        """None has an output head of its own."""
+        return "DFlash-2 heads draft through the target's output head, of which no row can go"
+
     def export_problem(self, head: DFlash2Head, engine: ExportFormat) -> str | None:
         """Rows see each other both ways, and speculators scales nothing."""
         if head.config.causal:

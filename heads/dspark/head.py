@@ -87,13 +87,9 @@ class DSparkHead(BlockHead):
         """See `BlockHead.sure`: by its confidence head, if it has one."""
         return None if self.confidence_head is None else self.confidence(outputs, before)
 
-    def output_heads(self) -> list[Tensor]:
-        """See `DraftHead.output_heads`: also what is added to the logits."""
-        return [*super().output_heads(), self.markov_head.markov_w2.weight]
-
     def embeddings(self) -> list[Tensor]:
-        """See `DraftHead.embeddings`."""
-        return [self.markov_head.markov_w1.weight]
+        """See `DraftHead.embeddings`: both factors of what is added to the logits."""
+        return [self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight]
 
     def rows_by_id(self) -> Iterator[tuple[str, Tensor]]:
         """See `BlockHead.rows_by_id`."""
