@@ -166,7 +166,8 @@ class _Recorder:
 
     def take(self, row: int, other: "_Recorder") -> None:
         """Nobody waits for its place."""
-        self.drafter.take(row, other.drafter)
+        for mine, theirs in zip(self.drafters, other.drafters, strict=True):
+            mine.take(row, theirs)
 
 
 @dataclass(frozen=True)
