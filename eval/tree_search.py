@@ -43,9 +43,7 @@ from heads.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tre
 NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Draft tokens of the dynamic trees that are tried."""
 LONGEST = 8
-"""Depth of the deepest of them."""
-ENDS = (1, LONGEST)
-"""Depths at which drafting dynamic trees is timed; each level between them costs the same."""
+"""Depth of the deepest of them, where a head drafts so deep."""
 Texts = StaticTexts | DynamicTexts
 
 
@@ -71,7 +69,7 @@ class Costs:
     Attributes:
         curve: of a pass, on this machine or recorded on another.
         drafts: seconds of a draft here: of the widest tree of each depth, or of dynamic trees
-            of depth 1 and LONGEST for each top-k.
+            of depth 1 and the deepest for each top-k.
         scale: the recorded pass over one token over the same pass here. Drafting is taken to be
             as many times slower or faster, which holds if both machines are bound by the same
             and the recorded target is as large beside this head as the target here; a curve
@@ -83,13 +81,14 @@ class Costs:
     scale: float = 1.0
 
     def draft_s(self, shape: Shape) -> float:
-        """Seconds of a draft."""
+        """Seconds of a draft; each level of a dynamic tree costs the same."""
         if self.curve.draft_seconds is not None:
             return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
         if isinstance(shape, Tree):
             return self.scale * self.drafts[widest(shape.depth)]
-        first, last = (self.drafts[replace(shape, depth=d, num_tokens=1)] for d in ENDS)
-        share = (shape.depth - 1) / (LONGEST - 1)
+        longest = max(each.depth for each in self.drafts)
+        first, last = (self.drafts[replace(shape, depth=d, num_tokens=1)] for d in (1, longest))
+        share = (shape.depth - 1) / max(1, longest - 1)
         return self.scale * (first + (last - first) * share)
 
     def step_s(self, shape: Shape) -> float:
@@ -143,7 +142,8 @@ def read_texts(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -
         return replace(head, tree=shape).drafter("tree", GREEDY, [0])
 
     top_ks = sorted({*config.top_ks, usual_dynamic_shape(_gpu(config)).top_k})
-    return DynamicTexts.read(bench.target, make, prompts, length, LONGEST, top_ks)
+    longest = min(LONGEST, head.longest)
+    return DynamicTexts.read(bench.target, make, prompts, length, longest, top_ks)
 
 
 def measure_costs(
@@ -154,7 +154,7 @@ def measure_costs(
     probes: list[Shape] = (
         [widest(depth) for depth in range(1, head.longest + 1)]
         if isinstance(texts, StaticTexts)
-        else [DynamicShape(depth, top_k, 1) for top_k in texts.drawn for depth in ENDS]
+        else [DynamicShape(depth, k, 1) for k in texts.top_ks for depth in {1, texts.depth}]
     )
     drafters = {shape: replace(head, tree=shape).drafter("tree", GREEDY, [0]) for shape in probes}
     own, drafts = time_steps(target, drafters, context)
@@ -170,10 +170,11 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
         InputError: there are none.
     """
     if isinstance(texts, DynamicTexts):
-        return usual_dynamic_shape(_gpu(config)), [
+        usual = usual_dynamic_shape(_gpu(config))
+        return replace(usual, depth=min(usual.depth, texts.depth)), [
             DynamicShape(depth, top_k, size)
             for top_k in config.top_ks
-            for depth in range(1, LONGEST + 1)
+            for depth in range(1, texts.depth + 1)
             for size in NUM_TOKENS
             if depth <= size <= min(config.max_nodes, top_k + (depth - 1) * top_k**2)
         ]

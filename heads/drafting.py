@@ -223,7 +223,13 @@ class Drafter(Protocol):
 
 
 class DynamicDrafter(Drafter, Protocol):
-    """A drafter whose trees have another shape for every text."""
+    """A drafter whose trees have another shape for every text.
+
+    Attributes:
+        nested: what is drawn to a depth begins with what is drawn to a smaller one.
+    """
+
+    nested: bool
 
     def expand(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Everything that is drawn: tokens, scores and parents [B, M], level by level.

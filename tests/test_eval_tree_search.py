@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from block_heads import block_head, fresh, settings_of
+from peagle_heads import peagle_head
 from test_eval_commands import settings
 from toys import eagle_head, noisy_head, random_target, save_target
 
@@ -18,14 +20,18 @@ from conf.schema_eagle import EagleForm
 from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, Mode, TreeSearchRun
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
+from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, Costs
 from eval.tune import cost
 from eval.tune.cost import CostCurve
 from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
+from heads.blocks.drafter import BlockTree
 from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
+from heads.peagle.drafter import PEagleTree
+from heads.sampling import GREEDY
 from heads.target.load import load_target
 from heads.tree import DynamicShape, Tree
 
@@ -115,15 +121,40 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
     assert Drawn.of(tokens, scores, parents, []).accepted(1, 6) == 0
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_dynamic_steps_are_those_of_decoding(target, eagle, top_k: int) -> None:
-    texts = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS, 24, 5, [top_k])
-    for depth, num_tokens in [(1, 1), (3, 5), (5, 12), (4, 100)]:
+MADE = {
+    "dflash": lambda target: partial(BlockTree, block_head(target, "dflash", 40)),
+    "dflash2": lambda target: partial(BlockTree, block_head(target, "dflash2", 40)),
+    "dspark": lambda target: partial(BlockTree, block_head(target, "dspark, rnn", 40)),
+    "peagle": lambda target: partial(PEagleTree, peagle_head(target, 40)),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dflash2", "peagle")]
+
+
+@pytest.fixture(scope="module", params=["eagle", *SLOW, "dspark"])
+def make(request, target, eagle):
+    return partial(EagleTree, eagle) if request.param == "eagle" else MADE[request.param](target)
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
+    """Of blocks too, which draft other tokens where fewer are asked for."""
+    texts = DynamicTexts.read(target, make, PROMPTS, 24, 4, [top_k])
+    for depth, num_tokens in [(1, 1), (3, 5), (4, 12), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
-        found = [decode(target, EagleTree(eagle, shape), p.token_ids, 24) for p in PROMPTS]
+        found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
         assert texts.steps(shape) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.num_accepted > 1 for text in texts.steps(shape) for step in text)
+    assert any(step.num_accepted for text in texts.steps(shape) for step in text)
+
+
+def test_trees_are_drawn_no_deeper_than_a_head_drafts(target) -> None:
+    """A block of five has four slots to draft in."""
+    head, chain = fresh(target, settings_of("dflash")), Tree.chain(4)
+    opened = BenchHead("", head.attach(target).eval(), DynamicShape(4, 4, 8), chain)
+    bench = Bench(target, [opened], PROMPTS[:1], GREEDY, {}, main=True)
+    config = TreeSearchRun(max_new_tokens=3, top_ks=[1])
+    texts = tree_search.read_texts(bench, config, PROMPTS[:1])
+    assert (texts.depth, texts.top_ks) == (4, [1, 4])
 
 
 def test_what_a_step_costs_by_hand() -> None:
@@ -135,6 +166,10 @@ def test_what_a_step_costs_by_hand() -> None:
     ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (8, 0.8))}
     shape = DynamicShape(4, 3, 8)
     assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (5, 0.5))}
+    assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    one = {DynamicShape(1, 3, 1): 0.1}
+    assert Costs(curve, one).draft_s(DynamicShape(1, 3, 2)) == pytest.approx(0.1)
     assert Costs(curve, ends).step_s(shape) == pytest.approx(0.4 + 3.0)
     known = CostCurve("gpu", [1, 9], [1.0, 3.0], draft_seconds=0.5)
     assert Costs(known, ends, 7.0).draft_s(shape) == 2.0
@@ -168,6 +203,10 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
     assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert max(shape.num_tokens for shape in found) == 20
     assert DynamicShape(1, 4, 5) not in found  # four are drawn
+    shallow = DynamicTexts(texts.responses, {(3, 4): texts.drawn[8, 4]}, nested=True)
+    usual, found = tree_search.shapes(shallow, TreeSearchRun(max_nodes=20, top_ks=[4]))
+    assert usual == DynamicShape(3, 4, 8)
+    assert max(shape.depth for shape in found) == 3
 
 
 def test_the_usual_shape_is_found_where_nothing_is_better() -> None:

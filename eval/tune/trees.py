@@ -142,28 +142,32 @@ class Drawn:
 class _Recorder:
     """Draws trees at every token of the target's own text, and proposes nothing."""
 
-    def __init__(self, drafter: DynamicDrafter) -> None:
-        self.drafter, self.plain, self.reads = drafter, NoDraft(), drafter.reads
-        self.drawn: list[tuple[list[int], list[float], list[int]]] = []
+    def __init__(self, drafters: Sequence[DynamicDrafter]) -> None:
+        self.drafters, self.plain, self.reads = drafters, NoDraft(), drafters[0].reads
+        self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
     def observe(self, seen: Seen) -> None:
-        """Both remember."""
-        self.drafter.observe(seen)
+        """All remember."""
+        for each in self.drafters:
+            each.observe(seen)
         self.plain.observe(seen)
 
     def propose(self, roots: list[int]) -> Draft:
         """Keeps what was drawn."""
-        tokens, scores, parents = self.drafter.expand(roots)
-        self.drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
+        for drafter, drawn in zip(self.drafters, self.drawn, strict=True):
+            tokens, scores, parents = drafter.expand(roots)
+            drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
         return self.plain.propose(roots)
 
     def keep(self, rows: list[int]) -> None:
         """One text, whose end is the end."""
-        self.drafter.keep(rows)
+        for each in self.drafters:
+            each.keep(rows)
 
     def take(self, row: int, other: "_Recorder") -> None:
         """Nobody waits for its place."""
-        self.drafter.take(row, other.drafter)
+        for mine, theirs in zip(self.drafters, other.drafters, strict=True):
+            mine.take(row, theirs)
 
 
 @dataclass(frozen=True)
@@ -172,11 +176,13 @@ class DynamicTexts:
 
     Attributes:
         responses: [n] tokens per text.
-        drawn: by top-k, per text, [n - 1].
+        drawn: by depth and top-k, per text, [n - 1].
+        nested: whether shallower trees are the tops of those drawn.
     """
 
     responses: list[list[int]]
-    drawn: dict[int, list[list[Drawn]]]
+    drawn: dict[tuple[int, int], list[list[Drawn]]]
+    nested: bool
 
     @classmethod
     @torch.no_grad()
@@ -190,27 +196,38 @@ class DynamicTexts:
         top_ks: Sequence[int],
     ) -> "DynamicTexts":
         """Texts after some prompts, drawn from as deep as `depth` by drafters that `make` makes."""
-        drawn: dict[int, list[list[Drawn]]] = {}
-        for top_k in top_ks:
-            responses, drawn[top_k] = [], []
-            for prompt in tqdm(prompts, desc=f"drafts, top {top_k}", unit="prompt"):
-                recorder = _Recorder(make(DynamicShape(depth, top_k, 1)))
-                text = decode(target, recorder, prompt.token_ids, max_new_tokens).token_ids
-                responses.append(text)
-                drawn[top_k].append(
-                    [
-                        Drawn.of(*each, text[place : place + depth])
-                        for place, each in enumerate(recorder.drawn, start=1)
-                    ]
+        nested = make(DynamicShape(1, 1, 1)).nested
+        depths = [depth] if nested else range(1, depth + 1)
+        limits = [(deep, top_k) for top_k in top_ks for deep in depths]
+        drawn: dict[tuple[int, int], list[list[Drawn]]] = {limit: [] for limit in limits}
+        responses = []
+        for prompt in tqdm(prompts, desc="drafts", unit="prompt"):
+            recorder = _Recorder([make(DynamicShape(*limit, 1)) for limit in limits])
+            text = decode(target, recorder, prompt.token_ids, max_new_tokens).token_ids
+            responses.append(text)
+            for limit, found in zip(limits, recorder.drawn, strict=True):
+                places = enumerate(found, start=1)
+                drawn[limit].append(
+                    [Drawn.of(*each, text[place : place + limit[0]]) for place, each in places]
                 )
-        return cls(responses, drawn)
+        return cls(responses, drawn, nested)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest trees."""
+        return max(depth for depth, _ in self.drawn)
+
+    @property
+    def top_ks(self) -> list[int]:
+        """Those that were drawn with, rising."""
+        return sorted({top_k for _, top_k in self.drawn})
 
     def steps(self, shape: DynamicShape) -> list[list[Step]]:
         """The verify passes that decoding each text with a shape would take, exactly."""
-        texts = zip(self.drawn[shape.top_k], self.responses, strict=True)
+        drawn = self.drawn[self.depth if self.nested else shape.depth, shape.top_k]
         return [
             verify_steps(
-                [each.accepted(shape.depth, shape.num_tokens) for each in drawn], len(response)
+                [each.accepted(shape.depth, shape.num_tokens) for each in places], len(response)
             )
-            for drawn, response in texts
+            for places, response in zip(drawn, self.responses, strict=True)
         ]

@@ -143,6 +143,9 @@ class BlockTree(_BlockDrafter):
         shape: its limits.
     """
 
+    nested = False
+    """Rows see later ones, so that a shorter block drafts other tokens."""
+
     def __init__(self, head: BlockHead, shape: DynamicShape) -> None:
         super().__init__(head, shape.depth)
         self.shape = shape

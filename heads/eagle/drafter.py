@@ -201,6 +201,8 @@ class EagleTree(_EagleDrafter):
         shape: its limits.
     """
 
+    nested = True
+
     def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
         super().__init__(head)
         self.shape = shape

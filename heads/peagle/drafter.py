@@ -114,6 +114,8 @@ class PEagleTree(_PEagleDrafter):
         shape: its limits.
     """
 
+    nested = True
+
     def __init__(self, head: PEagleHead, shape: DynamicShape) -> None:
         super().__init__(head, shape.depth)
         self.shape = shape
