@@ -88,7 +88,7 @@ class DraftHead(nn.Module, ABC):
         """Matrices of its own from states to logits: a row for each id that it drafts."""
 
     def embeddings(self) -> list[Tensor]:
-        """Trained matrices of its own with a row for each id that it reads."""
+        """Trained matrices of its own with a row for each id, besides output heads."""
         return []
 
     @abstractmethod
@@ -325,11 +325,11 @@ def check_fits(head: DraftHead, target: TargetEnds, size: int, which: str = "hid
             )
 
 
-def check_depth(depth: int | None, most: int | None) -> None:
+def check_depth(depth: int | None, most: int | None, key: str = "depth") -> None:
     """Refuses drafts that a head cannot make.
 
     Raises:
         InputError: with what it can.
     """
     if depth is not None and most is not None and depth > most:
-        raise InputError(f"depth={depth}: this head drafts at most {most} tokens")
+        raise InputError(f"{key}={depth}: this head drafts at most {most} tokens")

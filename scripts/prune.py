@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from conf.schema import InputError
@@ -269,12 +269,9 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
     """
     head.attach(target, target.dtype).eval()
     outputs = head.output_heads() or [target.output_head.weight]
-    whole = {id(each) for each in outputs}
-    read = sum(
-        weight.nbytes
-        for name, weight in head.named_parameters()
-        if not name.startswith("embed_tokens") and id(weight) not in whole
-    )
+    looked_up = [each.weight for each in head.modules() if isinstance(each, nn.Embedding)]
+    beside = {id(each) for each in (*outputs, *looked_up)}
+    read = sum(weight.nbytes for weight in head.parameters() if id(weight) not in beside)
     if rank is None:
         read += sum(weight.nbytes for weight in outputs)
     else:

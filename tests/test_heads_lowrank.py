@@ -1,7 +1,12 @@
 """Output heads of low rank: literal logits, and drafts that are checked as ever."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from block_heads import block_head
+from peagle_heads import peagle_head
 from toys import eagle_head, noisy_head, random_target, texts
 
 from conf.schema import InputError
@@ -10,9 +15,11 @@ from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import ranked_drafts, steps_along
+from heads.kind import DraftHead
 from heads.kinds import kind_of
 from heads.lowrank import LowRankHead, low_rank_ends, reduce_rank
 from heads.sampling import GREEDY
+from heads.target.model import Target
 from heads.tree import Tree
 
 
@@ -41,11 +48,19 @@ def test_a_matrix_of_that_rank_loses_nothing() -> None:
     assert not torch.allclose(one_less, hidden @ weight.T, **near)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+HEADS: dict[str, Callable[[Target], DraftHead]] = {
+    "medusa": noisy_head,
+    "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=10),
+    "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=10),
+    "dspark": partial(block_head, name="dspark", num_updates=10),
+    "peagle": partial(peagle_head, num_updates=10),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
 def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     target = random_target(num_hidden_layers=4)
-    form = EagleForm.eagle1 if kind == "eagle1" else EagleForm.eagle3
-    head = noisy_head(target) if kind == "medusa" else eagle_head(target, form, num_updates=10)
+    head = HEADS[kind](target)
     head.attach(target).eval()
     prompt = texts(target, 1, 4)[0]
     plain = decode(target, NoDraft(), prompt, 24).token_ids

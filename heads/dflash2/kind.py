@@ -37,6 +37,10 @@ class DFlash2Kind(BlockKind[DFlash2Head]):
         config = DFlash2HeadConfig(**vars(shape))
         return DFlash2Head(config, DraftVocab.everything(vocab.size)).begin(target, seed=0)
 
+    def pruning_problem(self, head: DFlash2Head) -> str:
+        """None has an output head of its own."""
+        return "DFlash-2 heads draft through the target's output head, of which no row can go"
+
     def export_problem(self, head: DFlash2Head, engine: ExportFormat) -> str | None:
         """Rows of its convolutions see each other both ways."""
         if head.config.causal:

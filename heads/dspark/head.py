@@ -83,13 +83,9 @@ class DSparkHead(BlockHead):
             torch.cat([outputs, self.markov_head.markov_w1(before).to(outputs)], -1)
         )
 
-    def output_heads(self) -> list[Tensor]:
-        """See `DraftHead.output_heads`: also what is added to the logits."""
-        return [*super().output_heads(), self.markov_head.markov_w2.weight]
-
     def embeddings(self) -> list[Tensor]:
-        """See `DraftHead.embeddings`."""
-        return [self.markov_head.markov_w1.weight]
+        """See `DraftHead.embeddings`: both factors of what is added to the logits."""
+        return [self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight]
 
     def rows_by_id(self) -> Iterator[tuple[str, Tensor]]:
         """See `BlockHead.rows_by_id`."""
