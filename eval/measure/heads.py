@@ -77,6 +77,7 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     head = load_head(ref.path, ref.revision, ref.layers)
     kind, stored = kind_of(head), stored_shape(ref)
     check_depth(run.depth, kind.most_tokens(head))
+    check_depth(run.dynamic_tree.depth, kind.most_tokens(head), "dynamic_tree.depth")
     usual = kind.usual_shape(head)
     if isinstance(usual, DynamicShape):
         if run.tree is not None:

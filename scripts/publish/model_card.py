@@ -77,6 +77,7 @@ def _introduction(facts: CardFacts) -> str:
     target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
     if facts.target and is_hub_id(facts.target):
         target = f"[{facts.target}](https://huggingface.co/{facts.target})"
+    paper = f" ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper}))" if head.paper else ""
     trained = "on a frozen target. The head works with this target only."
     if "adapter" in facts.provenance:
         trained = (
@@ -87,8 +88,7 @@ def _introduction(facts: CardFacts) -> str:
         f"# {facts.repo_id.rsplit('/')[-1]}\n\n"
         f"{head.name} for speculative decoding of {target}: {head.description}; the target checks "
         "all drafts in one pass, so that its own greedy text comes out, in fewer passes.\n\n"
-        f"Method: {head.method} ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper})), "
-        f"{trained}{_elsewhere(facts)}"
+        f"Method: {head.method}{paper}, {trained}{_elsewhere(facts)}"
     )
 
 
