@@ -1,11 +1,12 @@
 """Every drafter on one small target, and what its models read."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from block_heads import block_head
 from peagle_heads import peagle_head
@@ -27,7 +28,7 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
-from heads.sampling import Sampling, drafter_seeds
+from heads.sampling import GREEDY, Sampling, drafter_seeds
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
 
@@ -111,6 +112,23 @@ EVERY_DRAFTER: dict[str, Make] = {
     "lookahead": lambda *_: Lookahead(),
     "self draft": lambda how, seeds: SelfDraft(small_target(), [1], 5, how, drafter_seeds(seeds)),
 }
+
+
+DRAWN = {
+    "none", "medusa tree", "eagle chain", "dspark chain", "peagle chain", "draft chain",
+    "draft tree", "heuristic", "confidence", "both", "self draft",
+}  # fmt: skip
+"""Drafters that draw, and a tree that does not: others draft the same, greedy or not."""
+
+
+def each_way(names: Iterable[str], warm: Sampling) -> list[Any]:
+    """Names with both ways to sample."""
+    return [
+        pytest.param(name, how, id=f"{name}-{way}", marks=[pytest.mark.slow] if slow else [])
+        for way, how in (("greedy", GREEDY), ("warm", warm))
+        for name in names
+        for slow in [way == "warm" and name not in DRAWN]
+    ]
 
 
 @contextmanager

@@ -40,12 +40,13 @@ def compiled(folder: Path) -> Path:
     return library
 
 
-def test_on_an_emulated_device(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_on_an_emulated_device(request: pytest.FixtureRequest, which: str) -> None:
     assert request.config.cache is not None
     library = compiled(request.config.cache.mkdir("emulated"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     found = subprocess.run(
-        [*command, str(HERE / "emulated")],
+        [*command, "-m", which, str(HERE / "emulated")],
         env={**os.environ, "HEADSMITH_EMULATED_GUARD": str(library)},
         cwd=HERE.parent,
         capture_output=True,

@@ -39,6 +39,7 @@ SAMPLINGS = {
     "temperature, top_p": Sampling(0.7, top_p=0.9),
     "all": Sampling(1.4, top_p=0.95, top_k=4),
 }
+slow = pytest.mark.slow
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -185,7 +186,13 @@ def keeps_distribution(proposal: str, rule: Rule, sampling: Sampling) -> bool:
     return fits(counts.sum(1), probs[ROOT]) and fits(counts, joint)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(each, id=name, marks=[slow] if name == "temperature, top_p" else [])
+        for name, each in SAMPLINGS.items()
+    ],
+)
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_sampling_keeps_the_distribution(proposal: str, sampling: Sampling) -> None:
     assert keeps_distribution(proposal, verify, sampling)
@@ -344,7 +351,9 @@ def keeps_what_is_said(family: str, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["llama", "lfm2", pytest.param("qwen3_next", marks=slow), "falcon_h1"]
+)
 def test_decoding_keeps_the_targets_distribution(family: str, kind: str) -> None:
     assert keeps_what_is_said(family, kind)
 

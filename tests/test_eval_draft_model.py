@@ -34,6 +34,7 @@ SHAPES = {
     "gaps": (Tree.from_paths([[1], [3], [1, 2]]), None),
 }
 AGAIN = pytest.param("qwen3", marks=pytest.mark.slow)  # drafts as Llama does
+NEOX, EXPERTS = (pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "qwen3_moe"))
 WARM = Sampling(temperature=1.5, top_k=12)
 
 
@@ -75,7 +76,7 @@ def passes(target: Target) -> Iterator[list[int]]:
     hook.remove()
 
 
-@pytest.mark.parametrize("family", ["llama", AGAIN, "gemma2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", AGAIN, "gemma2", NEOX, EXPERTS])
 def test_greedy_text_is_the_targets_alone_and_in_a_batch(family: str) -> None:
     target = endless(family)
     draft = noisy_copy(target, 0.05)
@@ -140,7 +141,7 @@ class Checked(DraftModel):
             self.committed = [self.committed[row] for row in rows]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", NEOX])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_drafts_are_those_of_a_model_that_reads_everything_anew(family: str, shape: str) -> None:
     target = endless(family)

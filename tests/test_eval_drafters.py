@@ -1,7 +1,7 @@
 """What every drafter must do alike."""
 
 import pytest
-from drafters import EVERY_DRAFTER, small_target
+from drafters import EVERY_DRAFTER, each_way, small_target
 
 from eval.decode.engine import decode, decode_batch
 from heads.sampling import GREEDY, Sampling
@@ -11,8 +11,7 @@ PROMPTS = [[90, 17, 240, 8, 77, 123, 61], [105, 17], [61, 23, 77, 8, 40, 17, 5] 
 WARM = Sampling(temperature=0.7, top_k=8)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("name", EVERY_DRAFTER)
+@pytest.mark.parametrize(("name", "sampling"), each_way(EVERY_DRAFTER, WARM))
 def test_a_text_is_drafted_in_a_batch_as_it_is_alone(name: str, sampling: Sampling) -> None:
     """Texts and steps; what others of the batch draft, and for how long, is their own affair."""
     target, make, seeds = small_target(), EVERY_DRAFTER[name], [7, 8, 9]

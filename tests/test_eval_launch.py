@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import commands
-from test_eval_methods import given
+from test_eval_commands import made
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {
@@ -20,9 +20,9 @@ ENV = {
 def measured(settings: dict, out_dir: Path, run: Callable) -> dict:
     command = [
         sys.executable, str(ROOT / "eval/speedup.py"), "methods=medusa_tree",
-        f"target.path={settings['target'].path}", f"data.path={settings['data'].path}",
-        f"head.path={settings['head'].path}", f"out_dir={out_dir}", "max_new_tokens=16",
-        "num_repeats=1", "num_warmups=0", "temperature=0.7", "data.num_prompts=4",
+        f"target.path={settings['target']}", f"data.path={settings['data']}",
+        f"head.path={settings['head']}", f"out_dir={out_dir}", "max_new_tokens=16",
+        "num_repeats=1", "num_warmups=0", "temperature=0.7", "data.num_prompts=3",
     ]  # fmt: skip
     processes = run(command, out_dir.parent, ENV)
     for done in processes:
@@ -32,10 +32,10 @@ def measured(settings: dict, out_dir: Path, run: Callable) -> dict:
 
 
 def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
-    settings = given(tmp_path, "llama")
+    settings = made(tmp_path, "llama")
     one = measured(settings, tmp_path / "1", lambda *how: [commands.run(*how)])
     two = measured(settings, tmp_path / "2", commands.run_two)
     for key in ("tau", "tau_ci95", "alpha", "num_tokens", "num_steps"):
         assert one["methods"]["medusa_tree"][key] == two["methods"]["medusa_tree"][key]
     assert [text["methods"] for text in one["texts"]] == [text["methods"] for text in two["texts"]]
-    assert two["data"]["num_prompts"] == 5
+    assert two["data"]["num_prompts"] == 6

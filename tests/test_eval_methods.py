@@ -80,8 +80,8 @@ def measured(settings: dict, out_dir: Path, **changes) -> dict:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_method_gives_the_targets_own_text(family: str, tmp_path: Path) -> None:
-    settings = given(tmp_path, family)
+def test_every_method_gives_the_targets_own_text(family: str, llama: dict, tmp_path: Path) -> None:
+    settings = llama if family == "llama" else given(tmp_path, family)
     alone = measured(settings, tmp_path / "1")
     left_out = LEFT_OUT.get(family, set())
     assert set(alone["methods"]) == {*SHARED, *OF_TRANSFORMERS} - left_out
@@ -106,13 +106,14 @@ def test_a_search_for_layers_changes_no_other_draft(
 
 
 def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
-    result = measured(llama, tmp_path / "o", temperature=0.8, batch_size=2)
+    settings = llama | {"temperature": 0.8, "max_new_tokens": 8}
+    result = measured(settings, tmp_path / "o", batch_size=2)
     assert result["lossless"] is None
     lossy = {name for name, row in result["methods"].items() if row["lossy"]}
     assert lossy == {"medusa_typical"}
     assert "lossy" in (tmp_path / "o/speedup.html").read_text()
     names = ["vanilla", "generate", "eagle_chain", "draft_tree", "lookahead"]
-    again = measured(llama, tmp_path / "p", temperature=0.8, batch_size=1, methods=names)
+    again = measured(settings, tmp_path / "p", batch_size=1, methods=names)
     for name, row in again["methods"].items():
         assert result["methods"][name]["tau"] == pytest.approx(row["tau"])
     assert list(again["methods"]) == names
@@ -121,7 +122,7 @@ def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
 def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("heads.lowrank.NUM_CANDIDATES", 1)
     names = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
-    settings = llama | {"self_draft": SelfDraftConfig(num_layers=4)}
+    settings = llama | {"self_draft": SelfDraftConfig(num_layers=4), "max_new_tokens": 8}
     whole = measured(settings, tmp_path / "whole", methods=names)
     low = measured(settings, tmp_path / "low", methods=names, output_rank=1)
     assert low["lossless"]["num_equal"] == 5

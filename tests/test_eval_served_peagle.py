@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import layouts
 import pytest
 import torch
 from exports import config_of, toy_target
 from peagle_heads import MASK, fresh, settings_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_eval_served_blocks import LOGITS, able, config, exported, tensor
 
 from conf.schema import InputError
@@ -159,3 +160,34 @@ def test_files_that_are_not_read(target: Target, heads, change, message, tmp_pat
     file.write_text(json.dumps(content | change))
     with pytest.raises(InputError, match=message):
         load_head(str(tmp_path / "head"))
+
+
+def test_a_head_that_names_no_layers_is_not_read(target: Target, tmp_path: Path) -> None:
+    fresh(target, settings_of(layers=[0, 1, 2])).save(tmp_path / "head")
+    file = tmp_path / "head" / "config.json"
+    content = json.loads(file.read_text())
+    del content[IDS], content["eagle_config"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"config\.json names no layers"):
+        load_head(str(tmp_path / "head"))
+
+
+@pytest.mark.parametrize("plan", [{}, {"speculators_config": {"proposal_methods": []}}])
+def test_what_a_file_does_not_say_is_as_others_train_it(
+    target: Target, heads, plan: dict[str, Any], tmp_path: Path
+) -> None:
+    """8 tokens; the feature may have any shape."""
+    heads["plain"].save(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["num_depths"]
+    (tmp_path / "config.json").write_text(json.dumps(content | plan))
+    tensors = load_file(tmp_path / "model.safetensors")
+    flat = tensors | {"mask_hidden": tensors["mask_hidden"].flatten()}
+    save_file(flat, tmp_path / "model.safetensors")
+    again = load_head(str(tmp_path))
+    assert again.config.num_draft_tokens == 8
+    assert again.mask_hidden.equal(heads["plain"].mask_hidden)
+
+
+def test_an_eagle_head_is_not_taken_for_one(tmp_path: Path) -> None:
+    assert name_of(load_head(str(layouts.eagle3(tmp_path / "head")))) == "eagle"

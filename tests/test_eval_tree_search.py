@@ -135,7 +135,7 @@ def make(request, target, eagle):
     return partial(EagleTree, eagle) if request.param == "eagle" else MADE[request.param](target)
 
 
-@pytest.mark.parametrize("top_k", [1, 4])
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     """Of blocks too, which draft other tokens where fewer are asked for."""
     texts = DynamicTexts.read(target, make, PROMPTS, 24, 4, [top_k])

@@ -7,7 +7,8 @@ import torch
 from peagle_heads import fresh, peagle_head, settings_of
 from toys import packed, random_target, texts
 
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
+from eval.decode.generation import Request
 from eval.measure.replay import replay
 from heads.drafting import PAD, Seen
 from heads.peagle.drafter import PEagleChain, PEagleTree
@@ -16,7 +17,7 @@ from heads.sampling import Sampling
 from heads.target.model import Target, TargetOutput
 from heads.tree import DynamicShape, Tree
 from train.batch.rows import SUPERVISION, indexed
-from train.peagle import PEagleObjective, lineages, segmented
+from train.peagle import PEagleObjective, lineages, segmented, share
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,18 @@ def test_a_batch_gives_every_text_that_it_gives_alone(target, prompts, head, kin
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
 
 
+def test_a_text_that_takes_a_place_draws_as_alone(target, prompts, head) -> None:
+    warm = Sampling(temperature=1.5)
+    requests = [Request(prompts[row % 3], 10 + row) for row in range(4)]
+    found = decode_many(
+        target, lambda seeds: PEagleChain(head, 3, warm, seeds), requests, 20, 2, warm
+    )
+    for each, request in zip(found, requests, strict=True):
+        drafter = PEagleChain(head, 3, warm, [request.seed])
+        alone = decode(target, drafter, request.prompt_ids, 20, warm, request.seed)
+        assert (each.token_ids, each.steps) == (alone.token_ids, alone.steps)
+
+
 def test_a_sampled_token_has_the_probability_that_is_told(target, head) -> None:
     text, number = texts(target, 1, 10)[0], 3000
     warm = Sampling(temperature=1.3)
@@ -122,9 +135,9 @@ def test_a_sampled_token_has_the_probability_that_is_told(target, head) -> None:
         told = draft.draft_probs[0, level]
         counts = Counter(draft.tokens[:, level].tolist())
         likely = told.topk(5)
-        for share, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
-            deviation = (share * (1 - share) / number) ** 0.5
-            assert abs(counts[token] / number - share) < 4.5 * deviation
+        for part, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
+            deviation = (part * (1 - part) / number) ** 0.5
+            assert abs(counts[token] / number - part) < 4.5 * deviation
 
 
 @pytest.mark.parametrize("num_segments", [1, 3])
@@ -202,11 +215,28 @@ def test_fewer_tokens_draft_at_every_step() -> None:
             mine = (found[step] >= begin) & (found[step] < begin + 12)
             assert int(mine.sum()) <= most
     assert len(found[1]) == 4
+    assert [share(config, step) for step in (1, 2, 3)] == [0.5, 0.3, 0.3]
     # Each sequence by itself, others with another seed.
     alone = indexed({name: each[:1] for name, each in batch.items()}, 4)[SUPERVISION]
     assert lineages(alone, 12, config, (5,))[1].tolist() == found[1][:2].tolist()
     others = {tuple(lineages(learnt, 12, config, (5, s))[1][2:].tolist()) for s in range(20)}
     assert len(others) > 3
+    # Of all 8 of the first: (8 - 1) * 0.75.
+    most = settings_of(num_anchors=99, kept_share=0.75)
+    drawn = [lineages(learnt, 12, most, (s, 6))[1].tolist() for s in range(20)]
+    firsts = {tuple(token for token in each if token < 12) for each in drawn}
+    assert {len(each) for each in firsts} == {5}
+    assert len(firsts) > 1
+
+
+def test_every_step_has_a_row() -> None:
+    """So that every parameter has a gradient, whatever may be learnt."""
+    batch, config = packed([[*range(4)]], 1), settings_of(kept_share=1.0)
+    found = lineages(indexed(batch, 4)[SUPERVISION], 4, config, (0,))
+    assert [each.tolist() for each in found] == [[0, 1], [0], [0], [0]]
+    nothing = indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, 4)
+    found = lineages(nothing[SUPERVISION], 4, config, (0,))
+    assert [each.tolist() for each in found] == [[0]] * 4
 
 
 def test_segments_hold_all_rows_behind_their_tokens() -> None:

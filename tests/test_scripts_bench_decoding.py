@@ -24,6 +24,7 @@ def test_memory_beyond_the_cache_does_not_grow_with_a_prompt() -> None:
         assert 0 < ten < 2 * one, name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 def test_the_table_of_prompts(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["bench_prompt.py", "--tokens", "64", "128"])

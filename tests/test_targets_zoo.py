@@ -44,12 +44,17 @@ REFUSED = {
 }
 
 
+# Whose layers the tests of the engine run as well.
+SLOW = ("qwen3_moe", "gpt_oss", "gemma4_text", "qwen3_5", "lfm2", "mamba2", "nemotron_h")
+EACH = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
+
+
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", EACH)
 def test_texts_are_those_of_generate(zoo, model_type: str) -> None:
     if model_type == "phi3" and transformers.__version__.startswith("5.17"):
         pytest.skip("whose generate reads one token alone at the switch")

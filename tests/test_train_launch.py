@@ -158,6 +158,7 @@ def test_kill_9_then_resume_equals_an_uninterrupted_run(
     assert curve(tmp_path / "out", "train/loss") == curve(straight, "train/loss")
 
 
+@pytest.mark.slow
 def test_launch_that_silently_runs_one_process_is_refused(inputs: Path, tmp_path: Path) -> None:
     command = [*LAUNCH, "--cpu", "--num_processes", "2", *arguments(inputs, tmp_path / "out")]
     done = run(command, tmp_path)
@@ -185,7 +186,10 @@ def test_a_process_is_waited_for_longer_than_a_collective(
 
 @pytest.mark.parametrize(
     ("fault", "process"),
-    [("first-cannot-measure", 0), ("second-cannot-measure", 1)],
+    [
+        pytest.param("first-cannot-measure", 0, marks=pytest.mark.slow),
+        ("second-cannot-measure", 1),
+    ],
 )
 def test_an_evaluation_that_fails_in_one_process_stops_none(
     straight: Path, inputs: Path, tmp_path: Path, fault: str, process: int

@@ -1,18 +1,20 @@
 """What P-EAGLE is trained by: its loss by hand, its settings, heads that are gone on from."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peagle_heads import MASK, fresh, settings_of
+from safetensors.torch import load_file, save_file
 from toys import packed, random_target, texts
 
 from conf.schema import InputError
 from conf.schema_eagle import OutputHead
 from conf.schema_peagle import PEagleConfig, PEagleRun
 from heads.target.model import Target
-from train.batch.rows import SUPERVISION, UNROLLED, Batch
+from train.batch.rows import NOISE_SEEDS, SUPERVISION, UNROLLED, Batch
 from train.peagle import PEagleObjective, make_head
 
 
@@ -74,6 +76,42 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str) -> None
         PEagleConfig(**change)
 
 
+def test_no_head_is_trained_through_a_quantised_output_head(tmp_path) -> None:
+    target = random_target(num_hidden_layers=4)
+    fresh(target, settings_of(draft_vocab_size=None)).save(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file({n: each for n, each in load_file(file).items() if n != "lm_head.weight"}, file)
+    whole = target.output_head.weight
+    whole.requires_grad_(False).data = whole.to(torch.int8)
+    unused = torch.zeros(target.vocab_size, dtype=torch.int64)
+    config = PEagleRun(head=settings_of(path=str(tmp_path), layers=None, draft_vocab_size=None))
+    with pytest.raises(InputError, match="its output head is quantised"):
+        make_head(config, target, data(unused))
+
+
+def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> None:
+    config = settings_of(num_anchors=4, noise=0.5)
+    objective = PEagleObjective(fresh(target, config), target, config)
+
+    def drawn(seed: int) -> tuple[list[int], torch.Tensor]:
+        batch = objective.indexed({**packed(texts(target, 1, 20)), NOISE_SEEDS: (seed,)})
+        batch = objective.prepare(batch)
+        return batch[UNROLLED].tokens.tolist(), next(objective._unrolled(batch))
+
+    rows, outputs = zip(*map(drawn, (1, 2)), strict=True)
+    assert rows[0] != rows[1]
+    assert not outputs[0].allclose(outputs[1])
+    objective.eval()
+    _, outputs = zip(*map(drawn, (1, 2)), strict=True)
+    assert outputs[0].equal(outputs[1])
+
+
+def test_every_layer_is_compiled(target: Target) -> None:
+    head = fresh(target, settings_of(num_layers=3))
+    head.compile_layers()
+    assert all(each.mlp._compiled_call_impl for each in (head.layer, *head.layers.values()))
+
+
 def data(counts: torch.Tensor) -> Any:
     return SimpleNamespace(token_counts=lambda _size: counts)
 
@@ -85,6 +123,8 @@ def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> 
     head, lines = make_head(config, target, data(unused))
     assert "P-EAGLE, 2 layers over hidden states [1, 2], 4 draft tokens, mask token 3" in lines[-1]
     assert head.mask_hidden.std() > 0.5
+    other, _ = make_head(replace(config, seed=1), target, data(unused))
+    assert not other.mask_hidden.allclose(head.mask_hidden)
     assert len(head.vocab.ids) == 40
     head.save(tmp_path / "head")
     more = settings_of(

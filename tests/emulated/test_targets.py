@@ -130,7 +130,16 @@ def test_a_target_over_two_devices_decodes(spread: Target, inputs: Path) -> None
         assert [each.token_ids for each in found] == expected
 
 
-@pytest.mark.parametrize("name", ["medusa, soft labels", "eagle-1", "eagle-3.1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("medusa, soft labels", "eagle-1")
+        ),
+        "eagle-3.1",
+    ],
+)
 def test_a_target_over_two_devices_trains(name: str, inputs: Path, tmp_path: Path) -> None:
     on_cpu(run_of(name, inputs, tmp_path / "cpu"))
     counts = on_cuda(run_of(name, inputs, tmp_path / "cuda", SPREAD))

@@ -1,5 +1,6 @@
 """Training from start to end on an emulated GPU: feed, optimizer steps, evaluation, saving."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,15 @@ class Ran:
     waits: Counts
 
 
-@pytest.fixture(scope="module", params=HEADS_OF)
+# `test_targets.py` holds the same of these.
+SLOW = ("medusa, soft labels", "eagle-1", "eagle-3")
+
+
+def marked(names: Iterable[str], slow: Sequence[str]) -> list[Any]:
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in slow else []) for n in names]
+
+
+@pytest.fixture(scope="module", params=marked(HEADS_OF, SLOW))
 def ran(
     request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Ran:
@@ -56,7 +65,7 @@ def test_an_optimizer_step_waits_twice_at_most(ran: Ran) -> None:
     assert ran.waits.num_waits <= MOST_WAITS, str(ran.waits)
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle-3"])
+@pytest.mark.parametrize("name", marked(["medusa", "eagle-3"], ["medusa"]))
 def test_a_micro_batch_is_one_pass_whatever_it_holds(
     name: str, inputs: Path, tmp_path: Path
 ) -> None:
@@ -69,7 +78,7 @@ def test_a_micro_batch_is_one_pass_whatever_it_holds(
     assert operations(4) < 0.4 * operations(1)
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle-1", "eagle-3.1", "dflash"])
+@pytest.mark.parametrize("name", marked(["medusa", "eagle-1", "eagle-3.1", "dflash"], ["eagle-1"]))
 def test_gradients_in_bfloat16_are_those_in_float32(
     name: str, inputs: Path, tmp_path: Path
 ) -> None:
