@@ -201,16 +201,28 @@ def part(folder: Path, code: str, **changes: Any) -> Part:
     return Part("a part", [sys.executable, "-c", code], folder / "result", **changes)
 
 
-def test_a_part_is_run_once_and_counted(tmp_path: Path) -> None:
+def test_a_part_is_counted(tmp_path: Path) -> None:
     (tmp_path / "stale").mkdir()
     code = f"open({str(tmp_path / 'result')!r}, 'x').close(); b = bytearray(100_000_000)"
     one, took = part(tmp_path, code, fresh=tmp_path / "stale"), Took(tmp_path)
-    parts.run(one, tmp_path, took)
     parts.run(one, tmp_path, took)
     assert not (tmp_path / "stale").exists()
     (row,) = json.loads((tmp_path / "took.json").read_text()).values()
     assert 0 < row["seconds"] < 60
     assert row["memory"] > 100_000_000
+
+
+def test_what_is_there_is_not_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "result").touch()
+    done = part(tmp_path, "raise SystemExit(3)")
+    left = Part("left", [sys.executable, "-c", f"open({str(tmp_path / 'new')!r}, 'x')"],
+                tmp_path / "new")  # fmt: skip
+    took = Took(tmp_path)
+    contest.run_parts([done, left], tmp_path, took, {"left": {"seconds": 90.0}})
+    assert capsys.readouterr().out == "left, about 1.5 min; then nothing more\n"
+    assert list(took.rows) == ["left"]
 
 
 def test_a_part_that_fails_shows_its_last_lines(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def measured(out_dir: Path) -> Took:
         folder = out_dir / "heads" / name / "head"
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(name.encode())
+        data = {
+            "sha256": "ab",
+            "num_train_sequences": 40,
+            "num_tokens": 900,
+            "rows_per_s": len(name),
+        }
+        (folder / "headsmith.json").write_text(json.dumps({"data": data}))
     took = Took(out_dir)
     took.rows["train medusa"] = {"seconds": 120.0, "memory": 3 * 10**9, "since": None}
     took.rows["speed"] = {"seconds": 30.0, "memory": 10**9, "since": None}
@@ -144,7 +151,14 @@ def test_a_contest_ends_with_a_table_a_page_and_a_head(tmp_path: Path) -> None:
 def test_a_report_needs_what_is_measured(tmp_path: Path) -> None:
     took = measured(tmp_path)
     (tmp_path / "costs/costs.json").unlink()
-    with pytest.raises(InputError, match=r"costs\.json is not there; run the part measure first"):
+    with pytest.raises(InputError, match=r"costs\.json is not there; run the parts before report"):
+        report.write(RECIPES, tmp_path, PLAN, took)
+
+
+def test_heads_of_other_data_do_not_compete(tmp_path: Path) -> None:
+    took, path = measured(tmp_path), tmp_path / "heads/eagle3_1/head/headsmith.json"
+    path.write_text(path.read_text().replace("900", "901"))
+    with pytest.raises(InputError, match=r"medusa and eagle3_1, .* num_tokens was 900, is 901"):
         report.write(RECIPES, tmp_path, PLAN, took)
 
 

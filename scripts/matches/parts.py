@@ -73,13 +73,11 @@ class Took:
 
 
 def run(part: Part, out_dir: Path, took: Took) -> None:
-    """Runs a part unless its result is there.
+    """Runs a part whose result is not there.
 
     Raises:
         InputError: it left none; with the last lines of its log.
     """
-    if part.result.exists():
-        return
     if part.fresh is not None:
         shutil.rmtree(part.fresh, ignore_errors=True)
     log = log_of(out_dir, part.name)

@@ -11,15 +11,17 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from conf.schema import InputError
-from data.journal import write_whole
+from data.journal import check_unchanged, write_whole
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.page import Axis
-from heads.storage import write_folder
+from heads.storage import PROVENANCE, write_folder
 from scripts import compare
 from scripts.matches.parts import Took, bytes_of
 from scripts.matches.recipes import Recipe, methods_of
 
 Rows = list[Sequence[str]]
+SAME = ("sha256", "num_train_sequences", "num_tokens")
+"""Of the data that heads were trained on."""
 
 
 def minutes(seconds: float) -> str:
@@ -45,8 +47,9 @@ def write(recipes: list[Recipe], out_dir: Path, plan: dict[str, Any], took: Took
     """Writes `contest.json`, `contest.md`, `contest.html` and `winner/head`; returns the table.
 
     Raises:
-        InputError: something is not measured yet.
+        InputError: something is not measured yet, or heads were not trained on the same texts.
     """
+    check_alike(recipes, out_dir)
     speed, costs = (_read(out_dir, name) for name in ("speed/speedup.json", "costs/costs.json"))
     ways = methods_of(recipes)
     label, method = winner(speed, ways)
@@ -76,10 +79,29 @@ def write(recipes: list[Recipe], out_dir: Path, plan: dict[str, Any], took: Took
     return f"{text}\nwrote {out_dir / 'contest.html'}; the winner is in {out_dir / 'winner/head'}"
 
 
+def check_alike(recipes: list[Recipe], out_dir: Path) -> None:
+    """Refuses heads of different data: a file that changed between two trainings.
+
+    Raises:
+        InputError: with the heads and what differs.
+    """
+    data = {
+        each.label: _read(out_dir, f"heads/{each.label}/head/{PROVENANCE}")["data"]
+        for each in recipes
+    }
+    (first, known), *others = data.items()
+    for label, found in others:
+        check_unchanged(
+            f"out_dir={out_dir} holds the heads {first} and {label}, whose training data were",
+            {key: known[key] for key in SAME},
+            {key: found[key] for key in SAME},
+        )
+
+
 def _read(out_dir: Path, name: str) -> dict[str, Any]:
     path = out_dir / name
     if not path.exists():
-        raise InputError(f"parts: {path} is not there; run the part measure first")
+        raise InputError(f"parts: {path} is not there; run the parts before report first")
     return dict(json.loads(path.read_text()))
 
 
@@ -226,7 +248,7 @@ def cost_rows(plan: dict[str, Any], parts: dict[str, dict[str, Any]]) -> Rows:
             name,
             " > ".join(minutes(each["seconds"]) for each in both),
             " > ".join(f"{each['bytes'] / 1e6:.0f}" for each in both if "bytes" in each) or "-",
-            " > ".join(f"{each['memory'] / 1e9:.2f}" for each in both),
+            " > ".join(f"{each['memory'] / 1e9:.2f}" if each["memory"] else "-" for each in both),
         ])  # fmt: skip
     return rows
 
