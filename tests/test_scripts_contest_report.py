@@ -9,6 +9,7 @@ from typing import Any
 
 import commands
 import pytest
+import torch
 from stores import save_inputs
 from test_train_launch import ENV, wait_for
 
@@ -17,6 +18,7 @@ from heads.kinds import load_head
 from scripts.matches import report
 from scripts.matches.parts import Took
 from scripts.matches.recipes import Recipe
+from train.loop import memory
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = [Recipe("medusa", "medusa", ()), Recipe("eagle3_1", "eagle", ("head=eagle3_1",))]
@@ -153,6 +155,21 @@ def test_a_report_needs_what_is_measured(tmp_path: Path) -> None:
     (tmp_path / "costs/costs.json").unlink()
     with pytest.raises(InputError, match=r"costs\.json is not there; run the parts before report"):
         report.write(RECIPES, tmp_path, PLAN, took)
+
+
+def test_memory_of_gpus_is_what_trainings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = measured(tmp_path)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3_500_000_000)
+    (tmp_path / "logs").mkdir()
+    said = memory.afterwards({"target": 3 * 10**9}, torch.device("cuda"))
+    (tmp_path / "logs/train-medusa.log").write_text(f"{said}\n")
+    first = {**PLAN["estimate"]["train medusa"], "device": 4e9}
+    plan = {**PLAN, "estimate": {**PLAN["estimate"], "train medusa": first}}
+    header, *others = report.cost_rows(plan, report.taken(plan, took, tmp_path))
+    assert header[-1] == "GB on each device"
+    assert [row[-1] for row in others] == ["4.00 > 3.50", "- > -", "4.00 > 3.50"]
 
 
 def test_heads_of_other_data_do_not_compete(tmp_path: Path) -> None:

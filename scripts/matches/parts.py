@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -132,6 +133,17 @@ def _orphans(out_dir: Path) -> Iterator[int]:
                 yield int(path.parent.name)
         except OSError:  # another user's, or just gone
             continue
+
+
+def device_memory(out_dir: Path, name: str) -> dict[str, float]:
+    """`device`: bytes that a training used on each GPU at most, as it said itself; or nothing."""
+    log = log_of(out_dir, name)
+    said = (
+        re.findall(r"([\d.]+) GB measured at most", log.read_text(errors="replace"))
+        if log.exists()
+        else []
+    )
+    return {"device": float(said[-1]) * 1e9} if said else {}
 
 
 def bytes_of(folder: Path) -> int:

@@ -86,6 +86,7 @@ def make_plan(config: ContestRun, recipes: list[Recipe], out_dir: Path, took: To
             "seconds": around + number * step_s[label],
             "bytes": parts.bytes_of(probe_of(out_dir, label)),
             "memory": row["memory"],
+            **parts.device_memory(out_dir, f"probe {label}"),
         }
     speed = json.loads((probe_of(out_dir, "speed") / "speedup.json").read_text())
     num_prompts = len(load_data(str(config.prompts.path), config.prompts).records)

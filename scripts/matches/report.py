@@ -16,7 +16,7 @@ from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.page import Axis
 from heads.storage import PROVENANCE, write_folder
 from scripts import compare
-from scripts.matches.parts import Took, bytes_of
+from scripts.matches.parts import Took, bytes_of, device_memory
 from scripts.matches.recipes import Recipe, methods_of
 
 Rows = list[Sequence[str]]
@@ -69,7 +69,7 @@ def write(recipes: list[Recipe], out_dir: Path, plan: dict[str, Any], took: Took
     ]  # fmt: skip
     tables = [each for each in tables if each[2]]
     content = {"winner": label, "method": method, "verdict": words, "methods": found}
-    content |= {"steps": plan["steps"], "parts": parts}
+    content |= {"steps": plan["steps"], "estimate": plan["estimate"], "took": parts}
     text = "\n\n".join([words, *(_markdown(*each) for each in tables)]) + "\n"
     write_whole(out_dir / "contest.json", json.dumps(content, indent=1) + "\n")
     write_whole(out_dir / "contest.md", text)
@@ -191,9 +191,9 @@ def predicted(
 def verdict(label: str, method: str, found: dict[str, dict[str, Any]]) -> str:
     """Who won, and who needs no training and is faster."""
     words = f"{label} wins, drafting by {method}."
-    fastest = next(iter(found))
-    if fastest != method:
-        words += f" Faster over all batch sizes, without training: {fastest}."
+    faster = list(found)[: list(found).index(method)]
+    if faster:
+        words += f" Faster over all batch sizes, without training: {', '.join(faster)}."
     return words
 
 
@@ -227,18 +227,22 @@ def taken(plan: dict[str, Any], took: Took, out_dir: Path) -> dict[str, dict[str
         size = {"bytes": bytes_of(out_dir / "heads" / label)} if kind == "train" else {}
         row = took.rows.get(name, {"seconds": 0.0, "memory": 0})
         found[name] = {"seconds": row["seconds"], "memory": row["memory"], **size}
+        found[name] |= device_memory(out_dir, name)
     return found
 
 
 def cost_rows(plan: dict[str, Any], parts: dict[str, dict[str, Any]]) -> Rows:
     """A row per part, and their sum."""
-    rows: Rows = [("part", "minutes", "MB on disk", "GB of memory")]
+    gpu = any("device" in each for each in plan["estimate"].values())
+    on_device = ["GB on each device"] if gpu else []
+    rows: Rows = [["part", "minutes", "MB on disk", "GB of memory", *on_device]]
     pairs = [(name, plan["estimate"][name], row) for name, row in parts.items()]
     sums: list[dict[str, Any]] = [
         {
             "seconds": sum(row["seconds"] for row in each),
             "bytes": sum(row.get("bytes", 0) for row in each),
             "memory": max(row["memory"] for row in each),
+            "device": max(row.get("device", 0) for row in each),
         }
         for each in (plan["estimate"].values(), parts.values())
     ]
@@ -248,7 +252,10 @@ def cost_rows(plan: dict[str, Any], parts: dict[str, dict[str, Any]]) -> Rows:
             name,
             " > ".join(minutes(each["seconds"]) for each in both),
             " > ".join(f"{each['bytes'] / 1e6:.0f}" for each in both if "bytes" in each) or "-",
-            " > ".join(f"{each['memory'] / 1e9:.2f}" if each["memory"] else "-" for each in both),
+            *(
+                " > ".join(f"{each[key] / 1e9:.2f}" if each.get(key) else "-" for each in both)
+                for key in ("memory", "device")[: 1 + gpu]
+            ),
         ])  # fmt: skip
     return rows
 
