@@ -82,13 +82,19 @@ def _facts(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table: tau of chain and tree, how much more than the first, alpha per depth."""
+    """A Markdown table of `rows`."""
+    header, *others = map(_line, rows(results))
+    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *others])
+
+
+def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
+    """A header; tau of chain and tree, how much more than the first's, alpha per depth."""
     first = next(iter(results))
     header = (
         "head", "tau, chain", "95% interval", f"more than {first}", "tau, tree",
         f"more than {first}", "alpha per depth of the chain",
     )  # fmt: skip
-    lines = [_line(header), "|---" * len(header) + "|"]
+    found: list[Sequence[str]] = [header]
     for name, result in results.items():
         tree, reference = tree_figures(result), results[first]
         cells = [
@@ -100,8 +106,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             "" if name == first else _difference(tree_figures(reference), tree),
             " ".join(f"{rate:.2f}" for rate in result["alpha"]),
         ]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+        found.append(cells)
+    return found
 
 
 def _line(cells: Sequence[str]) -> str:

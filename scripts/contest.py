@@ -1,0 +1,97 @@
+"""One fair contest of draft heads: the same target, texts, budget, prompts and machine for all.
+
+`python scripts/contest.py target.path=... data.path=chats.jsonl prompts.path=my.jsonl minutes=60`
+
+Trains every recipe of `recipes`, measures the heads and the ways to draft without one side by
+side, and copies the fastest head to `out_dir/winner/head`. Each part is a command of its own whose
+result is not made again, so that a contest which was stopped goes on when it is started again.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import json
+
+from conf.schema import DataRun, InputError
+from conf.schema_contest import ContestPart, ContestRun
+from data.embedded import fill_unset
+from data.journal import locked
+from data.sources import SUFFIXES
+from eval.compare.methods import check_methods
+from eval.entry import run
+from scripts.matches import plan, report
+from scripts.matches.parts import Part, Took, end_orphans
+from scripts.matches.parts import run as run_part
+from scripts.matches.recipes import read_recipes
+
+
+def check_paths(config: ContestRun) -> None:
+    """Fills in the embedded default.
+
+    Raises:
+        InputError: a path that can only be a local one is not there.
+    """
+    named = {"target": config.target.path, "data": config.data.path, "prompts": config.prompts.path}
+    for key, path in named.items():
+        if path is not None and not Path(path).expanduser().exists():
+            local = path.startswith((".", "/", "~")) or path.count("/") != 1
+            if local or path.endswith(SUFFIXES):
+                raise InputError(f"{key}.path={path}: no such file or folder")
+    fill_unset(config)
+    fill_unset(DataRun(config.target, config.prompts), prompts=True)
+
+
+def run_parts(todo: list[Part], out_dir: Path, took: Took, estimate: plan.Plan) -> None:
+    """Runs what is missing of some parts, and says what runs now and what comes."""
+    missing = [part for part in todo if not part.result.exists()]
+    for number, part in enumerate(missing):
+        following = missing[number + 1].name if number + 1 < len(missing) else "nothing more"
+        about = estimate.get(part.name)
+        words = "" if about is None else f", about {report.minutes(about['seconds'])} min"
+        print(f"{part.name}{words}; then {following}", flush=True)
+        run_part(part, out_dir, took)
+
+
+def main(config: ContestRun) -> None:
+    """Plans, trains, measures; writes `contest.md`, `contest.html`, `contest.json`, `winner`."""
+    if (config.tokens is None) == (config.minutes is None):
+        raise InputError(
+            f"tokens={config.tokens}, minutes={config.minutes}: set one of them, as the budget"
+        )
+    recipes = read_recipes(config.recipes)
+    check_methods(config.untrained)
+    check_paths(config)
+    out_dir = Path(config.out_dir).absolute()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = locked(out_dir / ".lock")
+    except OSError as error:
+        raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
+    # A stop is an exception, so that the command at work is stopped too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with lock:
+        plan.check_folder(config, out_dir)
+        end_orphans(out_dir)
+        took, path = Took(out_dir), out_dir / "plan.json"
+        if ContestPart.plan in config.parts and not path.exists():
+            run_parts(plan.probes(config, recipes, out_dir), out_dir, took, {})
+            plan.make_plan(config, recipes, out_dir, took)
+        if not path.exists():
+            raise InputError(f"parts: {path} is not there; run the part plan first")
+        settled = json.loads(path.read_text())
+        print(report.shown_plan(settled))
+        todo: list[Part] = []
+        if ContestPart.train in config.parts:
+            todo += plan.trainings(config, recipes, out_dir, settled)
+        if ContestPart.measure in config.parts:
+            todo += plan.measurements(config, recipes, out_dir)
+        run_parts(todo, out_dir, took, settled["estimate"])
+        if ContestPart.report in config.parts:
+            print(report.write(recipes, out_dir, settled, took))
+
+
+if __name__ == "__main__":
+    run(main, ContestRun, "contest")

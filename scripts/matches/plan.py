@@ -1,0 +1,202 @@
+"""The plan of a contest: how long each recipe trains, and what everything is going to take."""
+
+import json
+import shutil
+import statistics
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from conf.schema import InputError
+from conf.schema_contest import ContestRun
+from data.journal import check_unchanged, write_whole
+from data.records import load_data
+from eval.tune.cost import NUM_ROUNDS
+from scripts.matches import parts
+from scripts.matches.parts import Part, Took
+from scripts.matches.recipes import Recipe, measuring, methods_of, settings, training
+
+SAVED_EVERY_S = 300.0
+NUM_PROBED = 2
+"""Dialogues of the measurement that tells what measuring takes."""
+Plan = dict[str, Any]
+
+
+def check_folder(config: ContestRun, out_dir: Path) -> None:
+    """Begins a contest in a folder, or makes sure that it is this one that goes on.
+
+    Raises:
+        InputError: the folder holds something else.
+    """
+    path, now = out_dir / "settings.json", settings(config)
+    if path.exists():
+        before = json.loads(path.read_text())
+        check_unchanged(f"out_dir={out_dir} holds a contest", before, now)
+        return
+    if any(each.name != ".lock" for each in out_dir.iterdir()):
+        raise InputError(f"out_dir={out_dir} is not empty and holds no contest: name another")
+    write_whole(path, json.dumps(now, indent=1) + "\n")
+
+
+def probes(config: ContestRun, recipes: list[Recipe], out_dir: Path) -> list[Part]:
+    """A few steps of every recipe, then a look at the prompts with what came of them."""
+    steps = config.probe_steps
+    more = [f"train.{name}={steps}" for name in ("max_steps", "eval_steps", "save_steps")]
+    more += ["train.log_steps=1", "train.warmup_steps=0"]
+    found = []
+    for recipe in recipes:
+        folder = probe_of(out_dir, recipe.label)
+        command = training(config, recipe, folder, *more)
+        found.append(Part(f"probe {recipe.label}", command, folder / "head/config.json", folder))
+    folder = probe_of(out_dir, "speed")
+    heads = [probe_of(out_dir, recipe.label) / "head" for recipe in recipes]
+    once = ["num_repeats=1", "num_warmups=0", _methods(config, recipes)]
+    num_prompts = min(NUM_PROBED, config.prompts.num_prompts or NUM_PROBED)
+    command = measuring(config, "eval/speedup.py", heads, folder, *once)
+    command.append(f"data.num_prompts={num_prompts}")
+    return [*found, Part("probe speed", command, folder / "speedup.json", folder)]
+
+
+def probe_of(out_dir: Path, name: str) -> Path:
+    """The folder of a probe."""
+    return out_dir / "probes" / name
+
+
+def _methods(config: ContestRun, recipes: list[Recipe]) -> str:
+    ways = [name for each in methods_of(recipes).values() for name in each.values()]
+    return f"methods=[{','.join([*ways, *config.untrained])}]"
+
+
+def make_plan(config: ContestRun, recipes: list[Recipe], out_dir: Path, took: Took) -> Plan:
+    """Reads the probes, writes `plan.json`, which never changes again, and drops the probes.
+
+    Raises:
+        InputError: the budget buys a recipe no step.
+    """
+    step_s = {
+        each.label: seconds_per_step(probe_of(out_dir, each.label) / "metrics.jsonl")
+        for each in recipes
+    }
+    steps = {label: num_steps(config, label, each, len(recipes)) for label, each in step_s.items()}
+    estimate = {}
+    for label, number in steps.items():
+        row = took.rows[f"probe {label}"]
+        around = max(0.0, row["seconds"] - config.probe_steps * step_s[label])
+        estimate[f"train {label}"] = {
+            "seconds": around + number * step_s[label],
+            "bytes": parts.bytes_of(probe_of(out_dir, label)),
+            "memory": row["memory"],
+            **parts.device_memory(out_dir, f"probe {label}"),
+        }
+    speed = json.loads((probe_of(out_dir, "speed") / "speedup.json").read_text())
+    num_prompts = len(load_data(str(config.prompts.path), config.prompts).records)
+    num_prompts = min(num_prompts, config.prompts.num_prompts or num_prompts)
+    estimate |= measuring_takes(config, recipes, speed, num_prompts, took.rows["probe speed"])
+    plan = {
+        "steps": steps,
+        "seconds_per_step": step_s,
+        "save_steps": {label: max(1, int(SAVED_EVERY_S / each)) for label, each in step_s.items()},
+        "estimate": estimate,
+    }
+    write_whole(out_dir / "plan.json", json.dumps(plan, indent=1) + "\n")
+    shutil.rmtree(out_dir / "probes")
+    return plan
+
+
+def seconds_per_step(metrics: Path) -> float:
+    """The median of a run's steps but the first two, from how far it had come at each."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    ends = [
+        row["train/tokens"] / row["train/tokens_per_s"]
+        for row in rows
+        if "train/tokens_per_s" in row
+    ]
+    return statistics.median(after - end for end, after in pairwise(ends[1:]))
+
+
+def num_steps(config: ContestRun, label: str, step_s: float, num_recipes: int) -> int:
+    """Optimizer steps that the budget buys.
+
+    Args:
+        config: the settings.
+        label: of the recipe.
+        step_s: seconds of one of its steps.
+        num_recipes: that share the minutes.
+
+    Raises:
+        InputError: none.
+    """
+    if config.tokens is not None:
+        a_step = config.train.batch_size * config.data.max_length
+        number, key, cost = config.tokens // a_step, f"tokens={config.tokens}", f"{a_step} tokens"
+    else:
+        assert config.minutes is not None
+        number = int(config.minutes * 60 / num_recipes / step_s)
+        key, cost = f"minutes={config.minutes:g}", f"{step_s:.2f} s"
+    if number < 1:
+        raise InputError(f"{key}: buys {label} no step of {cost}; raise it")
+    return number
+
+
+def measuring_takes(
+    config: ContestRun,
+    recipes: list[Recipe],
+    speed: dict[str, Any],
+    num_prompts: int,
+    row: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """What the parts behind the trainings take, at most: heads that know nothing draft in vain.
+
+    Args:
+        config: the settings.
+        recipes: that compete.
+        speed: `speedup.json` of the probe.
+        num_prompts: dialogues that are measured.
+        row: what the probe took.
+    """
+    methods = speed["methods"]
+    seconds = {n: sum(p["seconds"]["total"][0] for p in m["prompts"]) for n, m in methods.items()}
+    tokens_s = seconds["vanilla"] / max(1, methods["vanilla"]["num_tokens"])
+    start = max(0.0, row["seconds"] - sum(seconds.values()))
+    scale = num_prompts / NUM_PROBED
+    num_runs = sum(config.num_repeats * scale + size / NUM_PROBED for size in config.concurrency)
+    passes = NUM_ROUNDS * 15 * len(recipes) * sum(config.concurrency) * tokens_s
+    found = {
+        f"acceptance {label}": start + scale * (seconds["vanilla"] + seconds[ways["tree"]])
+        for label, ways in methods_of(recipes).items()
+    }
+    found |= {"costs": start + passes, "speed": start + num_runs * sum(seconds.values())}
+    return {name: {"seconds": each, "memory": row["memory"]} for name, each in found.items()}
+
+
+def trainings(config: ContestRun, recipes: list[Recipe], out_dir: Path, plan: Plan) -> list[Part]:
+    """Every recipe, as the plan has it."""
+    found = []
+    for recipe in recipes:
+        label, folder = recipe.label, out_dir / "heads" / recipe.label
+        number = plan["steps"][label]
+        more = [f"train.max_steps={number}", f"train.eval_steps={number}"]
+        more.append(f"train.save_steps={plan['save_steps'][label]}")
+        command = training(config, recipe, folder, *more)
+        result = folder / "head/config.json"
+        found.append(Part(f"train {label}", command, result, folder=folder))
+    return found
+
+
+def measurements(config: ContestRun, recipes: list[Recipe], out_dir: Path) -> list[Part]:
+    """Acceptance of each head, what steps cost, and the speed of all ways to draft."""
+    heads = [out_dir / "heads" / recipe.label / "head" for recipe in recipes]
+    found = []
+    for recipe, head in zip(recipes, heads, strict=True):
+        folder = out_dir / "acceptance" / recipe.label
+        command = measuring(config, "eval/acceptance.py", [head], folder)
+        found.append(Part(f"acceptance {recipe.label}", command, folder / "acceptance.json"))
+    sizes = sorted(set(config.concurrency))
+    more = [f"batch_size={sizes[0]}", f"concurrency=[{','.join(map(str, sizes))}]"]
+    folder = out_dir / "costs"
+    command = measuring(config, "scripts/matches/costs.py", heads, folder, *more)
+    found.append(Part("costs", command, folder / "costs.json"))
+    folder = out_dir / "speed"
+    more += [f"num_repeats={config.num_repeats}", "num_warmups=1", _methods(config, recipes)]
+    command = measuring(config, "eval/speedup.py", heads, folder, *more)
+    return [*found, Part("speed", command, folder / "speedup.json")]
