@@ -333,7 +333,10 @@ class RolloutConfig:
     """Tokens of an answer at most; with its prompt it is cut to `data.max_length`."""
     temperature: float = 0.0
     batch_size: int = 16
-    """Answers that a process writes side by side."""
+    """Answers that a process writes, or asks for, side by side."""
+    endpoint: str | None = None
+    """URL of a vLLM server of the target, e.g. http://localhost:8000/v1, that answers instead;
+    its key, if it needs one, is OPENAI_API_KEY's."""
 
     def __post_init__(self) -> None:
         positive("rollout", self, "steps", "max_new_tokens", "batch_size")

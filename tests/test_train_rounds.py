@@ -12,10 +12,13 @@ from conf.schema import InputError, RolloutConfig
 from conf.schema_medusa import MedusaRun
 from conf.schema_medusa2 import Medusa2Run
 from data.chat import Sample
+from data.endpoint import Endpoint
 from data.pack import PackedDataset
 from eval.decode.engine import NoDraft, decode
 from heads.target.model import Target
+from tests.chat_server import ChatServer
 from train import schedule
+from train.loop import resume
 from train.loop.rounds import TEXTS, Rollouts
 
 SEED = 3
@@ -116,6 +119,61 @@ def test_prompts_without_room_are_left_out(
         rollouts(target, data, tmp_path).round(0, noisy_head(target))
 
 
+class Served(ChatServer):
+    """A vLLM server of a target.
+
+    Attributes:
+        shift: added to the first token of each answer.
+    """
+
+    path = "/v1/completions"
+    shift = 0
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            ids = decode(self.target, NoDraft(), body["prompt"], body["max_tokens"]).token_ids
+        return {"choices": [{"token_ids": [ids[0] + self.shift, *ids[1:]]}]}
+
+
+def test_a_server_answers_in_place_of_the_target(
+    target: Target, data: PackedDataset, tmp_path: Path
+) -> None:
+    head = noisy_head(target)
+    here, _ = rollouts(target, data, tmp_path / "here").round(0, head)
+    with Served(target) as server:
+        made = rollouts(target, data, tmp_path / "served", batch_size=2, temperature=0.7)
+        made = replace(made, server=Endpoint(server.url, setting="rollout.endpoint"))
+        found, figures = made.round(0, head)
+        assert documents(found.data) == documents(here.data)
+        assert server.most_at_once <= 2
+        assert len({body.pop("seed") for body in server.bodies}) == 4
+        assert [body.pop("prompt")[:0] for body in server.bodies] == [[]] * 4
+        assert server.bodies == 4 * [
+            {"model": "toy", "max_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": 0,
+             "min_p": 0.0, "return_token_ids": True}
+        ]  # fmt: skip
+        assert "tau" not in Rollouts.line(figures)
+        server.bodies.clear()
+        replace(made, config=replace(made.config, temperature=0.0)).round(2, head)
+        assert [body["temperature"] for body in server.bodies] == [0.0] * 4
+        assert all("seed" not in body for body in server.bodies)
+        server.shift = target.vocab_size
+        with pytest.raises(
+            InputError, match=r"rollout\.endpoint=http.*: answers with token \d+, an"
+        ):
+            made.round(4, head)
+        server.answer = lambda _: {"choices": [{"text": ""}]}  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=r"no choices\[0\]\.token_ids: it must be vLLM"):
+            made.round(4, head)
+        server.fault_for = lambda _: (400, {})
+        with pytest.raises(InputError, match=r"rollout\.endpoint=http.*HTTP 400: .*injected"):
+            made.round(4, head)
+
+
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rollout\.steps=0: must be above 0"):
         RolloutConfig(steps=0)
@@ -125,3 +183,10 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
     run.data.features = "features"
     with pytest.raises(InputError, match=r"rollout\.steps=5: the target answers while training"):
         replace(run, rollout=RolloutConfig(steps=5))
+
+
+def test_a_run_goes_on_wherever_its_target_is_served() -> None:
+    here = resume.settings("rollout", RolloutConfig(steps=5))
+    served = RolloutConfig(steps=5, endpoint="http://localhost:8000/v1")
+    assert resume.settings("rollout", served) == here
+    assert resume.settings("rollout", replace(served, max_new_tokens=9)) != here

@@ -13,6 +13,7 @@ from accelerate import Accelerator, DistributedType
 
 from conf.schema import DataRun, InputError, TrainConfig, TrainRun
 from data.embedded import fill_unset
+from data.endpoint import Endpoint
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import plain, provenance
@@ -26,7 +27,7 @@ from train.dist.placement import strategy_name
 from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
-from train.loop.rounds import Rollouts
+from train.loop.rounds import API_KEY, Rollouts
 from train.loop.settle import described, settled_length, settled_optimizer
 from train.loop.stored import check_reads, identity_of, load_ends, open_store
 from train.loss.sizes import Setting
@@ -140,7 +141,9 @@ def rollouts_of(config: TrainRun, source: Source) -> Rollouts | None:
     assert isinstance(source.target, Target)  # refused before
     assert isinstance(source.train, PackedDataset)
     size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
-    return Rollouts(config.rollout, source.target, source.train, size, config.seed, folder)
+    url, key = config.rollout.endpoint, os.environ.get(API_KEY)
+    server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
+    return Rollouts(config.rollout, source.target, source.train, size, config.seed, folder, server)
 
 
 def memory_of(

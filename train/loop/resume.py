@@ -24,8 +24,13 @@ ONLY_WATCHED = (
 ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
 """Those that change the order or the width of the same arithmetic, as the number of processes
 does; weights and the optimizer's state are float32 under all of them."""
-NOT_COMPARED = {"train": (*ONLY_WATCHED, *ONLY_ROUNDED), "head": ("path", "revision")}
-"""By prefix. A head comes from the checkpoint, wherever it came from at first."""
+NOT_COMPARED = {
+    "train": (*ONLY_WATCHED, *ONLY_ROUNDED),
+    "head": ("path", "revision"),
+    "rollout": ("endpoint",),
+}
+"""By prefix. A head comes from the checkpoint, wherever it came from at first; a target says the
+same wherever it is served."""
 SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
 """May change as long as every step done so far had the rate that it has now: a constant rate may
 begin to decay at any step."""

@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from conf.schema import InputError, RolloutConfig
 from data.chat import Sample
+from data.continuations import continuations
+from data.endpoint import Endpoint
 from data.pack import PackedDataset
 from eval.clock import Stopwatch
 from eval.decode.engine import Request, decode_many
@@ -41,7 +43,8 @@ from train.loop.replay import prompts_of
 GROUP = 4
 """Answers that are dealt to a process at once, as a multiple of those it writes side by side."""
 TEXTS = "texts.safetensors"
-FIGURES = ("texts", "tokens", "tokens_per_s", "tau")
+API_KEY = "OPENAI_API_KEY"
+"""Environment variable with the key of a server that answers."""
 
 
 class Round(NamedTuple):
@@ -99,6 +102,7 @@ class Rollouts:
         batch_size: sequences of a step.
         seed: of the run.
         folder: keeps the rounds, which a resumed run reads again.
+        server: answers in place of the target here.
     """
 
     config: RolloutConfig
@@ -107,6 +111,7 @@ class Rollouts:
     batch_size: int
     seed: int
     folder: Path
+    server: Endpoint | None = None
 
     def round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
         """The round of a step, made on all processes at once if no earlier run has left it.
@@ -138,10 +143,12 @@ class Rollouts:
     @staticmethod
     def line(figures: dict[str, float]) -> str:
         """What was written, for people."""
-        texts, tokens, rate, tau = (figures[f"rollout/{name}"] for name in FIGURES)
+        texts, tokens, rate = (figures[f"rollout/{n}"] for n in ("texts", "tokens", "tokens_per_s"))
+        tau = figures.get("rollout/tau")
+        drafted = "" if tau is None else f" at a tau of {tau:.2f}"
         return (
-            f"{texts:,.0f} answers of the target, {tokens:,.0f} tokens, {rate:,.0f} per second "
-            f"at a tau of {tau:.2f}; a step learns from the drafts of its own head in them"
+            f"{texts:,.0f} answers of the target, {tokens:,.0f} tokens, {rate:,.0f} per second"
+            f"{drafted}; a step learns from the drafts of its own head in them"
         )
 
     def _prompts(self, first: int, last: int) -> list[list[int]]:
@@ -194,27 +201,47 @@ class Rollouts:
         )
         num_tokens = sum(len(each.token_ids) for each in answers)
         steps = [step for each in answers for step in each.steps]
-        rate = num_tokens / watch.seconds()
-        tau = sum(step.num_emitted for step in steps) / max(1, len(steps))
-        values = zip(FIGURES, (len(answers), num_tokens, rate, tau), strict=True)
-        return texts, {f"rollout/{name}": value for name, value in values}
+        figures = {
+            "rollout/texts": float(len(answers)),
+            "rollout/tokens": float(num_tokens),
+            "rollout/tokens_per_s": num_tokens / watch.seconds(),
+        }
+        if steps:
+            figures["rollout/tau"] = sum(step.num_emitted for step in steps) / len(steps)
+        return texts, figures
 
     @torch.no_grad()
     def _answers(
         self, number: int, group: range, prompts: list[list[int]], head: DraftHead
     ) -> list[Generation]:
         """Of the prompts of a group, in their order."""
-        kind, sampling = kind_of(head), Sampling(self.config.temperature)
-        chain = Tree.chain(kind.usual_depth(head))
         requests = [
             Request(prompts[index], hash((self.seed, number, index)) % (1 << 63)) for index in group
         ]
+        if self.server is not None:
+            return self._served(requests)
+        kind, sampling = kind_of(head), Sampling(self.config.temperature)
+        chain = Tree.chain(kind.usual_depth(head))
 
         def make(seeds: list[int]) -> Drafter:
             return kind.drafter(head, chain, sampling, seeds)
 
         limits = self.config.max_new_tokens, self.config.batch_size
         return decode_many(self.target, make, requests, *limits, sampling)
+
+    def _served(self, requests: list[Request]) -> list[Generation]:
+        """The answers of a server, which does not tell what was drafted."""
+        assert self.server is not None
+        prompts, seeds = ([each.prompt_ids for each in requests], [each.seed for each in requests])
+        limits = self.config.max_new_tokens, self.config.temperature, self.config.batch_size
+        answers = continuations(self.server, prompts, seeds, *limits)
+        vocab_size, highest = self.target.vocab_size, max(map(max, answers), default=0)
+        if highest >= vocab_size:
+            raise InputError(
+                f"{self.server}: answers with token {highest}, and {self.target.name} has "
+                f"{vocab_size}: it serves another model"
+            )
+        return [Generation(answer) for answer in answers]
 
 
 def _fill(texts: Texts, folder: Path) -> None:
