@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -150,12 +151,12 @@ def test_a_plan_is_made_of_probes(tmp_path: Path) -> None:
 
 
 def test_what_was_planned_is_trained(tmp_path: Path) -> None:
-    config, found = made(tmp_path, recipes=["medusa", "eagle3_1 head.num_steps=2"])
+    config, found = made(tmp_path, recipes=["medusa", "eagle3_1 head.num_steps=2"], seed=3)
     todo = plan.trainings(config, recipes.read_recipes(config.recipes), tmp_path / "out", found)
     command = todo[1].command
     assert command[:2] == [sys.executable, str(ROOT / "train/eagle.py")]
     assert {"head=eagle3_1", "head.num_steps=2", "train.max_steps=15", "train.batch_size=4",
-            "train.resume=auto", "data.max_length=128"} <= set(command)  # fmt: skip
+            "train.resume=auto", "data.max_length=128", "seed=3"} <= set(command)  # fmt: skip
     config.launch = ["--num_processes", "2"]
     (first, _) = plan.trainings(config, recipes.read_recipes(config.recipes), tmp_path, found)
     assert first.command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
@@ -230,6 +231,40 @@ def test_a_part_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a part ended with code 3 and without .*\n  error: why"):
         parts.run(part(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path, took)
     assert took.rows["a part"]["since"] is None
+
+
+def test_a_contest_that_is_stopped_stops_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, codes = parts._wait, list[int]()
+
+    def stopped(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
+        monkeypatch.setattr(parts, "_wait", ended)
+        raise KeyboardInterrupt
+
+    def ended(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
+        found = wait(child)
+        codes.append(found[0])
+        return found
+
+    monkeypatch.setattr(parts, "_wait", stopped)
+    took = Took(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        parts.run(part(tmp_path, "import time; time.sleep(20)"), tmp_path, took)
+    assert codes == [-signal.SIGTERM]
+    assert took.rows["a part"]["since"] is None
+
+
+def test_a_contest_first_ends_what_a_killed_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "chat.jsonl").touch()
+    folders: list[Path] = []
+    monkeypatch.setattr(contest, "end_orphans", folders.append)
+    with pytest.raises(InputError, match=r"run the part plan first"):
+        contest.main(settings(tmp_path, parts=[ContestPart.train]))
+    assert folders == [tmp_path / "out"]
 
 
 def test_what_a_killed_start_took_is_known_from_its_log(tmp_path: Path) -> None:

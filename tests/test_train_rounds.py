@@ -123,11 +123,11 @@ class Served(ChatServer):
     """A vLLM server of a target.
 
     Attributes:
-        shift: added to the first token of each answer.
+        first: in place of the first token of each answer.
     """
 
     path = "/v1/completions"
-    shift = 0
+    first: int | None = None
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -136,7 +136,8 @@ class Served(ChatServer):
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             ids = decode(self.target, NoDraft(), body["prompt"], body["max_tokens"]).token_ids
-        return {"choices": [{"token_ids": [ids[0] + self.shift, *ids[1:]]}]}
+        first = ids[0] if self.first is None else self.first
+        return {"choices": [{"token_ids": [first, *ids[1:]]}]}
 
 
 def test_a_server_answers_in_place_of_the_target(
@@ -161,7 +162,7 @@ def test_a_server_answers_in_place_of_the_target(
         replace(made, config=replace(made.config, temperature=0.0)).round(2, head)
         assert [body["temperature"] for body in server.bodies] == [0.0] * 4
         assert all("seed" not in body for body in server.bodies)
-        server.shift = target.vocab_size
+        server.first = target.vocab_size
         with pytest.raises(
             InputError, match=r"rollout\.endpoint=http.*: answers with token \d+, an"
         ):
