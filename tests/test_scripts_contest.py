@@ -116,11 +116,19 @@ def probed(config: ContestRun, took: Took) -> None:
         took.rows[f"probe {label}"] = {"seconds": 8 * a_step + 5, "memory": 10**9, "since": None}
     names = [name for each in recipes.methods_of(recipes.read_recipes(config.recipes)).values()
              for name in each.values()]  # fmt: skip
-    row = {"num_tokens": 10, "prompts": [{"seconds": {"total": [1.0]}}] * 2}
+    row = {"tau": 1.0, "prompts": [{"seconds": {"total": [1.0]}}] * 2}
     plan.probe_of(out_dir, "speed").mkdir()
     path = plan.probe_of(out_dir, "speed") / "speedup.json"
     path.write_text(json.dumps({"methods": dict.fromkeys(["vanilla", *names], row)}))
     took.rows["probe speed"] = {"seconds": 20.0, "memory": 2 * 10**9, "since": None}
+    heads = [{"chain": 0.2, "tree": 0.3}] * 2
+    alone = {"plain": 0.1, "heads": heads}
+    # Four at a time: a step of all takes twice as long as one of one.
+    together = {"plain": 0.2, "heads": [{w: 2 * s for w, s in each.items()} for each in heads]}
+    plan.probe_of(out_dir, "costs").mkdir()
+    path = plan.probe_of(out_dir, "costs") / "costs.json"
+    path.write_text(json.dumps({"sizes": {"1": alone, "4": together}}))
+    took.rows["probe costs"] = {"seconds": 7.0, "memory": 10**9, "since": None}
 
 
 def made(tmp_path: Path, **changes: Any) -> tuple[ContestRun, dict[str, Any]]:
@@ -143,11 +151,33 @@ def test_a_plan_is_made_of_probes(tmp_path: Path) -> None:
         {"seconds": 65.0, "bytes": size, "memory": 10**9}, rel=0.01
     )
     assert estimate["train eagle3_1"]["seconds"] == pytest.approx(65.0)
-    # 20 s less 2 s of each of 5 methods; 4 prompts where 2 were probed.
-    assert estimate["acceptance medusa"] == {"seconds": 10 + 2 * (2 + 2), "memory": 2 * 10**9}
+    # 20 s less 2 s of each of 5 methods start it; heads are faster once they know something.
+    taught = 1 / plan.USUAL_TAU
+    assert estimate["acceptance medusa"] == pytest.approx(
+        {"seconds": 10 + 4 * (1 + taught), "memory": 2 * 10**9}
+    )
+    assert estimate["costs"]["seconds"] == 7.0
     # Two repeats over 4 prompts at each size, and a warm-up of 1 and of 4 prompts.
-    assert estimate["speed"]["seconds"] == pytest.approx(10 + 10 * (2 * 2 * 2 + 0.5 + 2.0))
+    each = 1 + 4 * taught
+    assert estimate["speed"]["seconds"] == pytest.approx(
+        10 + each * (2 * 4 + 1) + each / 2 * (2 * 4 + 4)
+    )
     assert not (tmp_path / "out/probes").exists()
+
+
+def test_a_dialogue_takes_what_its_steps_do_and_less_once_a_head_has_learnt() -> None:
+    row = {"tau": plan.USUAL_TAU / 2, "prompts": [{"seconds": {"total": [s]}} for s in (1.0, 3.0)]}
+    costs = {
+        "1": {"plain": 0.1, "heads": [{"chain": 0.2, "tree": 0.3}, {"chain": 0.2, "tree": 0.4}]},
+        "2": {"plain": 0.1, "heads": [{"chain": 0.4, "tree": 0.3}, {"chain": 0.3, "tree": 0.6}]},
+    }
+    ways = {each: {way: f"{each}_{way}" for way in ("chain", "tree")} for each in ("one", "two")}
+    methods = dict.fromkeys(["vanilla", "one_chain", "two_tree"], row)
+    assert plan.seconds_per_dialogue(methods, {"sizes": costs}, ways) == pytest.approx({
+        ("vanilla", 1): 2.0, ("vanilla", 2): 1.0,
+        ("one_chain", 1): 1.0, ("one_chain", 2): 1.0,
+        ("two_tree", 1): 1.0, ("two_tree", 2): 0.75,
+    })  # fmt: skip
 
 
 def test_what_was_planned_is_trained(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from conf.schema import InputError
 from conf.schema_contest import ContestRun
 from data.journal import check_unchanged, write_whole
 from data.records import load_data
-from eval.tune.cost import NUM_ROUNDS
 from scripts.matches import parts
 from scripts.matches.parts import Part, Took
 from scripts.matches.recipes import Recipe, measuring, methods_of, settings, training
@@ -19,6 +18,8 @@ from scripts.matches.recipes import Recipe, measuring, methods_of, settings, tra
 SAVED_EVERY_S = 300.0
 NUM_PROBED = 2
 """Dialogues of the measurement that tells what measuring takes."""
+USUAL_TAU = 1.7
+"""Of heads once they are trained; those of a probe draft in vain."""
 Plan = dict[str, Any]
 
 
@@ -54,7 +55,15 @@ def probes(config: ContestRun, recipes: list[Recipe], out_dir: Path) -> list[Par
     num_prompts = min(NUM_PROBED, config.prompts.num_prompts or NUM_PROBED)
     command = measuring(config, "eval/speedup.py", heads, folder, *once)
     command.append(f"data.num_prompts={num_prompts}")
-    return [*found, Part("probe speed", command, folder / "speedup.json", folder)]
+    found.append(Part("probe speed", command, folder / "speedup.json", folder))
+    return [*found, timing(config, heads, probe_of(out_dir, "costs"), "probe costs")]
+
+
+def timing(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Part:
+    """What steps with these heads cost at each batch size."""
+    sizes = ",".join(map(str, sorted({1, *config.concurrency})))
+    command = measuring(config, "scripts/matches/costs.py", heads, folder, f"concurrency=[{sizes}]")
+    return Part(name, command, folder / "costs.json")
 
 
 def probe_of(out_dir: Path, name: str) -> Path:
@@ -88,10 +97,9 @@ def make_plan(config: ContestRun, recipes: list[Recipe], out_dir: Path, took: To
             "memory": row["memory"],
             **parts.device_memory(out_dir, f"probe {label}"),
         }
-    speed = json.loads((probe_of(out_dir, "speed") / "speedup.json").read_text())
     num_prompts = len(load_data(str(config.prompts.path), config.prompts).records)
     num_prompts = min(num_prompts, config.prompts.num_prompts or num_prompts)
-    estimate |= measuring_takes(config, recipes, speed, num_prompts, took.rows["probe speed"])
+    estimate |= measuring_takes(config, recipes, out_dir, num_prompts, took)
     plan = {
         "steps": steps,
         "seconds_per_step": step_s,
@@ -139,34 +147,69 @@ def num_steps(config: ContestRun, label: str, step_s: float, num_recipes: int) -
 
 
 def measuring_takes(
-    config: ContestRun,
-    recipes: list[Recipe],
-    speed: dict[str, Any],
-    num_prompts: int,
-    row: dict[str, Any],
+    config: ContestRun, recipes: list[Recipe], out_dir: Path, num_prompts: int, took: Took
 ) -> dict[str, dict[str, Any]]:
-    """What the parts behind the trainings take, at most: heads that know nothing draft in vain.
+    """What the parts behind the trainings take.
 
     Args:
         config: the settings.
         recipes: that compete.
-        speed: `speedup.json` of the probe.
+        out_dir: with probes.
         num_prompts: dialogues that are measured.
-        row: what the probe took.
+        took: by the probes.
     """
-    methods = speed["methods"]
-    seconds = {n: sum(p["seconds"]["total"][0] for p in m["prompts"]) for n, m in methods.items()}
-    tokens_s = seconds["vanilla"] / max(1, methods["vanilla"]["num_tokens"])
-    start = max(0.0, row["seconds"] - sum(seconds.values()))
-    scale = num_prompts / NUM_PROBED
-    num_runs = sum(config.num_repeats * scale + size / NUM_PROBED for size in config.concurrency)
-    passes = NUM_ROUNDS * 15 * len(recipes) * sum(config.concurrency) * tokens_s
+    speed = json.loads((probe_of(out_dir, "speed") / "speedup.json").read_text())
+    costs = json.loads((probe_of(out_dir, "costs") / "costs.json").read_text())
+    ways, rows = methods_of(recipes), [took.rows[f"probe {each}"] for each in ("speed", "costs")]
+    decoding = sum(sum(_seconds(row)) for row in speed["methods"].values())
+    start = max(0.0, rows[0]["seconds"] - decoding)
+    each_s = seconds_per_dialogue(speed["methods"], costs, ways)
     found = {
-        f"acceptance {label}": start + scale * (seconds["vanilla"] + seconds[ways["tree"]])
-        for label, ways in methods_of(recipes).items()
+        f"acceptance {label}": start
+        + num_prompts * (each_s["vanilla", 1] + each_s[names["tree"], 1])
+        for label, names in ways.items()
     }
-    found |= {"costs": start + passes, "speed": start + num_runs * sum(seconds.values())}
-    return {name: {"seconds": each, "memory": row["memory"]} for name, each in found.items()}
+    found["costs"] = rows[1]["seconds"]
+    found["speed"] = start + sum(
+        each_s[name, size] * (config.num_repeats * num_prompts + size)
+        for name in speed["methods"]
+        for size in set(config.concurrency)
+    )
+    memory = max(row["memory"] for row in rows)
+    return {name: {"seconds": each, "memory": memory} for name, each in found.items()}
+
+
+def _seconds(row: dict[str, Any]) -> list[float]:
+    return [each["seconds"]["total"][0] for each in row["prompts"]]
+
+
+def seconds_per_dialogue(
+    methods: dict[str, Any], costs: dict[str, Any], ways: dict[str, dict[str, str]]
+) -> dict[tuple[str, int], float]:
+    """What a dialogue is going to take by each method at each batch size.
+
+    As long as in the probe, less what heads learn until then; in a batch as its steps do.
+
+    Args:
+        methods: of `speedup.json` of the probe, one text at a time.
+        costs: `costs.json` of the probe.
+        ways: methods of each head by label and way.
+    """
+    heads = {
+        name: (place, way)
+        for place, names in enumerate(ways.values())
+        for way, name in names.items()
+    }
+    found = dict[tuple[str, int], float]()
+    for name, row in methods.items():
+        steps = {size: each["plain"] / int(size) for size, each in costs["sizes"].items()}
+        alone = statistics.mean(_seconds(row))
+        if name in heads:
+            (place, way), alone = heads[name], alone * row["tau"] / USUAL_TAU
+            sizes = costs["sizes"].items()
+            steps = {size: each["heads"][place][way] / int(size) for size, each in sizes}
+        found |= {(name, int(size)): alone * each / steps["1"] for size, each in steps.items()}
+    return found
 
 
 def trainings(config: ContestRun, recipes: list[Recipe], out_dir: Path, plan: Plan) -> list[Part]:
@@ -191,12 +234,10 @@ def measurements(config: ContestRun, recipes: list[Recipe], out_dir: Path) -> li
         folder = out_dir / "acceptance" / recipe.label
         command = measuring(config, "eval/acceptance.py", [head], folder)
         found.append(Part(f"acceptance {recipe.label}", command, folder / "acceptance.json"))
+    found.append(timing(config, heads, out_dir / "costs", "costs"))
+    folder = out_dir / "speed"
     sizes = sorted(set(config.concurrency))
     more = [f"batch_size={sizes[0]}", f"concurrency=[{','.join(map(str, sizes))}]"]
-    folder = out_dir / "costs"
-    command = measuring(config, "scripts/matches/costs.py", heads, folder, *more)
-    found.append(Part("costs", command, folder / "costs.json"))
-    folder = out_dir / "speed"
     more += [f"num_repeats={config.num_repeats}", "num_warmups=1", _methods(config, recipes)]
     command = measuring(config, "eval/speedup.py", heads, folder, *more)
     return [*found, Part("speed", command, folder / "speedup.json")]
