@@ -9,6 +9,8 @@ result is not made again, so that a contest which was stopped goes on when it is
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
@@ -55,6 +57,16 @@ def run_parts(todo: list[Part], out_dir: Path, took: Took, estimate: plan.Plan) 
         run_part(part, out_dir, took)
 
 
+@contextmanager
+def stop_raises() -> Iterator[None]:
+    """SIGTERM is an exception, so that the command at work is stopped too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(config: ContestRun) -> None:
     """Plans, trains, measures; writes `contest.md`, `contest.html`, `contest.json`, `winner`."""
     if (config.tokens is None) == (config.minutes is None):
@@ -70,9 +82,7 @@ def main(config: ContestRun) -> None:
         lock = locked(out_dir / ".lock")
     except OSError as error:
         raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
-    # A stop is an exception, so that the command at work is stopped too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with lock:
+    with lock, stop_raises():
         plan.check_folder(config, out_dir)
         end_orphans(out_dir)
         took, path = Took(out_dir), out_dir / "plan.json"

@@ -295,6 +295,7 @@ def test_a_contest_first_ends_what_a_killed_one_left(
     with pytest.raises(InputError, match=r"run the part plan first"):
         contest.main(settings(tmp_path, parts=[ContestPart.train]))
     assert folders == [tmp_path / "out"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_what_a_killed_start_took_is_known_from_its_log(tmp_path: Path) -> None:
