@@ -1,10 +1,13 @@
 """The one clock of all measurements. Needs torch alone."""
 
+import json
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -156,8 +159,12 @@ def busy_seconds(run: Callable[[], object]) -> dict[str, float]:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    assert traced.profiler is not None
-    return busy_by_part(map(_traced, traced.profiler.kineto_results.events()))
+    with TemporaryDirectory() as folder:
+        # Events as objects lack their kind before torch 2.12.
+        path = Path(folder) / "trace.json"
+        traced.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return busy_by_part(_traced(event) for event in events if event["ph"] == "X")
 
 
 def busy_by_part(traced: Iterable[Traced]) -> dict[str, float]:
@@ -179,10 +186,12 @@ def busy_by_part(traced: Iterable[Traced]) -> dict[str, float]:
     return busy
 
 
-def _traced(event: Any) -> Traced:
-    start, kind = event.start_ns(), event.activity_type()
-    end = start + event.duration_ns()
-    return Traced(kind, event.name(), start, end, event.correlation_id())
+def _traced(event: dict[str, Any]) -> Traced:
+    """Of an event in Chrome's format, whose times are microseconds."""
+    start = round(1000 * event["ts"])
+    end = start + round(1000 * event["dur"])
+    launch = event.get("args", {}).get("correlation", 0)
+    return Traced(event.get("cat", ""), event["name"], start, end, launch)
 
 
 def _synchronize(device: torch.device) -> None:

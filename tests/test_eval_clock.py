@@ -3,7 +3,16 @@ import time
 import pytest
 import torch
 
-from eval.clock import PART, PartClock, Stopwatch, Traced, busy_by_part, busy_seconds, timed
+from eval.clock import (
+    PART,
+    PartClock,
+    Stopwatch,
+    Traced,
+    _traced,
+    busy_by_part,
+    busy_seconds,
+    timed,
+)
 
 
 class Machine:
@@ -84,6 +93,11 @@ def test_the_devices_work_belongs_to_the_part_that_launched_it() -> None:
     found += [Traced("kernel", "gemm", a * second, b * second, n) for n, a, b in kernels]
     shown = Traced("gpu_user_annotation", PART + "draft", 0, 21 * second, 1)
     assert busy_by_part([*found, shown]) == {"draft": 4.0, "verify": 4.0}
+
+
+def test_a_traced_event_is_read_in_nanoseconds() -> None:
+    event = {"cat": "kernel", "name": "gemm", "ts": 1.5, "dur": 2.25, "args": {"correlation": 7}}
+    assert _traced(event) == Traced("kernel", "gemm", 1500, 3750, 7)
 
 
 def test_a_profile_shows_the_parts(monkeypatch) -> None:
