@@ -44,9 +44,7 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList
     return next(iter(found.values()))
 
 
-def tap(
-    blocks: nn.ModuleList, index: int, active: int | None, keep: Callable[[Tensor], None]
-) -> None:
+def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]) -> None:
     """Makes every pass keep a hidden state [B, T, D].
 
     Args:
@@ -54,14 +52,14 @@ def tap(
         index: as `output_hidden_states` counts: 0 is what the first layer reads, i the output of
             layer i - 1.
         active: see `state_of`.
-        keep: gets the state.
+        kept: gets the state, under its index.
     """
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keep(state_of(args or kwargs["hidden_states"], active))
+        kept[index] = state_of(args or kwargs["hidden_states"], active)
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        keep(state_of(output, active))
+        kept[index] = state_of(output, active)
 
     if index == 0:
         blocks[0].register_forward_pre_hook(enter, with_kwargs=True)

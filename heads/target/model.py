@@ -391,7 +391,7 @@ class Target(TargetEnds):
         if not 0 <= index <= self.num_layers:
             raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
         active = getattr(self.config, "altup_active_idx", None)
-        tap(self.blocks, index, active, partial(self._tapped.__setitem__, index))
+        tap(self.blocks, index, active, self._tapped)
         self._taps.add(index)
 
 
