@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from heads.projection import scaling_of
 from heads.target.model import Target
@@ -31,6 +31,8 @@ STATED: list[tuple[str, dict[str, Any], float, float | None]] = [
 
 @pytest.mark.parametrize(("family", "settings", "scale", "cap"), STATED, ids=str)
 def test_every_scale_and_cap_is_known_by_its_name(family: str, settings, scale, cap) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
     found = scaling_of(AutoConfig.for_model(family, **settings))
     assert found == (pytest.approx(scale), cap)
 

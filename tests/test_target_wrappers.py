@@ -91,6 +91,9 @@ def test_towers_inside_a_decoder_are_dropped_too() -> None:
     assert not hasattr(model.get_decoder(), "image_encoder")
 
 
+@pytest.mark.skipif(
+    "nemotron_h_omni" not in CONFIG_MAPPING, reason="not in this version of transformers"
+)
 def test_an_output_head_may_lie_beside_the_layers() -> None:
     text = {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"]}
     config = AutoConfig.for_model("nemotron_h_omni", text_config=text)
