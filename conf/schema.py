@@ -232,7 +232,8 @@ class TrainConfig:
     """Packed sequences per forward pass of one process."""
     optimizer: Optimizer = Optimizer.auto
     learning_rate: float | int | str = AUTO
-    """Highest of the schedule; `auto` takes one by kind of head, optimizer and width."""
+    """Highest of the schedule; `auto` takes one by kind of head, optimizer and width, and a fifth
+    of it for a head that was trained before."""
     adam_learning_rate: float | int | str = AUTO
     """The same for what AdamW updates beside Muon."""
     weight_decay: float = 0.0

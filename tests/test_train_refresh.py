@@ -62,6 +62,11 @@ def test_tau_is_known_before_the_first_step_of_what_goes_on(
     assert lines[0]["step"] == 0
     assert "eval/tau" in lines[0]
     assert len(curve(head, "eval/loss")) == 1
+    anew, gone_on = (
+        json.loads((each / "head" / "headsmith.json").read_text())["config"]["train"]
+        for each in (head, tmp_path)
+    )
+    assert gone_on["learning_rate"] == pytest.approx(0.2 * anew["learning_rate"])
 
 
 WORDS = "head was trained for {} with other weights: less of its drafts may be accepted here; "

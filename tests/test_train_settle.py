@@ -63,6 +63,17 @@ def test_rates_are_taken_by_optimizer_and_said() -> None:
     assert found.learning_rate != muon
 
 
+def test_a_trained_head_goes_on_at_a_fifth_of_the_usual_rates() -> None:
+    objective = eagle()
+    anew, _ = settled_optimizer(TrainConfig(), objective, False)
+    found, said = settled_optimizer(TrainConfig(), objective, False, trained=True)
+    assert found.learning_rate == pytest.approx(0.2 * float(anew.learning_rate))
+    assert found.adam_learning_rate == pytest.approx(0.2 * float(anew.adam_learning_rate))
+    assert said.startswith("optimizer: Muon at 0.006 (auto)")
+    chosen = TrainConfig(learning_rate=1.0)
+    assert settled_optimizer(chosen, objective, False, trained=True)[0].learning_rate == 1.0
+
+
 def test_auto_is_what_suits_the_head_and_adamw_under_deepspeed() -> None:
     objective = eagle()
     found, said = settled_optimizer(TrainConfig(), objective, deepspeed=False)

@@ -100,7 +100,9 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         other = told_of_another("head.path", head.path, head.revision, source.identity)
         lines += [] if other is None else [other]
     deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
-    config.train, optimizer = settled_optimizer(config.train, objective, deepspeed)
+    config.train, optimizer = settled_optimizer(
+        config.train, objective, deepspeed, trained=head.path is not None
+    )
     compiled = wants_compile(config, objective, accelerator)
     if compiled:
         objective.compile_parts()
