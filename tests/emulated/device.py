@@ -182,8 +182,12 @@ def _copied(kind: str) -> None:
 
 def _line() -> str:
     """The innermost line of the project; autograd's threads stand where the main one does."""
-    here = sys._getframe()
-    for frame in (here, sys._current_frames()[threading.main_thread().ident or 0]):
+    frames = [sys._getframe()]
+    # Only a thread that Python has not started is one of those; for others the main one, whose
+    # frames come and go meanwhile, does not wait.
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        frames.append(sys._current_frames()[threading.main_thread().ident or 0])
+    for frame in frames:
         at: Any = frame
         while at is not None:
             file = at.f_code.co_filename
