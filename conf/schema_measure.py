@@ -227,6 +227,9 @@ class SpeedupRun(MeasureRun):
     concurrency: list[int] = field(default_factory=list)
     """Further batch sizes that every method is measured at, e.g. [1,4,16]: what each costs in
     latency, and from where on drafting stops paying."""
+    cuda_graphs: bool = True
+    """On a GPU, launch a step at once, `vanilla`'s too, or its verify pass where drafts need the
+    host; each method's `captured` in the results says which."""
     compile: bool = False
     """Compile the target's verify pass (torch.compile) for `vanilla` and every method, and
     `generate` over its static cache."""

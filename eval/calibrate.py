@@ -48,7 +48,7 @@ from eval.tune.confidence import (
 )
 from eval.tune.cost import CostCurve, time_steps, typical_context
 from heads.confidence import Calibration
-from heads.drafting import Draft, Drafter
+from heads.drafting import Draft, Drafter, Roots
 from heads.tree import Tree
 
 COSTS = -1
@@ -59,12 +59,14 @@ WHOLE, SHORTER, CUT = "whole", "shorter", "cut"
 class _Recorder:
     """Keeps what a chain says of itself."""
 
+    static_nodes = None
+
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.reads = drafter, drafter.reads
         self.observe, self.keep = drafter.observe, drafter.keep
         self.logits: list[list[float]] = []
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """The drafter's own, of one text."""
         draft = self.drafter.propose(roots)
         if draft.confidence is None:

@@ -61,6 +61,8 @@ class Times:
     draft: float = 0.0
     verify: float = 0.0
     accept: float = 0.0
+    step: float = 0.0
+    """Draft, verify and accept where they are captured as one."""
     total: float = 0.0
 
     @property
@@ -71,7 +73,7 @@ class Times:
     @property
     def host(self) -> float:
         """What is left when the named parts are taken away."""
-        return self.decode - self.draft - self.verify - self.accept
+        return self.decode - self.draft - self.verify - self.accept - self.step
 
 
 class PartClock:

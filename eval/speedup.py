@@ -19,13 +19,14 @@ from eval.compare.figures import summarise
 from eval.compare.methods import build_methods, check_methods, choose_methods
 from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
+from eval.decode.captured import slots_for
 from eval.entry import run
 from eval.measure.bench import open_bench, open_journal, write_result
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
 
-MAX_NODES = 256  # of any tree, and what a text may overshoot
+MAX_NODES = 256  # of any tree
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -61,7 +62,7 @@ def main(config: SpeedupRun) -> None:
         methods = build_methods(bench, config, chosen, journal)
         if config.compile:
             longest = max(len(prompt.token_ids) for prompt in bench.prompts)
-            bench.target.compile(longest + config.max_new_tokens + MAX_NODES)
+            bench.target.compile(slots_for(longest + config.max_new_tokens, MAX_NODES))
         found = {
             size: time_methods(bench, config, methods, size, journal) for size in config.batch_sizes
         }

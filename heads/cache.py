@@ -9,16 +9,14 @@ Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K hea
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from heads.buffers import SlotBuffer, move
 from heads.states import States
-
-ROUND_TO = 64  # slots
 
 
 def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
@@ -27,114 +25,6 @@ def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class SlotBuffer:
-    """Keys and values [B, K, S, d] of one layer, written by slot.
-
-    Args:
-        capacity: slots of a buffer that never grows; None grows on demand.
-    """
-
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def write(
-        self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int, needed: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Stores [B, K, n, d] at slots [B, n], or from one on; gives everything up to `width`.
-
-        Slots that will be needed may be told before.
-        """
-        self._reserve(keys, values, max(width, needed), len(keys))
-        assert self.keys is not None
-        assert self.values is not None
-        if isinstance(slots, int):
-            self.keys.narrow(2, slots, keys.shape[2]).copy_(keys)
-            self.values.narrow(2, slots, keys.shape[2]).copy_(values)
-        else:
-            texts, slots = _index(slots, self.keys)
-            self.keys[texts, :, slots] = keys.transpose(1, 2)
-            self.values[texts, :, slots] = values.transpose(1, 2)
-        return self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
-
-    def reserve(self, width: int) -> None:
-        """Grows to at least so many slots, once anything has been written."""
-        assert self.keys is not None
-        assert self.values is not None
-        self._reserve(self.keys, self.values, width, len(self.keys))
-
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with some rows only."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = (_kept(each, rows) for each in (self.keys, self.values))
-
-    def replace(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
-        """Takes the first slots of one row of so many from a buffer of one row."""
-        if num_slots == 0:
-            return
-        assert other.keys is not None
-        assert other.values is not None
-        self._reserve(other.keys, other.values, num_slots, num_texts)
-        for own, new in ((self.keys, other.keys), (self.values, other.values)):
-            assert own is not None
-            assert new is not None
-            own[row, :, :num_slots] = new[0, :, :num_slots]
-
-    def _reserve(self, keys: Tensor, values: Tensor, width: int, num_texts: int) -> None:
-        held = 0 if self.keys is None else self.keys.shape[2]
-        if width <= held:
-            return
-        size = self.capacity or reserved(width)
-        if width > size:
-            raise RuntimeError(f"{width} slots needed in a cache of {size}")
-        self.keys = _enlarged(self.keys, keys, size, num_texts)
-        self.values = _enlarged(self.values, values, size, num_texts)
-
-
-def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
-    """Copies slots [B, A] to slots [B, A] of every buffer."""
-    for buffer in buffers:
-        for held in (buffer.keys, buffer.values):
-            assert held is not None
-            texts, from_slots = _index(source, held)
-            held[texts, :, to.to(held.device)] = held[texts, :, from_slots]
-
-
-def reserved(num_slots: int) -> int:
-    """Slots of a buffer that is made where so many are needed: an eighth more."""
-    return -(-(num_slots + num_slots // 8) // ROUND_TO) * ROUND_TO
-
-
-def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
-    # Zeros: a masked slot still enters a product with weight 0, which NaN would survive.
-    new = like.new_zeros(num_texts, like.shape[1], size, like.shape[3])
-    if old is not None:
-        new[:, :, : old.shape[2]] = old
-    return new
-
-
-def _kept(buffer: Tensor, rows: list[int]) -> Tensor:
-    moved = [(to, row) for to, row in enumerate(rows) if to != row]
-    if any(row < len(rows) for _, row in moved):
-        return buffer[rows]
-    # Rows from the end fill the gaps, so that the others stay where they are.
-    for to, row in moved:
-        buffer[to].copy_(buffer[row])
-    return buffer[: len(rows)]
-
-
-def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, 1] and slots [B, n] of a buffer; whole vectors move, unlike with `scatter`."""
-    return _texts(len(slots), buffer.device), slots.to(buffer.device)
-
-
-@lru_cache(maxsize=64)
-def _texts(num_texts: int, device: torch.device) -> Tensor:
-    return torch.arange(num_texts, device=device).unsqueeze(1)
 
 
 class Kept(NamedTuple):
@@ -155,11 +45,23 @@ class Slots:
     Attributes:
         lengths: committed tokens per text.
         committed: the same on the device, [B, 1] int64.
+        held: slots that every pass reads, whatever the texts' lengths, which the host then does
+            not know; None where it does.
     """
 
     def __init__(self, num_texts: int, device: torch.device) -> None:
         self.device = device
+        self.held: int | None = None
+        self._most = 0
         self._set([0] * num_texts)
+
+    def hold(self, width: int, num_pending: int) -> None:
+        """From now on every pass reads so many slots, the last of them for pending tokens."""
+        self.held, self._most = width, width - num_pending
+
+    def hold_as(self, other: "Slots") -> None:
+        """Goes by what holds of others."""
+        self.held, self._most = other.held, other._most
 
     def _set(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -171,7 +73,7 @@ class Slots:
 
     def width(self, num_pending: int) -> int:
         """Slots in use with so many pending tokens."""
-        return max(self.lengths) + num_pending
+        return max(self.lengths) + num_pending if self.held is None else self.held
 
     def attention_mask(self, mask: Tensor, width: int) -> Tensor:
         """[B, n, S] bool: every committed token of its own text, and what `mask` says.
@@ -203,26 +105,46 @@ class Slots:
         """Makes pending tokens part of the texts and forgets the others.
 
         Args:
-            kept: per text the pending tokens that stay, in their order.
+            kept: per text the pending tokens that stay, in their order; unread where `held`.
             buffers: those whose entries move along.
             found: the same on the device, if it is there already.
             mover: `move`, perhaps compiled.
         """
-        if any(nodes != list(range(len(nodes))) for nodes in kept):
-            longest = max(map(len, kept))
-            if found is None:
-                # A shorter row goes on with slots that are forgotten anyway.
-                rows = [nodes + list(range(len(nodes), longest)) for nodes in kept]
-                source = self.committed + upload(rows, self.device)
-            else:
-                source = self.committed + found.nodes[:, :longest]
-            if buffers:
-                mover(buffers, source, self.place(longest, longest))
-        lengths = [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
+        moved = any(nodes != list(range(len(nodes))) for nodes in kept)
+        if buffers and (moved or self.held is not None):
+            source = self._source(kept, found)
+            num_kept = source.shape[1]
+            mover(buffers, source, self.place(num_kept, num_kept))
         if found is None:
-            self._set(lengths)
+            self._set(self._with(kept))
         else:
-            self.lengths, self.committed = lengths, self.committed + found.counts.unsqueeze(1)
+            self.advance(found.counts, kept)
+
+    def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Makes the first pending tokens part of the texts, as they stand.
+
+        Args:
+            counts: [B] int64, how many.
+            kept: these, per text; unread where `held`.
+        """
+        if self.held is None:
+            self.lengths = self._with(kept)
+            self.committed = self.committed + counts.unsqueeze(1)
+        else:
+            # A text that has ended goes on until another takes its row, but never beyond it.
+            self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._most)
+
+    def _source(self, kept: list[list[int]], found: Kept | None) -> Tensor:
+        """[B, A] int64, the slots of what stays."""
+        longest = max(map(len, kept), default=None)
+        if found is not None:
+            return self.committed + found.nodes[:, :longest]
+        # A shorter row goes on with slots that are forgotten anyway.
+        rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
+        return self.committed + upload(rows, self.device)
+
+    def _with(self, kept: Sequence[Sequence[int]]) -> list[int]:
+        return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
 
     def take(self, row: int, length: int) -> None:
         """A row goes on with another text, of which so much is committed."""
@@ -237,7 +159,8 @@ class Slots:
         """Goes on with some texts only."""
         for buffer in buffers:
             buffer.keep(rows)
-        self._set([self.lengths[row] for row in rows])
+        self.lengths = [self.lengths[row] for row in rows]
+        self.committed = self.committed[upload(rows, self.device)]
 
 
 class _Layer(CacheLayerMixin):
@@ -320,7 +243,7 @@ class TreeCache(Cache):
         """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
         lengths = self.slots.lengths
         ends = {n for n, new in zip(lengths, self.sure or [1] * len(lengths), strict=True) if new}
-        self.even = len(ends) == 1
+        self.even = len(ends) == 1 and self.slots.held is None
         if self.even:
             # What a text without new tokens is filled up with is forgotten.
             self.to = ends.pop() + num_pending - num_new
@@ -337,6 +260,11 @@ class TreeCache(Cache):
         """Grows to at least so many slots."""
         for buffer in self._buffers():
             buffer.reserve(width)
+
+    def hold(self, width: int, num_pending: int, capacity: int) -> None:
+        """See `Slots.hold`; of so many slots in all, whose memory stays where it is."""
+        self.slots.hold(width, num_pending)
+        self.needed = capacity
 
     def announce(self, sure: list[int], ends: list[int]) -> None:
         """Says before a pass what is sure; see the attributes."""

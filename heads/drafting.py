@@ -22,6 +22,27 @@ PAD = -1
 
 
 @dataclass(frozen=True)
+class Roots:
+    """The tokens that the target has chosen but not read yet, one per text.
+
+    Attributes:
+        tokens: [B] int64, on the target's device.
+        ids: the same on the host; empty in a step that it does not wait for.
+    """
+
+    tokens: Tensor
+    ids: list[int]
+
+    @classmethod
+    def of(cls, ids: list[int], device: torch.device | str = "cpu") -> "Roots":
+        """Those that the host knows."""
+        return cls(upload(ids, device), ids)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
 class Draft:
     """Proposed trees.
 
@@ -58,6 +79,11 @@ class Draft:
         # Where there is nothing at all, numbers come as floats.
         tokens = upload(filled, device).reshape(len(rows), longest).long()
         return cls.of(Tree.chain(longest), tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether accepted nodes lie where they belong already."""
+        return isinstance(self.tree, Tree) and self.tree.width <= 1
 
     def layout(self) -> "TreeLayout":
         """Its shape as tensors."""
@@ -179,7 +205,7 @@ class Seen:
 
     Attributes:
         token_ids: per text the tokens committed: its prompt, or a root and the draft tokens
-            that were kept.
+            that were kept; empty in a step that the host does not wait for.
         output: the target's states at them, [B, n, D]; a shorter row is filled up.
         cache: the target's own, these tokens included.
         logits: [B, N, V], after every node that was drafted; None after the prompts.
@@ -230,19 +256,27 @@ class Seen:
         return Seen(token_ids, output.at(index), later.cache, later.logits, found)
 
     def put(self, row: int, other: "Seen") -> "Seen":
-        """With nothing but the last token of another text in a row; writes over its states."""
+        """With nothing but the last token of another text in a row, which is written over."""
         last = other.token_ids[0][-1:]
         self.output.put(row, other.last)
-        tokens, counts = self.tokens.clone(), self.counts.clone()
+        tokens, counts = self.tokens, self.counts
         tokens[row, 0], counts[row] = last[0], 1
-        kept = [*self.token_ids[:row], last, *self.token_ids[row + 1 :]]
+        kept = list(self.token_ids)
+        if kept:
+            kept[row] = last
         return Seen(kept, self.output, self.cache, self.logits, (tokens, counts))
+
+    def fill(self, new: "Seen") -> None:
+        """Takes the tensors of a later step of the same shapes, each in its place."""
+        self.output.fill(new.output)
+        for own, other in zip((self.tokens, self.counts), (new.tokens, new.counts), strict=True):
+            own.copy_(other)
 
     def rows(self, rows: list[int]) -> "Seen":
         """Of some texts only; their cache is another matter."""
         index = upload(rows, self.output.hidden_states.device)
         logits = None if self.logits is None else self.logits[index]
-        kept = [self.token_ids[row] for row in rows]
+        kept = [self.token_ids[row] for row in rows] if self.token_ids else []
         found = None if self.found is None else (self.found[0][index], self.found[1][index])
         paths = [self.paths[row] for row in rows] if self.paths else []
         nodes = None if self.nodes is None else self.nodes[index]
@@ -250,14 +284,25 @@ class Seen:
 
 
 class Drafter(Protocol):
-    """Proposes trees for a batch. A new way to draft is a new class with these members."""
+    """Proposes trees for a batch. A new way to draft is a new class with these members.
+
+    Attributes:
+        reads: the target's states that it needs.
+    """
 
     reads: Reads
+
+    @property
+    def static_nodes(self) -> int | None:
+        """Nodes of its largest tree, the root included, where a step can be captured whole.
+
+        Its drafts are then of one size and need nothing from the host; None elsewhere.
+        """
 
     def observe(self, seen: Seen) -> None:
         """Takes what was committed, first the prompts."""
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Trees below `roots`, the tokens that the target has chosen but not read yet."""
 
     def keep(self, rows: list[int]) -> None:
@@ -265,6 +310,11 @@ class Drafter(Protocol):
 
     def take(self, row: int, other: Self) -> None:
         """A row goes on with the one text of another drafter, which has seen its prompt alone."""
+
+
+def chain_nodes(depth: int, sampling: Sampling, calibration: Calibration | None) -> int | None:
+    """`Drafter.static_nodes` of a chain, which is not drawn for by the host and never cut."""
+    return 1 + depth if sampling.greedy and calibration is None else None
 
 
 class DynamicDrafter(Drafter, Protocol):
@@ -276,7 +326,7 @@ class DynamicDrafter(Drafter, Protocol):
 
     nested: bool
 
-    def expand(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def expand(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
         """Everything that is drawn: tokens, scores and parents [B, M], level by level.
 
         Parents are numbered from 1 in this order; 0 is the root.

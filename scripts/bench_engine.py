@@ -22,13 +22,14 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.compare.decoding import Decoding
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation import Generation
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import STEP_PARTS
-from heads.drafting import Draft, Drafter, Seen
+from heads.drafting import Draft, Drafter, Roots, Seen
 from heads.kinds import KINDS
 from heads.sampling import GREEDY
 from heads.target.model import Target
@@ -36,6 +37,7 @@ from heads.tree import DynamicShape, Shape, Tree, default_tree
 from heads.vocab import DraftVocab
 
 PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3
+PARTS = STEP_PARTS if torch.cuda.is_available() else [p for p in STEP_PARTS if p != "step"]
 
 
 class Corrected:
@@ -44,13 +46,15 @@ class Corrected:
     def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
         self.drafter, self.oracle = drafter, oracle
         self.reads = drafter.reads
+        # The oracle's tree is as large as the drafter's, or larger.
+        self.static_nodes = drafter.static_nodes and oracle.static_nodes
 
     def observe(self, seen: Seen) -> None:
         """Both take it."""
         self.drafter.observe(seen)
         self.oracle.observe(seen)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """The oracle's, when the drafter has done its work."""
         self.drafter.propose(roots)
         return self.oracle.propose(roots)
@@ -115,11 +119,16 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
 def measure(
     target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
 ) -> dict[str, list[Generation]]:
-    """Texts of every drafter, interleaved, after a warm-up."""
+    """Texts of every drafter, interleaved, after a warm-up; on a GPU in captured steps."""
     found: dict[str, list[Generation]] = {name: [] for name in makes}
+
+    def decoding(make: Callable[[], Drafter]) -> Decoding:
+        return Decoding(target, lambda _: make(), NUM_TOKENS, GREEDY, capture=True)
+
+    runs = {name: decoding(make) for name, make in makes.items()}
     for repeat in tqdm(range(NUM_REPEATS + 1), unit="repeat"):
-        for name, make in makes.items():
-            text = decode(target, make(), prompt, NUM_TOKENS)
+        for name, run in runs.items():
+            [text] = run([prompt], [0], 1)
             if repeat:
                 found[name].append(text)
     return found
@@ -133,7 +142,7 @@ def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]
 
     speedup = median("decode", base) / median("decode", texts)
     num_steps = len(texts[0].steps)
-    parts = [f"{1000 * median(part, texts) / num_steps:.2f}" for part in STEP_PARTS]
+    parts = [f"{1000 * median(part, texts) / num_steps:.2f}" for part in PARTS]
     mean = tau([PromptSteps("", texts[0].steps)])
     return [name, f"{mean:.2f}", f"{speedup:.2f}", f"{speedup / mean:.2f}", *parts]
 
@@ -159,7 +168,7 @@ def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> N
     table = Table(
         title=f"{size:.0f}M parameters, {num_layers} layers, {dtype}, {where}; accepted at {rate}"
     )
-    for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in STEP_PARTS)):
+    for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, texts in found.items():
         table.add_row(*row(name, texts, found["no drafting"]))

@@ -2,8 +2,10 @@
 
 `python scripts/bench_operations.py` decodes with random Qwen3s of any width, whose operations
 are as many as those of a wide one, and prints them by part of a step: views cost the host alone and
-are counted apart. Of a compiled target (`--compiled-layers`, as capturing many takes long)
+are counted apart. Of a compiled target (`--compiled-layers`, as compiling many takes long)
 it counts what is still launched outside its compiled regions; what is inside, the compiler fuses.
+Of a captured step, which runs here as it would be launched on a GPU, it counts what is launched
+beside the graph, and the graph as one.
 """
 
 import sys
@@ -16,14 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import eval.decode.captured
 from conf.schema_eagle import EagleConfig
+from eval.decode.capturing import Captured
 from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Generation, Request
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
@@ -42,6 +47,7 @@ VIEWS = {
 }  # fmt: skip
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 LONGER, SHORTER = 24, 12
+Way = Callable[[Target, Callable[[], Drafter], int], Generation]
 CAPACITY = 128
 
 
@@ -107,21 +113,52 @@ def compiled_target(num_layers: int) -> Target:
     return target
 
 
-def of_a_step(target: Target, make: Callable[[], Drafter]) -> Counter[str]:
+class Uncounted:
+    """A CUDA graph that runs what it holds; counts as one operation."""
+
+    counted: Operations
+
+    def __init__(self, call: Callable[[], None], _pool: Any) -> None:
+        self.call = call
+
+    def launch(self) -> None:
+        """All at once."""
+        self.counted.counts["graph"] += 1
+        with _disable_current_modes():
+            self.call()
+
+
+def captured(target: Target, make: Callable[[], Drafter], length: int) -> Generation:
+    """A text in steps that are captured."""
+    with (
+        patch.object(eval.decode.captured, "Graph", Uncounted),
+        patch.object(torch, "cuda", MagicMock(**{"is_available.return_value": False})),
+    ):
+        way = Captured(target, lambda _: make(), length)
+        return way.decode([Request(PROMPT)], 1)[0]
+
+
+def plain(target: Target, make: Callable[[], Drafter], length: int) -> Generation:
+    """A text in steps as they are."""
+    return decode(target, make(), PROMPT, length)
+
+
+def of_a_step(target: Target, make: Callable[[], Drafter], how: Way) -> Counter[str]:
     """Operations of a step by name: what more steps add, by their number."""
     found: list[tuple[Counter[str], int]] = []
     for length in (SHORTER, LONGER):
         with ExitStack() as undo:
-            counted = undo.enter_context(Operations())
-            text = decode(target, make(), PROMPT, length)
+            Uncounted.counted = counted = undo.enter_context(Operations())
+            text = how(target, make, length)
         found.append((counted.counts, len(text.steps)))
     (few, less), (many, more) = found
-    return Counter({name: round((many[name] - few[name]) / (more - less)) for name in many})
+    added = {name: round((many[name] - few[name]) / (more - less)) for name in many}
+    return Counter({name: count for name, count in added.items() if count})
 
 
-def row(target: Target, drafter: str, make: Callable[[], Drafter]) -> tuple[str, ...]:
+def row(target: Target, drafter: str, make: Callable[[], Drafter], how: Way) -> tuple[str, ...]:
     """A line of the table."""
-    counts = of_a_step(target, make)
+    counts = of_a_step(target, make, how)
     views = sum(count for each, count in counts.items() if each in VIEWS)
     most = [f"{each} {count}" for each, count in counts.most_common(12) if each not in VIEWS]
     return drafter, f"{counts.total() - views:,}", f"{views:,}", ", ".join(most)
@@ -132,13 +169,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_sizes(parser, layers=36, compiled_layers=36)
     options = parser.parse_args()
-    for how, num_layers, made in (
-        ("a step", options.layers, random_target),
-        ("a step outside compiled regions", options.compiled_layers, compiled_target),
+    for words, num_layers, made, how in (
+        ("a step", options.layers, random_target, plain),
+        ("a captured step", options.layers, random_target, captured),
+        ("a step outside compiled regions", options.compiled_layers, compiled_target, plain),
     ):
         target = made(num_layers)
-        rows = [row(target, name, make) for name, make in drafters(target).items()]
-        print(f"Qwen3 of {num_layers} layers, one text, {how}\n")
+        rows = [row(target, name, make, how) for name, make in drafters(target).items()]
+        print(f"Qwen3 of {num_layers} layers, one text, {words}\n")
         print(markdown(("drafter", "operations", "views", "most frequent"), rows) + "\n")
 
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.schema_eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode
-from heads.cache import reserved
+from heads.buffers import reserved
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain
 from heads.eagle.head import EagleHead

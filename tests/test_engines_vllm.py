@@ -18,7 +18,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode
 from eval.measure.counts import drafted
 from eval.measure.replay import accepted_lengths, ranked_drafts
-from heads.drafting import Draft, Drafter
+from heads.drafting import Draft, Drafter, Roots
 from heads.eagle.drafter import EagleChain
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
@@ -118,7 +118,7 @@ class Recorded:
         self.observe, self.keep = drafter.observe, drafter.keep
         self.sizes: list[int] = []
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         draft = self.drafter.propose(roots)
         self.sizes.append(draft.tokens.shape[1])
         return draft

@@ -20,7 +20,7 @@ from eval.decode import accept
 from eval.decode.accept import Accepted, verify
 from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import PAD, Draft, Roots, Seen
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.sampling import Generators, Sampling, Typical, drafter_seeds
@@ -291,7 +291,7 @@ class SampledMedusa:
     def observe(self, seen: Seen) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         heads = [self.head.head_logits(k, self.hidden) for k in range(self.tree.depth)]
         q = self.sampling.probabilities(torch.stack(heads, 1))
         probs = q[:, self.tree.depths[: max(self.tree.parents) + 1]]

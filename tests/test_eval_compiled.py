@@ -9,8 +9,9 @@ from toys import noisy_head, random_target
 from conf.schema_eagle import EagleConfig
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
-from eval.decode.engine import NoDraft, Step, decode_batch
+from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.generate import hf_generate
+from eval.decode.generation import Step
 from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead

@@ -18,7 +18,7 @@ from eval.decode.drafters.draft_model import (
     sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import PAD, Draft, Roots, Seen
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Target
 from heads.tree import Tree
@@ -123,9 +123,11 @@ class Checked(DraftModel):
         self.committed = [a + b for a, b in zip(old, seen.token_ids, strict=True)]
         super().observe(seen)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         draft = super().propose(roots)
-        for text, root, tokens in zip(self.committed, roots, draft.tokens.tolist(), strict=True):
+        for text, root, tokens in zip(
+            self.committed, roots.ids, draft.tokens.tolist(), strict=True
+        ):
             nodes = [[root]]
             for parent, rank, token in zip(
                 draft.tree.parents[1:], draft.tree.ranks[1:], tokens, strict=True
@@ -269,7 +271,7 @@ def test_a_sampled_tree_gives_what_it_was_drawn_from() -> None:
     drafter = DraftModel(target, tree, WARM)
     states = target.read_text(PROMPTS[0])
     drafter.observe(Seen([PROMPTS[0]], states, target.new_cache(1)))
-    draft = drafter.propose([50])
+    draft = drafter.propose(Roots.of([50]))
     assert draft.draft_probs.shape == (1, 4, VOCAB_SIZE)
     for node, path in [(0, []), (3, [int(draft.tokens[0, 2])])]:
         logits = target.model(torch.tensor([[*PROMPTS[0], 50, *path]])).logits[0, -1]

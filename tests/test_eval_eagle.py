@@ -7,7 +7,7 @@ from toys import FAMILIES, eagle_head, random_target, texts
 from conf.schema_eagle import EagleConfig, EagleForm
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.drafting import Seen
+from heads.drafting import Roots, Seen
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
@@ -142,8 +142,8 @@ def test_the_tree_is_eagle2s(target, heads, name: str, shape: DynamicShape) -> N
         output.layers = {i: states[:, part] for i, states in output.layers.items()}
         drafter.observe(Seen([committed[:-1][part]], output, cache))
         if part.start == 0:
-            drafter.propose([committed[6]])
-    draft = drafter.propose([committed[-1]])
+            drafter.propose(Roots.of([committed[6]]))
+    draft = drafter.propose(Roots.of([committed[-1]]))
     paths: list[tuple[int, ...]] = [()]
     for parent, token in zip(draft.tree[0].tolist(), draft.tokens[0].tolist(), strict=True):
         paths.append((*paths[parent], token))
@@ -176,7 +176,7 @@ def test_a_sampled_chain_says_what_it_was_drawn_from(target, heads, name: str) -
     committed = texts(target, 1, 9)[0]
     output = target.read_text(committed[:-1], head.reads)
     drafter.observe(Seen([committed[:-1]], output, target.new_cache(1)))
-    draft = drafter.propose([committed[-1]])
+    draft = drafter.propose(Roots.of([committed[-1]]))
     path = draft.tokens[0].tolist()
     for depth in range(3):
         expected = torch.zeros(target.vocab_size)
@@ -247,7 +247,7 @@ def test_what_was_seen_without_a_draft_is_read_later(target, heads) -> None:
     later.observe(piece(target, head, both, 5, 8))
     later.keep([1])
     later.observe(piece(target, head, both[1:], 8, 14))
-    expected, found = (drafter.expand(both[1][14:15]) for drafter in (whole, later))
+    expected, found = (drafter.expand(Roots.of(both[1][14:15])) for drafter in (whole, later))
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -6,12 +6,12 @@ from transformers import GenerationConfig
 
 from conf.schema_eagle import EagleConfig
 from eval import clock as eval_clock
-from eval.decode import engine
+from eval.decode import batch
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch, stream
 from eval.decode.generation import Step
 from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
-from heads.drafting import Draft, Seen
+from heads.drafting import Draft, Roots, Seen
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
@@ -42,9 +42,9 @@ class Oracle:
         assert seen.output.hidden_states.shape[1] >= max(map(len, seen.token_ids))
         self.seen = [n + len(ids) for n, ids in zip(self.seen, seen.token_ids, strict=True)]
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         rows = []
-        for root, text, seen in zip(roots, self.texts, self.seen, strict=True):
+        for root, text, seen in zip(roots.ids, self.texts, self.seen, strict=True):
             assert root == text[seen]
             rows.append(
                 [
@@ -123,7 +123,7 @@ def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
         (target, "new_cache", lambda _: 0.5),
         (drafter, "propose", lambda _: 2.0),
         (drafter, "observe", lambda _: 0.25),
-        (engine, "verify", lambda *_: 0.125),
+        (batch, "verify", lambda *_: 0.125),
     ):
         monkeypatch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
     monkeypatch.setattr(eval_clock, "time", clock)

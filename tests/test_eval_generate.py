@@ -11,7 +11,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generate import hf_generate
 from eval.decode.generation import Step
-from heads.drafting import PAD, Draft
+from heads.drafting import PAD, Draft, Roots
 from heads.sampling import GREEDY
 from heads.target.model import Target
 from heads.tree import Tree
@@ -98,7 +98,7 @@ class Rising:
     def observe(self, seen) -> None:
         self.plain.observe(seen)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         self.size += 1
         rows = [[0] * (self.size - row) + [PAD] * row for row in self.rows]
         return Draft.of(Tree.chain(self.size), torch.tensor(rows))

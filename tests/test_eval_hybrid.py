@@ -8,7 +8,7 @@ from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.cache import TreeCache
-from heads.drafting import PAD, Draft, Drafter, Seen
+from heads.drafting import PAD, Draft, Drafter, Roots, Seen
 from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import Sampling
@@ -29,7 +29,7 @@ class Forks:
     def observe(self, seen: Seen) -> None:
         self.num_texts = len(seen.token_ids)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         self.num_drafts += 1
         return Draft.of(FORK, torch.tensor([[30, 31, 32]] * len(roots)))
 
@@ -67,26 +67,26 @@ def test_half_of_what_a_suffix_counts_on_must_be_what_the_head_gets() -> None:
     drafter = hybrid(expected=1.5)
     drafter.observe(seen([[1, 2, 3, 4, 5, 1, 2]], read=False))
     # A run of 3 promises 3 tokens: as many as the head, counted half.
-    assert paths(drafter.propose([3])) == [[(4,), (4, 5), (4, 5, 1)]]
+    assert paths(drafter.propose(Roots.of([3]))) == [[(4,), (4, 5), (4, 5, 1)]]
     assert drafter.head.num_drafts == 0
     drafter = hybrid(expected=1.6)
     drafter.observe(seen([[1, 2, 3, 4, 5, 1, 2]], read=False))
-    assert paths(drafter.propose([3])) == [[(30,), (31,), (30, 32)]]
+    assert paths(drafter.propose(Roots.of([3]))) == [[(30,), (31,), (30, 32)]]
 
 
 def test_no_copy_is_no_draft_of_the_suffix() -> None:
     drafter = hybrid(expected=0.0)
     drafter.observe(seen([[1, 2]], read=False))
-    assert paths(drafter.propose([3])) == [[(30,), (31,), (30, 32)]]
+    assert paths(drafter.propose(Roots.of([3]))) == [[(30,), (31,), (30, 32)]]
 
 
 def test_the_head_is_expected_to_get_what_it_got() -> None:
     drafter = hybrid(expected=1.0)
     drafter.observe(seen([[1, 2, 8, 9]], read=False))
-    drafter.propose([3])
+    drafter.propose(Roots.of([3]))
     drafter.observe(seen([[3, 30, 32]]))
     assert drafter.means == [approx(0.8 * 1 + 0.2 * 2)]
-    drafter.propose([4])
+    drafter.propose(Roots.of([4]))
     drafter.observe(seen([[4]]))
     assert drafter.means == [approx(0.8 * 1.2)]
 
@@ -94,7 +94,7 @@ def test_the_head_is_expected_to_get_what_it_got() -> None:
 def test_what_a_copy_gets_says_nothing_about_the_head() -> None:
     drafter = hybrid(expected=1.0)
     drafter.observe(seen([[1, 2, 8, 9, 1]], read=False))
-    assert paths(drafter.propose([2])) == [[(8,), (8, 9)]]
+    assert paths(drafter.propose(Roots.of([2]))) == [[(8,), (8, 9)]]
     drafter.observe(seen([[2, 8, 9]]))
     assert drafter.means == [1.0]
 
@@ -103,7 +103,7 @@ def test_a_batch_has_chains_beside_trees() -> None:
     drafter = hybrid(expected=1.0)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [9], [1, 2, 6, 6, 1]]
     drafter.observe(seen(prompts, read=False))
-    draft = drafter.propose([5, 9, 2])
+    draft = drafter.propose(Roots.of([5, 9, 2]))
     fork = [(30,), (31,), (30, 32)]
     chain = [(6,), (6, 7), (6, 7, 1), (6, 7, 1, 2), (6, 7, 1, 2, 3)]
     assert paths(draft) == [chain, fork, [(6,), (6, 6)]]
@@ -145,7 +145,7 @@ def watch(drafter: Hybrid, chosen: list[list[bool]]) -> None:
     """Notes who drafted in each step."""
     propose = drafter.propose
 
-    def watched(roots: list[int]) -> Draft:
+    def watched(roots: Roots) -> Draft:
         draft = propose(roots)
         chosen.append(drafter.copied)
         return draft

@@ -5,7 +5,7 @@ from toys import random_target
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.cache import TreeCache
-from heads.drafting import PAD, Seen
+from heads.drafting import PAD, Roots, Seen
 from heads.sampling import Sampling
 from heads.target.model import Target, TargetOutput
 
@@ -29,7 +29,7 @@ def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None
 
 def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]]:
     """Per text its draft as the path to each node, in the order of the nodes."""
-    draft = drafter.propose(roots)
+    draft = drafter.propose(Roots.of(roots))
     assert isinstance(draft.tree, torch.Tensor)
     assert max(draft.layout().depths.flatten()) <= draft.depth
     found = []
@@ -70,12 +70,12 @@ def test_only_the_latest_guesses_of_a_token_are_kept() -> None:
 def test_smaller_trees_are_filled_up() -> None:
     drafter = Lookahead(window=1, level=3, num_guesses=2)
     drafter.observe(seen([[8, 8], [9, 9, 3, 4], [8, 8]]))
-    draft = drafter.propose([5, 9, 6])
+    draft = drafter.propose(Roots.of([5, 9, 6]))
     sizes = [sum(token != PAD for token in row) for row in draft.tokens.tolist()]
     assert sizes[0] == sizes[2] < sizes[1] == draft.tokens.shape[1]
     tokens = draft.tokens.tolist()[1]
     drafter.keep([1])
-    assert drafter.propose([9]).tokens.tolist() == [tokens]
+    assert drafter.propose(Roots.of([9])).tokens.tolist() == [tokens]
 
 
 def test_texts_may_end_before_any_was_seen() -> None:
@@ -99,7 +99,7 @@ def test_the_window_moves_up_a_row_and_fills_the_pool() -> None:
 def test_the_texts_own_ngrams_are_guessed() -> None:
     drafter = Lookahead(window=1, level=3, num_guesses=4)
     drafter.observe(seen([[1, 2]]))
-    drafter.propose([3])
+    drafter.propose(Roots.of([3]))
     drafter.observe(seen([[3, 4]], [{1: 30}]))
     assert {(2,), (2, 3)} <= set(branches(drafter, [1])[0])
     drafter.observe(seen([[1]], [{1: 31}]))

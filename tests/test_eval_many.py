@@ -15,7 +15,7 @@ from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_many
 from eval.decode.generation import Generation, Request, Step
 from eval.decode.texts import Stops
-from heads.drafting import Draft
+from heads.drafting import Draft, Roots
 from heads.medusa.drafter import MedusaDrafter
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Target, TargetOutput
@@ -107,7 +107,7 @@ class Watched(NoDraft):
     def __init__(self, seeds: Sequence[int], steps: list[list[int]]) -> None:
         self.seeds, self.steps = list(seeds), steps
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         self.steps.append(self.seeds.copy())
         return super().propose(roots)
 

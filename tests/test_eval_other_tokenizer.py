@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.decode.drafters.other_tokenizer import OtherTokenizer, Translation, Translator
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.drafting import PAD, Draft
+from heads.drafting import PAD, Draft, Roots
 from heads.sampling import Sampling
 from heads.target.model import Target
 
@@ -106,7 +106,7 @@ class Checked(OtherTokenizer):
                 so_far.append(token)
         return drafted
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         draft = super().propose(roots)
         self.proposed += int((draft.tokens != PAD).sum())
         return draft

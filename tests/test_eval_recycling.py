@@ -5,7 +5,7 @@ from toys import random_target
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.cache import TreeCache
-from heads.drafting import PAD, Seen
+from heads.drafting import PAD, Roots, Seen
 from heads.sampling import Sampling
 from heads.target.model import Target, TargetOutput
 from heads.tree import Tree
@@ -32,22 +32,22 @@ def test_a_draft_is_filled_from_what_was_ranked_before() -> None:
     drafter = Recycling(Successors(), TREE)
     drafter.observe(seen(1))
     nothing = [PAD] * 4
-    assert drafter.propose([7]).tokens.tolist() == [nothing]
+    assert drafter.propose(Roots.of([7])).tokens.tolist() == [nothing]
     drafter.observe(seen(1, [[[8, 9]] + [[1, 2]] * 4]))
-    assert drafter.propose([7]).tokens.tolist() == [[8, 9, PAD, PAD]]
+    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[8, 9, PAD, PAD]]
     # Where there was no node, nothing is learnt.
-    assert drafter.propose([1]).tokens.tolist() == [nothing]
+    assert drafter.propose(Roots.of([1])).tokens.tolist() == [nothing]
 
 
 def test_rejected_nodes_teach_too_and_the_latest_counts() -> None:
     drafter = Recycling(Successors(), TREE)
     drafter.observe(seen(1))
-    drafter.propose([7])
+    drafter.propose(Roots.of([7]))
     drafter.observe(seen(1, [[[8, 9]] + [[]] * 4]))
-    drafter.propose([7])
+    drafter.propose(Roots.of([7]))
     drafter.observe(seen(1, [[[9, 8], [3, 4], [5, 6], [], []]]))
-    assert drafter.propose([7]).tokens.tolist() == [[9, 8, 5, 3]]
-    assert drafter.propose([8]).tokens.tolist() == [[3, 4, PAD, PAD]]
+    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[9, 8, 5, 3]]
+    assert drafter.propose(Roots.of([8])).tokens.tolist() == [[3, 4, PAD, PAD]]
 
 
 def test_what_was_learnt_outlives_a_drafter_and_texts() -> None:
@@ -55,12 +55,12 @@ def test_what_was_learnt_outlives_a_drafter_and_texts() -> None:
     first = Recycling(successors, TREE)
     first.keep([0, 1])
     first.observe(seen(2))
-    first.propose([7, 8])
+    first.propose(Roots.of([7, 8]))
     first.keep([1])
     first.observe(seen(1, [[[3, 4]] + [[]] * 4]))
     second = Recycling(successors, TREE)
     second.observe(seen(2))
-    draft = second.propose([8, 7])
+    draft = second.propose(Roots.of([8, 7]))
     assert draft.tokens.tolist() == [[3, 4, PAD, PAD], [PAD] * 4]
     assert draft.draft_probs is None
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.drafting import Seen
+from heads.drafting import Roots, Seen
 from heads.sampling import GREEDY, Sampling
 from heads.target.decoder import decoder_of
 from heads.target.model import Reads, Target
@@ -121,7 +121,7 @@ def proposed(target: Target, skip: tuple[int, ...], num_tokens: int) -> torch.Te
     cache.commit([places.tolist()])
     drafter = SelfDraft(target, skip, num_tokens)
     drafter.observe(Seen([PROMPT[:-1]], output, cache))
-    return drafter.propose(PROMPT[-1:]).tokens[0]
+    return drafter.propose(Roots.of(PROMPT[-1:])).tokens[0]
 
 
 @torch.no_grad()

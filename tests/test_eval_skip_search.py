@@ -13,6 +13,7 @@ from eval.tune.skip_search import (
     measure_costs,
     search_layers,
 )
+from heads.drafting import Roots
 from heads.target.model import Target
 
 # A layer costs 1.5, the rest of a pass 1, a token more to verify 0.1.
@@ -103,7 +104,7 @@ def first_draft(target: Target, skip: tuple[int, ...], committed: list[int]) -> 
     cache.commit([places[:-1].tolist()])
     drafter = SelfDraft(target, skip, 1)
     drafter.cache = cache
-    return drafter.propose(committed[-1:]).tokens.item()
+    return drafter.propose(Roots.of(committed[-1:])).tokens.item()
 
 
 def test_a_search_ends_when_no_more_layers_pay(target, own, monkeypatch) -> None:

@@ -16,6 +16,7 @@ from eval.decode.engine import NoDraft, decode
 from eval.decode.generation import Generation, Step
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt
+from eval.report.figures import step_ms
 from heads.sampling import GREEDY, Sampling
 from heads.tree import Tree
 
@@ -172,6 +173,19 @@ def test_what_a_gpu_stood_still_is_the_hosts() -> None:
     assert result["methods"]["vanilla"]["breakdown"] == approx(parts)
 
 
+def test_a_captured_step_is_a_part_of_its_own() -> None:
+    times = Times(1.0, step=6.0, total=9.0)
+    runs = {"vanilla": [Generation([5], times=times)]}
+    found = [PromptRun(prompt("a", 0), runs, {"vanilla": {"step": 4.5}})]
+    methods = {"vanilla": Method(lambda *_: [], settings={"captured": True})}
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    row = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"]["vanilla"]
+    parts = {"prefill": 1.0, "draft": 0, "verify": 0, "accept": 0, "step": 4.5, "host": 3.5}
+    assert row["breakdown"] == approx(parts)
+    assert row["captured"] is True
+    assert step_ms({**row, "num_steps": 2})["step"] == approx(2250)
+
+
 def test_every_pass_of_every_prompt_is_in_the_result() -> None:
     steps = [Step(2, 3, 4), Step(0, 1, 1)]
     texts = [text(5, s, 0.5, steps=steps, drafted=[4, 2]) for s in (1.0, 2.0)]
@@ -185,6 +199,7 @@ def test_every_pass_of_every_prompt_is_in_the_result() -> None:
             "emitted": [3, 1], "num_tokens": 5,
             "seconds": {
                 "prefill": [0.5, 0.5], "draft": [0, 0], "verify": [0, 0], "accept": [0, 0],
+                "step": [0, 0],
                 "total": [1.0, 2.0],
             },
         }

@@ -1,4 +1,7 @@
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import block_heads
 import peagle_heads
@@ -8,14 +11,19 @@ from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from eval.decode.engine import NoDraft, decode, decode_batch, stream
+from eval.decode.captured import slots_for
+from eval.decode.capturing import Captured
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import NoDraft, decode, decode_batch, decode_many, stream
+from eval.decode.generation import Request
 from eval.measure.replay import replay
 from heads.blocks.drafter import BlockChain, BlockTree
+from heads.drafting import Drafter
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.peagle.drafter import PEagleChain, PEagleTree
-from heads.sampling import Sampling
+from heads.sampling import GREEDY, Sampling
 from heads.target.check import check_served
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree, default_tree
@@ -109,6 +117,69 @@ def test_a_batch_on_cuda_compiled_or_not_equals_its_texts_alone() -> None:
     assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
     target.compile(128)
     assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
+
+
+def captured_kinds() -> list[Any]:
+    """Ways to draft whose steps are captured: a head of a target, and its drafter."""
+
+    def eagle(form: EagleForm) -> Callable[[Target], Any]:
+        vocab = DraftVocab.everything
+        return lambda target: EagleHead.from_target(
+            target, EagleConfig(form=form), vocab(target.vocab_size), seed=0
+        )
+
+    def block(name: str) -> Callable[[Target], Any]:
+        return lambda target: block_heads.fresh(target, block_heads.settings_of(name)).eval()
+
+    def peagle(target: Target) -> Any:
+        return peagle_heads.fresh(target, peagle_heads.settings_of()).eval()
+
+    def eagle_chain(head: Any, seeds: list[int]) -> Drafter:
+        return EagleChain(head, 4, GREEDY, seeds)
+
+    def block_chain(head: Any, seeds: list[int]) -> Drafter:
+        return BlockChain(head, 4, GREEDY, seeds)
+
+    shape = DynamicShape(4, 4, 16)
+    kinds: dict[str, tuple[Callable[[Target], Any], Callable[[Any, list[int]], Drafter]]] = {
+        "vanilla": (lambda _: None, lambda _, __: NoDraft()),
+        "prompt_lookup": (lambda _: None, lambda _, __: PromptLookup(4)),
+        "medusa_tree": (noisy_head, lambda head, _: MedusaDrafter(head, default_tree(3, 32))),
+        "eagle_chain": (
+            eagle(EagleForm.eagle1),
+            eagle_chain,
+        ),
+        "eagle_tree": (eagle(EagleForm.eagle3), lambda head, _: EagleTree(head, shape)),
+        "dflash_tree": (block("dflash"), lambda head, _: BlockTree(head, shape)),
+        "dspark_chain": (
+            block("dspark, rnn"),
+            block_chain,
+        ),
+        "peagle_tree": (peagle, lambda head, _: PEagleTree(head, shape)),
+    }
+    return [pytest.param(*kind, id=name) for name, kind in kinds.items()]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("make_head", "draft"), captured_kinds())
+def test_captured_steps_on_cuda_are_those_that_are_not(
+    make_head: Callable[[Target], Any], draft: Callable[[Any, list[int]], Drafter], compiled: bool
+) -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = make_head(target)
+    requests = [Request(PROMPT), Request(PROMPT[:2]), Request(PROMPT[::-1])]
+    expected = decode_many(target, partial(draft, head), requests, 40, 1)
+    target.model.generation_config.eos_token_id = [expected[1].token_ids[11]]
+    expected = decode_many(target, partial(draft, head), requests, 40, 1)
+    if compiled:
+        target.compile(slots_for(60, 64))
+    for batch_size in (1, 2, 3):
+        captured = Captured(target, partial(draft, head), 40)
+        for _ in range(2):
+            found = captured.decode(requests, batch_size)
+            assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+            assert [g.steps for g in found] == [g.steps for g in expected]
 
 
 def test_a_step_on_cuda_waits_once() -> None:

@@ -13,7 +13,7 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
-from heads.drafting import PAD, Seen
+from heads.drafting import PAD, Roots, Seen
 from heads.sampling import Sampling
 from heads.target.model import Target, TargetOutput
 from heads.tree import DynamicShape, Tree
@@ -90,8 +90,8 @@ def test_a_tree_holds_the_likeliest_paths_of_all(target, heads, name: str) -> No
     width, kept = 7, 9
     drafter = BlockTree(head, DynamicShape(3, width, kept))
     observed(target, drafter, text)
-    draft = drafter.propose(text[-1:])
-    sure, outputs, base = drafter._slots(text[-1:])
+    draft = drafter.propose(Roots.of(text[-1:]))
+    sure, outputs, base = drafter._slots(Roots.of(text[-1:]))
     paths: dict[tuple[int, ...], float] = {}
 
     def follow(path: tuple[int, ...], score: float, state: Tensor | None) -> None:
@@ -143,7 +143,7 @@ def test_a_sampled_token_has_the_probability_that_is_told(target, heads, name: s
         {index: each.expand(number, -1, -1) for index, each in output.layers.items()},
     )
     drafter.observe(Seen([text[:-1]] * number, many, target.new_cache(number)))
-    draft = drafter.propose([text[-1]] * number)
+    draft = drafter.propose(Roots.of([text[-1]] * number))
     assert draft.draft_probs is not None
     first, second = draft.tokens.unbind(1)
     told = draft.draft_probs[0, 0]
@@ -176,7 +176,7 @@ def test_what_trains_is_what_drafts(target, heads, name: str) -> None:
         drafter = BlockChain(heads[name], 4 if name.startswith("dflash") else 5)
         observed(target, drafter, text)
         assert drafter.slots.lengths == [place + 1]
-        _, outputs, _ = drafter._slots(text[-1:])
+        _, outputs, _ = drafter._slots(Roots.of(text[-1:]))
         torch.testing.assert_close(trained[row], outputs[0], rtol=1e-4, atol=1e-4)
 
 
@@ -207,7 +207,7 @@ def test_masks_are_embedded_as_the_mask_token(target) -> None:
     for each in (head, other):
         drafter = BlockChain(each, 4)
         observed(target, drafter, text)
-        drawn.append(drafter._slots(text[-1:])[1])
+        drawn.append(drafter._slots(Roots.of(text[-1:]))[1])
     assert not torch.allclose(drawn[0], drawn[1])
 
 
@@ -219,7 +219,7 @@ def test_no_row_lies_beyond_the_window(target, heads) -> None:
     try:
         drafter = BlockChain(head, 4)
         observed(target, drafter, text)
-        tokens = drafter.propose(text[-1:]).tokens[0].tolist()
+        tokens = drafter.propose(Roots.of(text[-1:])).tokens[0].tolist()
         assert [token == PAD for token in tokens] == [False, False, True, True]
         output = target.read_response(text[:4], text[4:], head.reads)
         ranked = head.candidates(output, text, len(text) - 2, 4, 2)

@@ -2,7 +2,8 @@ import pytest
 import torch
 from toys import FAMILIES, random_target
 
-from heads.cache import SlotBuffer, Slots
+from heads.buffers import SlotBuffer
+from heads.cache import Kept, Slots
 
 CPU = torch.device("cpu")
 
@@ -114,3 +115,31 @@ def test_a_text_read_in_pieces_equals_the_models_own_pass(family: str) -> None:
     output = target.extend(cache, torch.tensor([text[5:]]), one, torch.zeros(1, 1).long())
     expected = target.model(torch.tensor([text])).logits[:, -1:]
     torch.testing.assert_close(target.logits(output.hidden_states), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_held_slots_count_on_the_device_alone_and_leave_room_for_what_is_pending() -> None:
+    slots = Slots(2, torch.device("cpu"))
+    slots.commit([[0, 1, 2], [0]])
+    slots.hold(16, 4)
+    place = slots.committed.data_ptr()
+    assert (slots.width(4), slots.width(9)) == (16, 16)
+    slots.advance(torch.tensor([2, 8]), [])
+    assert slots.committed.tolist() == [[5], [9]]
+    slots.advance(torch.tensor([1, 4]), [])
+    assert slots.committed.tolist() == [[6], [12]]
+    assert slots.committed.data_ptr() == place
+    other = Slots(1, torch.device("cpu"))
+    other.hold_as(slots)
+    other.advance(torch.tensor([14]), [])
+    assert (other.width(1), other.committed.tolist()) == (16, [[12]])
+
+
+def test_held_slots_move_what_the_device_found() -> None:
+    slots, buffer = Slots(1, torch.device("cpu")), SlotBuffer()
+    values = torch.arange(8.0).view(1, 1, 8, 1)
+    buffer.write(values, values, 0, 8)
+    slots.commit([[0, 1]])
+    slots.hold(8, 4)
+    slots.commit([], [buffer], Kept(torch.tensor([[0, 3, 0]]), torch.tensor([2])))
+    assert slots.committed.tolist() == [[4]]
+    assert buffer.keys[0, 0, :4, 0].tolist() == [0, 1, 2, 5]

@@ -23,7 +23,7 @@ from eval.decode.accept import verify
 from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
 from eval.decode.generation import Request
 from heads.confidence import Calibration, largest
-from heads.drafting import PAD, Draft, Drafter, Draws
+from heads.drafting import PAD, Draft, Drafter, Draws, Roots
 from heads.eagle.head import EagleHead
 from heads.kind import DraftHead
 from heads.kinds import kind_of
@@ -157,7 +157,7 @@ def test_a_cut_chain_is_the_first_of_the_whole_one(name: str) -> None:
             whole.observe(seen)
             cut.observe(seen)
 
-        def propose(self, roots: list[int]) -> Draft:
+        def propose(self, roots: Roots) -> Draft:
             told.append((whole.propose(roots), cut.propose(roots)))
             return super().propose(roots)
 
@@ -251,7 +251,7 @@ class Watched:
         self.observe, self.keep = drafter.observe, drafter.keep
         self.chances: list[Tensor] = []
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         draft = self.drafter.propose(roots)
         assert draft.confidence is not None
         self.chances.append(draft.confidence.sigmoid().prod(1))

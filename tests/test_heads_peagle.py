@@ -10,7 +10,7 @@ from toys import packed, random_target, texts
 from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
 from eval.decode.generation import Request
 from eval.measure.replay import replay
-from heads.drafting import PAD, Seen
+from heads.drafting import PAD, Roots, Seen
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
 from heads.sampling import Sampling
@@ -70,9 +70,9 @@ def test_a_tree_holds_the_likeliest_paths_of_all(target, head) -> None:
     text, width, kept = texts(target, 1, 12)[0], 5, 9
     drafter = PEagleTree(head, DynamicShape(3, width, kept))
     observed(target, drafter, text)
-    draft = drafter.propose(text[-1:])
+    draft = drafter.propose(Roots.of(text[-1:]))
     observed(target, again := PEagleTree(head, DynamicShape(3, width, kept)), text)
-    best = again._logits(text[-1:])[0].log_softmax(-1).topk(width)
+    best = again._logits(Roots.of(text[-1:]))[0].log_softmax(-1).topk(width)
     rows = [
         list(zip(scores.tolist(), head.vocab.to_target(ids).tolist(), strict=True))
         for scores, ids in zip(best.values, best.indices, strict=True)
@@ -129,7 +129,7 @@ def test_a_sampled_token_has_the_probability_that_is_told(target, head) -> None:
         {index: each.expand(number, -1, -1) for index, each in output.layers.items()},
     )
     drafter.observe(Seen([text[:-1]] * number, many, target.new_cache(number)))
-    draft = drafter.propose([text[-1]] * number)
+    draft = drafter.propose(Roots.of([text[-1]] * number))
     assert draft.draft_probs is not None
     for level in range(2):
         told = draft.draft_probs[0, level]
@@ -157,7 +157,7 @@ def test_what_trains_is_what_drafts(target, head, num_segments: int) -> None:
             text = documents[document][: place + 2]
             drafter = PEagleChain(head, 4)
             observed(target, drafter, text)
-            logits = drafter._logits(text[-1:])
+            logits = drafter._logits(Roots.of(text[-1:]))
             assert drafter.slots.lengths == [place + 1]
             found = head.logits(outputs[row])
             torch.testing.assert_close(found, logits[0, step], rtol=1e-4, atol=1e-4)
@@ -257,7 +257,7 @@ def test_no_row_lies_beyond_the_window(target, head) -> None:
     try:
         drafter = PEagleChain(head, 4)
         observed(target, drafter, text)
-        tokens = drafter.propose(text[-1:]).tokens[0].tolist()
+        tokens = drafter.propose(Roots.of(text[-1:])).tokens[0].tolist()
         assert [token == PAD for token in tokens] == [False, False, True, True]
         output = target.read_response(text[:4], text[4:], head.reads)
         ranked = head.candidates(output, text, last, 4, 2)

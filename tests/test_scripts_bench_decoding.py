@@ -36,7 +36,9 @@ def test_the_table_of_prompts(monkeypatch, capsys) -> None:
 
 def test_a_plain_step_builds_no_mask_and_scatters_nothing() -> None:
     target = bench_operations.random_target(4)
-    counts = bench_operations.of_a_step(target, bench_operations.drafters(target)["none"])
+    counts = bench_operations.of_a_step(
+        target, bench_operations.drafters(target)["none"], bench_operations.plain
+    )
     assert counts["_scaled_dot_product_flash_attention_for_cpu"] == 4
     assert counts["embedding"] == 1
     for name in ("masked_fill_", "index_put_", "_index_put_impl_", "scatter_", "where"):
@@ -48,7 +50,7 @@ def test_the_table_of_operations(monkeypatch, capsys) -> None:
     sizes = ["--layers", "6", "--compiled-layers", "4"]
     monkeypatch.setattr("sys.argv", ["bench_operations.py", *sizes])
     bench_operations.main()
-    assert capsys.readouterr().out.count("| EAGLE-3, chain of 4 |") == 2
+    assert capsys.readouterr().out.count("| EAGLE-3, chain of 4 |") == 3
 
 
 def test_what_a_compiled_target_leaves_to_launch_does_not_grow_with_its_layers() -> None:
@@ -56,7 +58,7 @@ def test_what_a_compiled_target_leaves_to_launch_does_not_grow_with_its_layers()
     for num_layers in (4, 6):
         target = bench_operations.compiled_target(num_layers)
         make = bench_operations.drafters(target)["none"]
-        totals.append(bench_operations.of_a_step(target, make).total())
+        totals.append(bench_operations.of_a_step(target, make, bench_operations.plain).total())
     assert totals[0] == totals[1] < 40
 
 
@@ -83,3 +85,11 @@ def test_texts_that_differ_are_not_timed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bench_generate, "decode_batch", lambda *a: usual(*a)[::-1])
     with pytest.raises(SystemExit, match="write different texts"):
         bench_generate.main()
+
+
+@pytest.mark.parametrize("name", ["none", "EAGLE-3, tree of 8 levels, 59 nodes"])
+def test_a_captured_step_is_one_launch_and_one_copy(name: str) -> None:
+    target = bench_operations.random_target(4)
+    make = bench_operations.drafters(target)[name]
+    found = bench_operations.of_a_step(target, make, bench_operations.captured)
+    assert found == {"graph": 1, "copy_": 1}

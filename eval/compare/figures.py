@@ -16,8 +16,8 @@ from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import Interval, PromptSteps, interval, summary, tau
 from heads.tree import Tree
 
-PARTS = ("prefill", "draft", "verify", "accept", "host")
-TIMES = ("prefill", "draft", "verify", "accept", "total")
+PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
+TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
 
 
 def summarise(
@@ -100,7 +100,7 @@ def _rows(name: str, found: list[PromptRun], steps: list[PromptSteps]) -> list[d
 def _breakdown(name: str, found: list[PromptRun]) -> dict[str, float]:
     """Seconds per part; what a GPU stood still inside a part is the host's."""
     parts = {part: _median_total(run.seconds(name, part) for run in found) for part in PARTS}
-    for part in ("draft", "verify", "accept"):
+    for part in ("draft", "verify", "accept", "step"):
         profiled = [run for run in found if name in run.busy]
         lasted = _median_total(run.seconds(name, part) for run in profiled)
         if lasted:
@@ -108,7 +108,8 @@ def _breakdown(name: str, found: list[PromptRun]) -> dict[str, float]:
             idle = parts[part] * max(0.0, 1 - worked / lasted)
             parts[part] -= idle
             parts["host"] += idle
-    return parts
+    # Either the parts of a step, or the step as it is captured.
+    return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
 
 
 def _median_total(seconds: Iterable[list[float]]) -> float:

@@ -10,6 +10,7 @@ from rich.console import Console
 from conf.schema import InputError, TargetConfig
 from conf.schema_measure import SpeedupRun
 from data.journal import Journal
+from eval.compare.decoding import Decoding
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
@@ -24,9 +25,9 @@ from eval.decode.drafters.recycling import (
 )
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft, decode_many
+from eval.decode.engine import NoDraft
 from eval.decode.generate import hf_generate
-from eval.decode.generation import Generation, Request
+from eval.decode.generation import Generation
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
@@ -233,16 +234,9 @@ class Builder:
         tree: Tree | None = None,
         sampling: Sampling | None = None,
     ) -> Method:
-        how = sampling or self.sampling
-
-        def run(
-            prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
-        ) -> list[Generation]:
-            length = self.config.max_new_tokens
-            requests = list(map(Request, prompts, seeds))
-            return decode_many(self.target, make, requests, length, batch_size, how)
-
-        return Method(run, tree, how.lossy)
+        how, length = sampling or self.sampling, self.config.max_new_tokens
+        run = Decoding(self.target, make, length, how, self.config.cuda_graphs)
+        return Method(run, tree, how.lossy, run.settings)
 
     def _remembering(
         self,
@@ -281,7 +275,8 @@ class Builder:
         )
         if shape != "cut" or head.calibration is None:
             return made
-        return replace(made, settings=asdict(head.calibration))
+        made.settings.update(asdict(head.calibration))
+        return made
 
     def _typical(self, head: BenchHead) -> Method:
         rule = self.config.typical

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from eval.decode.accept import Accepted
+from heads.drafting import PAD, Draft
 
 
 class Fetched(NamedTuple):
@@ -24,18 +25,23 @@ class Fetched(NamedTuple):
     num_drafted: int
 
 
-def fetch(accepted: Accepted, on_path: Tensor, num_drafted: Tensor) -> list[Fetched]:
-    """Waits for the device, the only time in a step.
+def record(accepted: Accepted, on_path: Tensor, draft: Draft) -> Tensor:
+    """[B, 3 + 2 N] int64, a step on the device.
 
     Args:
         accepted: of B texts.
         on_path: [B, N] int64, the tokens of its nodes.
-        num_drafted: [B] int64.
+        draft: what was checked.
     """
+    num_drafted = (draft.tokens != PAD).sum(1)
     numbers = torch.stack([accepted.num_accepted, accepted.bonus, num_drafted], dim=1)
-    rows = torch.cat([numbers, accepted.nodes, on_path], dim=1).tolist()
-    width, found = accepted.nodes.shape[1], []
+    return torch.cat([numbers, accepted.nodes, on_path], dim=1)
+
+
+def fetched(rows: list[list[int]]) -> list[Fetched]:
+    """The steps of rows that `record` made."""
+    found = []
     for num_accepted, bonus, drafted, *rest in rows:
-        kept = num_accepted + 1
+        kept, width = num_accepted + 1, len(rest) // 2
         found.append(Fetched(rest[:kept], rest[width : width + kept], bonus, drafted))
     return found

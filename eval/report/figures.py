@@ -10,8 +10,9 @@ from matplotlib import pyplot as plt
 
 from eval.measure.stats import tree_figures
 
-STEP_PARTS = ("draft", "verify", "accept", "host")
-COLORS = ("tab:orange", "tab:green", "tab:red", "tab:purple")
+STEP_PARTS = ("draft", "verify", "accept", "step", "host")
+"""`step` is the first three where they are captured as one."""
+COLORS = ("tab:orange", "tab:green", "tab:red", "tab:brown", "tab:purple")
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
@@ -117,9 +118,10 @@ def step_ms(row: dict[str, Any]) -> dict[str, float]:
         Nothing for somebody else's loop, timed from outside.
     """
     num_steps = row.get("num_steps")
-    if not num_steps or not row["breakdown"]["verify"]:
+    parts = row["breakdown"]
+    if not num_steps or not parts["verify"] + parts.get("step", 0.0):
         return {}
-    return {part: 1000 * row["breakdown"][part] / num_steps for part in STEP_PARTS}
+    return {part: 1000 * parts[part] / num_steps for part in STEP_PARTS if part in parts}
 
 
 def plot_tree_search(result: dict[str, Any], path: Path) -> None:
@@ -246,8 +248,9 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
 
 def _stack(axis: Any, place: int, row: dict[str, Any]) -> None:
     start = 0.0
-    for (part, time), color in zip(step_ms(row).items(), COLORS, strict=False):
-        axis.barh(place, time, left=start, color=color, label=part)
+    colors = dict(zip(STEP_PARTS, COLORS, strict=True))
+    for part, time in step_ms(row).items():
+        axis.barh(place, time, left=start, color=colors[part], label=part)
         start += time
     if not start:
         total = sum(row["breakdown"].values())

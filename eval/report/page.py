@@ -98,7 +98,9 @@ def _breakable(name: str) -> Markup:
 
 def _view(result: dict[str, Any]) -> dict[str, Any]:
     methods: dict[str, dict[str, Any]] = _with_equal_texts(result)
-    passes = {name: times for name, row in methods.items() if (times := step_ms(row))}
+    timed = {name: times for name, row in methods.items() if (times := step_ms(row))}
+    parts = [part for part in STEP_PARTS if any(part in times for times in timed.values())]
+    passes = {n: {part: times.get(part, 0.0) for part in parts} for n, times in timed.items()}
     return {
         "result": result,
         "methods": methods,
@@ -116,7 +118,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         "alpha": _alpha(methods),
         "passes": passes,
         "ms_axis": Axis(0, max((sum(t.values()) for t in passes.values()), default=1), 0, 400),
-        "parts": STEP_PARTS,
+        "parts": parts,
         "undivided": {name: row for name, row in methods.items() if name not in passes},
         "trees": {n: _tree(row["tree"]) for n, row in methods.items() if row.get("tree")},
         "texts": result.get("texts", []),

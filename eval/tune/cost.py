@@ -17,7 +17,7 @@ from eval.clock import timed
 from eval.decode.accept import verify
 from eval.measure.heads import device_name
 from heads.cache import TreeCache
-from heads.drafting import Draft, Drafter, Seen
+from heads.drafting import Draft, Drafter, Roots, Seen
 from heads.sampling import GREEDY, Generators
 from heads.target.model import Reads, Target
 from heads.target.prefill import prefill
@@ -117,7 +117,8 @@ def time_steps(
         The passes, and seconds of a draft between two passes.
     """
     cache, root = target.new_cache(batch_size), context[-1]
-    reads, roots = next(iter(drafters.values())).reads, [root] * batch_size
+    reads = next(iter(drafters.values())).reads
+    roots = Roots.of([root] * batch_size, target.device)
     for tokens in ([context] * batch_size, [[root]] * batch_size):
         output = prefill(target, cache, tokens, reads)
         seen = Seen(tokens, output, cache, target.logits(output.hidden_states[:, -1:]))
@@ -151,8 +152,8 @@ def typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) ->
     return prompt + text[: len(text) // 2]
 
 
-def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, size: int) -> None:
-    tokens = torch.tensor(roots, device=target.device).unsqueeze(1).repeat(1, size)
+def _verify(target: Target, cache: TreeCache, roots: Roots, reads: Reads, size: int) -> None:
+    tokens = roots.tokens.unsqueeze(1).repeat(1, size)
     tree = Tree.from_paths([[rank] for rank in range(size - 1)])
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
@@ -163,6 +164,6 @@ def _verify(target: Target, cache: TreeCache, roots: list[int], reads: Reads, si
     accepted.bonus.tolist()
 
 
-def _draft(drafter: Drafter, seen: Seen, roots: list[int]) -> None:
+def _draft(drafter: Drafter, seen: Seen, roots: Roots) -> None:
     drafter.observe(seen)
     drafter.propose(roots).tokens.tolist()

@@ -18,7 +18,7 @@ from eval.decode.generation import Step
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
-from heads.drafting import Draft, DynamicDrafter, Seen
+from heads.drafting import Draft, DynamicDrafter, Roots, Seen
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
 
@@ -142,6 +142,8 @@ class Drawn:
 class _Recorder:
     """Draws trees at every token of the target's own text, and proposes nothing."""
 
+    static_nodes = None
+
     def __init__(self, drafters: Sequence[DynamicDrafter]) -> None:
         self.drafters, self.plain, self.reads = drafters, NoDraft(), drafters[0].reads
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
@@ -152,7 +154,7 @@ class _Recorder:
             each.observe(seen)
         self.plain.observe(seen)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Keeps what was drawn."""
         for drafter, drawn in zip(self.drafters, self.drawn, strict=True):
             tokens, scores, parents = drafter.expand(roots)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from heads.blocks.head import BlockHead
-from heads.cache import Kept, SlotBuffer, Slots, upload
+from heads.buffers import SlotBuffer
+from heads.cache import Slots
 from heads.confidence import Calibration
-from heads.drafting import PAD, Draft, Draws, Seen
+from heads.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
 from heads.growing import Drawn, Grown, grow, likeliest
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.tree import DynamicShape, Tree
@@ -41,6 +42,7 @@ class _BlockDrafter:
         num_texts, length, _ = features.shape
         if self.slots is None:
             self.slots = Slots(num_texts, features.device)
+        self.slots.hold_as(seen.cache.slots)
         places, width = self.slots.place(length, length), self.slots.width(length)
         positions = places.flatten().clamp_max(self.head.window - 1)
         text = self.head.read(features.flatten(0, 1), positions)
@@ -48,8 +50,7 @@ class _BlockDrafter:
             keys, values = (each[0].unflatten(0, (num_texts, length)) for each in both)
             new = keys.transpose(1, 2), values.transpose(1, 2)
             buffer.write(*new, places, width, seen.cache.needed)
-        kept = [list(range(len(row))) for row in seen.token_ids]
-        self.slots.commit(kept, found=Kept(places, seen.counts))
+        self.slots.advance(seen.counts, seen.token_ids)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
@@ -65,19 +66,17 @@ class _BlockDrafter:
         for own, new in zip(self.buffers, other.buffers, strict=True):
             own.replace(row, new, length, len(self.slots.lengths))
 
-    def _slots(self, roots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _slots(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens that are sure [B], outputs [B, D, H] and logits [B, D, W] of the slots."""
         assert self.slots is not None
-        ends, lengths = self.slots.committed[:, 0], torch.tensor(self.slots.lengths)
-        host = (torch.zeros_like(lengths), lengths)
+        ends, width = self.slots.committed[:, 0], self.slots.width(0)
+        host = torch.tensor([0]), torch.tensor([width])
         sight = self.head.sight(torch.zeros_like(ends), ends, self.depth, host)
-        width = self.slots.width(0)
         text = [
             (_first(buffer.keys, width), _first(buffer.values, width)) for buffer in self.buffers
         ]
-        sure = upload(roots, ends.device)
-        outputs = self.head.draft(sure, ends, text, sight)
-        return sure, outputs, self.head.logits(outputs)
+        outputs = self.head.draft(roots.tokens, ends, text, sight)
+        return roots.tokens, outputs, self.head.logits(outputs)
 
     def _known(self, tokens: Tensor, slot: int) -> Tensor:
         """Tokens [B, n] of a slot, with PAD where its row lies beyond the head's window."""
@@ -114,9 +113,10 @@ class BlockChain(_BlockDrafter):
         super().__init__(head, depth)
         self.tree, self.sampling = Tree.chain(depth), sampling
         self.calibration = calibration
+        self.static_nodes = chain_nodes(depth, sampling, calibration)
         self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
         before, outputs, base = self._slots(roots)
         draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
@@ -158,12 +158,13 @@ class BlockTree(_BlockDrafter):
     def __init__(self, head: BlockHead, shape: DynamicShape) -> None:
         super().__init__(head, shape.depth)
         self.shape = shape
+        self.static_nodes = 1 + shape.num_tokens
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
         return likeliest(self.expand(roots), self.shape)
 
-    def expand(self, roots: list[int]) -> Drawn:
+    def expand(self, roots: Roots) -> Drawn:
         """See `heads.drafting.DynamicDrafter`."""
         sure, outputs, base = self._slots(roots)
         first, state = self.head.step(base[:, 0], outputs[:, 0], sure, None)

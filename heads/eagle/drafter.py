@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.cache import Kept, SlotBuffer, Slots, upload
+from heads.buffers import SlotBuffer
+from heads.cache import Slots, upload
 from heads.confidence import Calibration
-from heads.drafting import PAD, Draft, Draws, Seen
+from heads.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead, Text
 from heads.growing import Drawn, Grown, grow, likeliest
@@ -45,7 +46,8 @@ class EagleMemory(ABC):
         elif seen.logits is None:
             # The parts of a prompt are read as they come, which bounds what is kept.
             before, self.seen = self.seen, seen
-            self._read(before, [tokens[0] for tokens in seen.token_ids])
+            first = [tokens[0] for tokens in seen.token_ids]
+            self._read(before, upload(first, seen.output.hidden_states.device))
         else:
             self.seen = self.seen.then(seen)
 
@@ -62,7 +64,9 @@ class EagleMemory(ABC):
         assert other.seen is not None
         length = other._read_ahead()
         if self.slots is None:
-            self.slots = Slots(len(self.seen.token_ids), other.seen.output.hidden_states.device)
+            states = self.seen.output.hidden_states
+            self.slots = Slots(len(states), states.device)
+            self.slots.hold_as(self.seen.cache.slots)
         self.slots.take(row, length)
         for own, new in zip(self.buffers, other.buffers, strict=True):
             own.replace(row, new, length, len(self.slots.lengths))
@@ -73,23 +77,24 @@ class EagleMemory(ABC):
         assert self.seen is not None
         (tokens,) = self.seen.token_ids
         if len(tokens) > 1:
-            places = torch.arange(len(tokens) - 1, device=self.seen.output.hidden_states.device)
-            output = self.seen.output.at(places.unsqueeze(0))
-            self._read(Seen([tokens[:-1]], output, self.seen.cache), tokens[-1:])
+            device = self.seen.output.hidden_states.device
+            output = self.seen.output.at(torch.arange(len(tokens) - 1, device=device).unsqueeze(0))
+            self._read(Seen([tokens[:-1]], output, self.seen.cache), upload(tokens[-1:], device))
         return 0 if self.slots is None else self.slots.lengths[0]
 
     @abstractmethod
-    def _read(self, seen: Seen, following: list[int]) -> Any:
-        """Reads tokens, each with the next; after the last of each text comes `following`."""
+    def _read(self, seen: Seen, following: Tensor) -> Any:
+        """Reads tokens, each with the next; after the last of each text comes `following` [B]."""
 
-    def _taken(self, seen: Seen, following: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _taken(self, seen: Seen, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         if self.slots is None:
             self.slots = Slots(num_texts, features.device)
-        last = upload(following, features.device).unsqueeze(1)
-        ids = seen.tokens.roll(-1, dims=1).scatter(1, seen.counts.unsqueeze(1) - 1, last)
+        self.slots.hold_as(seen.cache.slots)
+        last = seen.counts.unsqueeze(1) - 1
+        ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
         return fused, ids.flatten(), self.slots.place(length, length)
 
@@ -103,10 +108,6 @@ class EagleMemory(ABC):
         width, needed = self._slots.width(places.shape[1]), seen.cache.needed
         every = self.buffers[layer].write(new_keys, new_values, places, width, needed)
         return every[0].transpose(1, 2), every[1].transpose(1, 2)
-
-    def _commit(self, seen: Seen, places: Tensor) -> None:
-        kept = [list(range(len(row))) for row in seen.token_ids]
-        self._slots.commit(kept, found=Kept(places, seen.counts))
 
     @property
     def _slots(self) -> Slots:
@@ -125,20 +126,20 @@ class EagleMemory(ABC):
 class _EagleDrafter(EagleMemory):
     """Drafts from the head's own outputs."""
 
-    def _begin(self, roots: list[int]) -> tuple[Tensor, Tensor, Branches]:
+    def _begin(self, roots: Roots) -> tuple[Tensor, Tensor, Branches]:
         """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
         assert self.seen is not None
         seen, self.seen = self.seen, None
-        text, branches = self._read(seen, roots)
+        text, branches = self._read(seen, roots.tokens)
         outputs = self.head.draft(text, last_rows(seen), branches)
         return outputs, self._slots.committed[:, 0] - 1, branches
 
-    def _read(self, seen: Seen, following: list[int]) -> tuple[Text, Branches]:
-        """Reads tokens, each with the next; after the last of each text comes `following`."""
+    def _read(self, seen: Seen, following: Tensor) -> tuple[Text, Branches]:
+        """See above."""
         fused, ids, places = self._taken(seen, following)
         text = self.head.read(fused, ids, self._known(places.flatten()))
         keys, values = self._remember(0, text.keys, text.values, places, seen)
-        self._commit(seen, places)
+        self._slots.advance(seen.counts, seen.token_ids)
         return text, Branches(keys, values, Stretch.up_to(self._slots.committed[:, 0]))
 
 
@@ -171,9 +172,10 @@ class EagleChain(_EagleDrafter):
         self.tree = Tree.chain(depth)
         self.sampling = sampling
         self.calibration = calibration
+        self.static_nodes = chain_nodes(depth, sampling, calibration)
         self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
         outputs, positions, branches = self._begin(roots)
         draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
@@ -213,12 +215,13 @@ class EagleTree(_EagleDrafter):
     def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
         super().__init__(head)
         self.shape = shape
+        self.static_nodes = 1 + shape.num_tokens
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
         return likeliest(self.expand(roots), self.shape)
 
-    def expand(self, roots: list[int]) -> Drawn:
+    def expand(self, roots: Roots) -> Drawn:
         """See `heads.drafting.DynamicDrafter`."""
         outputs, first, branches = self._begin(roots)
 

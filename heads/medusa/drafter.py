@@ -6,8 +6,9 @@ Or a chain of them, cut where it becomes unlikely, of which no further head runs
 import torch
 from torch import Tensor
 
+from heads.cache import upload
 from heads.confidence import Calibration
-from heads.drafting import Draft, Draws, Seen
+from heads.drafting import Draft, Draws, Roots, Seen
 from heads.medusa.head import MedusaHead
 from heads.sampling import GREEDY, Generators
 from heads.tree import Tree
@@ -25,6 +26,7 @@ class MedusaDrafter:
         self.head = head
         self.tree = tree
         self.reads = head.reads
+        self.static_nodes: int | None = tree.num_nodes
         levels = [depth - 1 for depth in tree.depths[1:]]
         self.slots = torch.tensor(
             [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
@@ -33,9 +35,11 @@ class MedusaDrafter:
 
     def observe(self, seen: Seen) -> None:
         """Keeps the states [B, D] of the last committed tokens."""
-        self.hidden = seen.last.hidden_states[:, 0]
+        hidden = seen.last.hidden_states[:, 0]
+        # In its place, which a captured step knows.
+        self.hidden = hidden if self.hidden is None else self.hidden.copy_(hidden)
 
-    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
+    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
         """The tree's candidates: head k fills the nodes of depth k."""
         assert self.hidden is not None
         self.slots = self.slots.to(self.hidden.device)
@@ -43,7 +47,9 @@ class MedusaDrafter:
         return Draft.of(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
 
     def keep(self, rows: list[int]) -> None:
-        """The next states come before the next draft."""
+        """Goes on with some texts only."""
+        if self.hidden is not None:
+            self.hidden = self.hidden[upload(rows, self.hidden.device)]
 
     def take(self, row: int, other: "MedusaDrafter") -> None:
         """A row goes on with the one text of another drafter."""
@@ -64,8 +70,9 @@ class MedusaCut(MedusaDrafter):
     def __init__(self, head: MedusaHead, depth: int, calibration: Calibration) -> None:
         super().__init__(head, Tree.chain(depth))
         self.calibration = calibration
+        self.static_nodes = None
 
-    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
+    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
         """Chains of at most `depth` tokens."""
         assert self.hidden is not None
         hidden = self.hidden.to(next(self.head.parameters()).dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.confidence import Calibration
-from heads.drafting import Draft, Draws, Seen
+from heads.drafting import Draft, Draws, Roots, Seen, chain_nodes
 from heads.eagle.branches import Stretch
 from heads.eagle.drafter import EagleMemory, last_rows
 from heads.growing import Drawn, Grown, grow, likeliest
@@ -34,11 +34,11 @@ class _PEagleDrafter(EagleMemory):
         super().__init__(head)
         self.depth = depth
 
-    def _read(self, seen: Seen, following: list[int]) -> None:
+    def _read(self, seen: Seen, following: Tensor) -> None:
         """Reads tokens without a draft."""
         self._pass(seen, following, 0)
 
-    def _pass(self, seen: Seen, following: list[int], num_masks: int) -> list[Tensor]:
+    def _pass(self, seen: Seen, following: Tensor, num_masks: int) -> list[Tensor]:
         """[B * n, H] of tokens, each with the next, and [B, H] of the rows behind them in turn."""
         head, (fused, ids, places) = self.head, self._taken(seen, following)
         flat, end = places.flatten(), self._slots.committed[:, 0] + seen.counts
@@ -52,14 +52,14 @@ class _PEagleDrafter(EagleMemory):
             return self._remember(layer, *new, places, seen)
 
         found = head.through(text, masks, text_of)
-        self._commit(seen, places)
+        self._slots.advance(seen.counts, seen.token_ids)
         return found
 
-    def _logits(self, roots: list[int]) -> Tensor:
+    def _logits(self, roots: Roots) -> Tensor:
         """[B, D, W] of all rows that draft."""
         assert self.seen is not None
         seen, self.seen = self.seen, None
-        text, *masks = self._pass(seen, roots, self.depth - 1)
+        text, *masks = self._pass(seen, roots.tokens, self.depth - 1)
         return self.head.logits(torch.stack([text[last_rows(seen)], *masks], 1))
 
     def _readable(self, tokens: Tensor, level: int) -> Tensor:
@@ -89,9 +89,10 @@ class PEagleChain(_PEagleDrafter):
         super().__init__(head, depth)
         self.tree, self.sampling = Tree.chain(depth), sampling
         self.calibration = calibration
+        self.static_nodes = chain_nodes(depth, sampling, calibration)
         self.generators = Generators.seeded(seeds, head.fc.weight.device)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
         draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens = [draws.token(each).unsqueeze(1) for each in self._logits(roots).unbind(1)]
@@ -123,12 +124,13 @@ class PEagleTree(_PEagleDrafter):
     def __init__(self, head: PEagleHead, shape: DynamicShape) -> None:
         super().__init__(head, shape.depth)
         self.shape = shape
+        self.static_nodes = 1 + shape.num_tokens
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
         return likeliest(self.expand(roots), self.shape)
 
-    def expand(self, roots: list[int]) -> Drawn:
+    def expand(self, roots: Roots) -> Drawn:
         """See `heads.drafting.DynamicDrafter`."""
         logits = self._logits(roots)
 

@@ -3,7 +3,9 @@
 Letters: B sequences, T tokens, D hidden, n streams of a residual.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,3 +118,26 @@ def num_handed(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list
         for handle in handles:
             handle.remove()
     return found
+
+
+@contextmanager
+def skipped(block: Any, number: int) -> Iterator[None]:
+    """Inside, a decoder layer hands on what it is given.
+
+    Args:
+        block: the layer.
+        number: of values that it hands on, as `num_handed` gives it.
+    """
+    hooked = block.__dict__.get("forward")  # accelerate's, on a target over several devices
+    block.forward = partial(_hand_on, number)
+    try:
+        yield
+    finally:
+        del block.forward
+        if hooked is not None:
+            block.forward = hooked
+
+
+def _hand_on(number: int, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """What a layer that is left out gives in place of so many values, 0 for its state alone."""
+    return (hidden_states, *[None] * (number - 1)) if number else hidden_states

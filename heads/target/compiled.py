@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from heads.cache import TreeCache, move
+from heads.buffers import move
+from heads.cache import TreeCache
 from heads.target.attention import under_way_traced, without_masks
 from heads.target.extension import Extension
 

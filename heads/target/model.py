@@ -3,8 +3,8 @@
 Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +18,7 @@ from heads.cache import TreeCache, upload
 from heads.documents import Documents
 from heads.states import States
 from heads.target.attention import Reading, current, dense, under_way
-from heads.target.blocks import find_blocks, num_handed, tap
+from heads.target.blocks import find_blocks, num_handed, skipped, tap
 from heads.target.compiled import CompiledPasses
 from heads.target.decoder import EVERY_WAY, call_decoder, decoder_of
 from heads.target.ends import TargetEnds, beside
@@ -66,6 +66,12 @@ class TargetOutput:
         self.hidden_states[row, 0] = other.hidden_states[0, 0]
         for index, states in self.layers.items():
             states[row, 0] = other.layers[index][0, 0]
+
+    def fill(self, new: "TargetOutput") -> None:
+        """Takes states of the same shapes, each in its place."""
+        self.hidden_states.copy_(new.hidden_states)
+        for index, states in self.layers.items():
+            states.copy_(new.layers[index])
 
     @classmethod
     def joined(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
@@ -244,7 +250,7 @@ class Target(TargetEnds):
             if cache.states is not None:
                 cache.states.begin(cache.sure, draft)
             for layer in skip:
-                undo.enter_context(self._skipped(layer))
+                undo.enter_context(skipped(self.blocks[layer], self._num_handed[layer]))
             found = Extension(self.decoder.config, cache, num_new, draft, self.sights.chunks)
             if not self.needs_masks:
                 undo.enter_context(under_way(found))
@@ -260,19 +266,6 @@ class Target(TargetEnds):
             masks = found.allowed, found.key_positions
             return self.forward(input_ids, positions, *masks, cache, reads)
         return self._run(input_ids, positions, None, cache, reads)
-
-    @contextmanager
-    def _skipped(self, layer: int) -> Iterator[None]:
-        """Makes a decoder layer hand on what it is given."""
-        module = self.blocks[layer]
-        hooked = module.__dict__.get("forward")  # accelerate's, on a target over several devices
-        module.forward = partial(_hand_on, self._num_handed[layer])
-        try:
-            yield
-        finally:
-            del module.forward
-            if hooked is not None:
-                module.forward = hooked
 
     def forward(
         self,
@@ -393,8 +386,3 @@ class Target(TargetEnds):
         active = getattr(self.config, "altup_active_idx", None)
         tap(self.blocks, index, active, self._tapped)
         self._taps.add(index)
-
-
-def _hand_on(num_handed: int, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-    """What a layer that is left out gives in place of so many values, 0 for its state alone."""
-    return (hidden_states, *[None] * (num_handed - 1)) if num_handed else hidden_states

@@ -26,7 +26,7 @@ from eval.decode.texts import Stops, common_prefix
 from eval.measure.replay import replay
 from eval.measure.stats import PromptSteps, tau
 from heads.cache import upload
-from heads.drafting import Draft, Drafter
+from heads.drafting import Draft, Drafter, Roots
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
@@ -278,15 +278,21 @@ class _Checks:
 class Shaped(Oracle):
     """Trees of another shape for every text and place, as dynamic ones are."""
 
-    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
+    @property
+    def static_nodes(self) -> int | None:
+        """Of another number for every text."""
+        return None
+
+    def propose(self, roots: Roots) -> Draft:
         """One of SHAPES each."""
-        rows, parents = [], []
-        for (number, text), place in zip(self.texts, self.places, strict=True):
+        assert self.places is not None
+        rows, parents, device = [], [], roots.tokens.device
+        for (number, text), place in zip(self.texts, self.places.tolist(), strict=True):
             self.tree = SHAPES[(number + place) % len(SHAPES)]
             rows.append(self._fill(number, text, place))
             parents.append(list(self.tree.parents[1:]))
         depth = max(shape.depth for shape in SHAPES)
-        return Draft(upload(parents, self.device), upload(rows, self.device), depth)
+        return Draft(upload(parents, device), upload(rows, device), depth)
 
 
 def _train(objective: Objective, data: PackedDataset) -> None:

@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 import torch
-from emulated import kernels
+from emulated import graphs, kernels
 from emulated.device import Mode, numbered, pinned, wait
 from torch import Tensor
 from torch.utils._device import _device_constructors
@@ -106,6 +106,8 @@ def install() -> None:
     cuda.manual_seed = cuda.manual_seed_all = lambda _seed: None
     cuda.synchronize = lambda *_args: wait("synchronize")
     cuda.Stream, cuda.Event = Stream, Event
+    cuda.CUDAGraph, cuda.graph = graphs.CUDAGraph, graphs.graph
+    cuda.graph_pool_handle = lambda: None
     cuda.current_stream = cuda.default_stream = lambda device=None: Stream(device)
     cuda.stream = lambda _stream: contextlib.nullcontext()
     torch.tensor = _tensor

@@ -8,7 +8,7 @@ What would fail on a GPU, or make the host wait for one, shows on a machine with
 - A generator of the device draws what the CPU's would, so sampling can be compared.
 
 Not emulated: the order of streams and races between them (all runs at once, in order), the
-memory of a device, NCCL, generated kernels (`torch.compile`, Triton), CUDA graphs, float32
+memory of a device, NCCL, generated kernels (`torch.compile`, Triton), float32
 products in TF32, and the limits and rounding of kernels that are not in `kernels.py`. Foreach
 kernels are not taken for a subclass of tensors, so an optimizer that is not fused counts an
 operation per parameter.
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from emulated import kernels
+from emulated.graphs import capturing, forbid
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -171,11 +172,20 @@ def counted() -> Iterator[Counts]:
 
 def wait(kind: str) -> None:
     """Notes that the host waits for a device."""
+    forbid(kind)
     for counts in _counting:
         counts.waits[kind, _line()] += 1
 
 
+def launched(name: str) -> None:
+    """Notes that something was given to a device."""
+    for counts in _counting:
+        counts.operations[name] += 1
+
+
 def _copied(kind: str) -> None:
+    if capturing() is not None:
+        forbid(f"{kind} at {_line()}")
     for counts in _counting:
         counts.copies[kind, _line()] += 1
 
@@ -213,8 +223,13 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _count(func, args, kwargs, device)
     given = [_held(each) for each in args]
     options = _plain({key: _held(each) for key, each in kwargs.items()})
+    kernel, graph = kernels.KERNELS.get(func, func), capturing()
+    if graph is not None:
+        graph.keep(func, given, options)
     with _drawing(options, device):
-        found = kernels.KERNELS.get(func, func)(*given, **options)
+        found = kernel(*given, **options)
+    if graph is not None:
+        graph.note(kernel, given, options, found)
     if device.type != "cuda":
         return pinned(found) if kwargs.get("non_blocking") else found
     # What was changed in place is the tensor that was given.
@@ -301,12 +316,11 @@ def _place(
 
 
 def _count(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    if not _counting:
+    if not _counting and capturing() is None:
         return
     name = func.overloadpacket.__name__
     if name not in VIEWS:
-        for counts in _counting:
-            counts.operations[name] += 1
+        launched(name)
     if name in COPIES:
         _count_copy(name, args, kwargs, device)
     elif name in INDEXING:
@@ -356,6 +370,7 @@ def _drawing(kwargs: dict[str, Any], device: torch.device) -> Iterator[None]:
     if generator is None:
         yield
         return
+    forbid("a draw")
     if generator.device != device:
         raise MixedDevicesError(
             f"a generator of {generator.device} draws on {device}, at {_line()}"

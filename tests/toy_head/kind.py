@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from conf.schema_export import ExportFormat
 from heads.confidence import Calibration
-from heads.drafting import Draft, Draws, Seen
+from heads.drafting import Draft, Draws, Roots, Seen
 from heads.kind import Drafted, DraftHead, Files, HeadFacts, Kind
 from heads.projection import Projection
 from heads.sampling import GREEDY, Generators, Sampling
@@ -81,6 +81,8 @@ class ToyHead(DraftHead):
 
 
 class ToyDrafter:
+    static_nodes = None
+
     def __init__(self, head: ToyHead, tree: Tree, calibration: Calibration | None) -> None:
         self.head, self.tree, self.reads = head, tree, head.reads
         self.calibration = calibration
@@ -88,7 +90,7 @@ class ToyDrafter:
     def observe(self, seen: Seen) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         logits = self.head.out(self.hidden)
         if self.calibration is not None:
             draws = Draws(self.head.vocab, GREEDY, Generators([], []), self.calibration)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.cache import Kept, TreeCache, upload
-from heads.drafting import PAD, Draft, Seen, tree_layout
+from heads.drafting import PAD, Draft, Roots, Seen, tree_layout
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
 from heads.target.prefill import prefill
@@ -59,6 +59,7 @@ class DraftModel:
     """
 
     reads = Reads()
+    static_nodes = None
 
     def __init__(
         self,
@@ -102,10 +103,10 @@ class DraftModel:
                 for limit, tokens, drafted in zip(self.limits, kept, self.drafted, strict=True)
             ]
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Trees below `roots`, one pass per level."""
         assert self.cache is not None
-        rows = [[*tokens, root] for tokens, root in zip(self.unread, roots, strict=True)]
+        rows = [[*tokens, root] for tokens, root in zip(self.unread, roots.ids, strict=True)]
         logits = read_rows(self.model, self.cache, rows)
         if not self.sampling.greedy:
             # The longest draft of a batch decides how much is drawn for each of its texts.

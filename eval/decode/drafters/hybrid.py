@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.decode.drafters.suffix import Suffix
-from heads.drafting import PAD, Draft, Drafter, Seen
+from heads.drafting import PAD, Draft, Drafter, Roots, Seen
 
 KEPT = 0.5
 """Of the tokens that a suffix draft counts on, the share that was right on 72 prompts of six kinds;
@@ -29,6 +29,8 @@ class Hybrid:
         suffix: drafts for the same texts.
         expected: tokens that the head is expected to get before it has got any.
     """
+
+    static_nodes = None
 
     def __init__(self, head: Drafter, suffix: Suffix, expected: float) -> None:
         self.head, self.suffix, self.expected = head, suffix, expected
@@ -49,9 +51,9 @@ class Hybrid:
                 num_accepted = len(tokens) - 1
                 self.means[row] = MEMORY * self.means[row] + (1 - MEMORY) * num_accepted
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains where the suffix promises more, the head's trees elsewhere."""
-        found = self.suffix.drafts(roots)
+        found = self.suffix.drafts(roots.ids)
         pairs = zip(found, self.means, strict=True)
         self.copied = [KEPT * score >= mean and bool(tokens) for (tokens, score), mean in pairs]
         chains = [tokens for tokens, _ in found]

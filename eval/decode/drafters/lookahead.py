@@ -19,7 +19,7 @@ from collections import OrderedDict
 import torch
 
 from heads.cache import upload
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import PAD, Draft, Roots, Seen
 from heads.target.model import Reads
 
 Ngram = tuple[int, ...]
@@ -115,6 +115,7 @@ class Lookahead:
     """
 
     reads = Reads()
+    static_nodes = None
 
     def __init__(self, window: int = 7, level: int = 5, num_guesses: int = 7) -> None:
         self.size, self.num_guesses = (window, level), num_guesses
@@ -136,9 +137,9 @@ class Lookahead:
             window.read(tokens[1:])
             window.update(row)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Trees of different shapes, filled up to the largest."""
-        tries = [window.draft(root) for window, root in zip(self.windows, roots, strict=True)]
+        tries = [window.draft(root) for window, root in zip(self.windows, roots.ids, strict=True)]
         largest = max(len(trie.tokens) for trie in tries)
         rows = []
         for trie, window in zip(tries, self.windows, strict=True):

@@ -1,6 +1,6 @@
 """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
-from heads.drafting import Draft, Seen
+from heads.drafting import Draft, Roots, Seen
 from heads.target.model import Reads
 
 
@@ -91,6 +91,7 @@ class _FromText:
     """
 
     reads = Reads()
+    static_nodes = None
     table: type[_Table]
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
@@ -107,9 +108,9 @@ class _FromText:
             for token in tokens if seen.logits is None else tokens[1:]:
                 table.append(token)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of at most `num_tokens`."""
-        for table, root in zip(self.tables, roots, strict=True):
+        for table, root in zip(self.tables, roots.ids, strict=True):
             table.append(root)
         return Draft.chains([table.draft(self.num_tokens) for table in self.tables], self.device)
 

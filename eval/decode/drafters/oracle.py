@@ -3,8 +3,12 @@
 import random
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from heads.cache import upload
-from heads.drafting import Draft, Seen
+from heads.drafting import Draft, Roots, Seen
 from heads.target.model import Reads
 from heads.tree import Tree
 
@@ -35,24 +39,35 @@ class Oracle:
     ) -> None:
         self.texts = list(enumerate(texts))
         self.tree, self.rate, self.vocab_size, self.seed = tree, rate, vocab_size, seed
-        self.places: list[int] = []
+        length = 1 + max(map(len, texts))
+        rows = [
+            [self._fill(number, text, place) for place in range(length)]
+            for number, text in self.texts
+        ]
+        # [B, places of a text, N - 1]; known beforehand, so that drafting costs next to nothing.
+        self.table = torch.tensor(rows, dtype=torch.int64).view(len(texts), length, -1)
+        self.places: Tensor | None = None
+
+    @property
+    def static_nodes(self) -> int | None:
+        """All there are."""
+        return self.tree.num_nodes
 
     def observe(self, seen: Seen) -> None:
         """Counts what was committed."""
-        self.device = seen.output.hidden_states.device
-        if seen.logits is None:
-            self.places = [0] * len(seen.token_ids)
-        else:
-            counts = map(len, seen.token_ids)
-            self.places = [old + new for old, new in zip(self.places, counts, strict=True)]
+        if self.places is None:
+            device = seen.output.hidden_states.device
+            self.table = self.table.to(device)
+            self.places = torch.zeros(len(self.table), dtype=torch.int64, device=device)
+        if seen.logits is not None:
+            self.places += seen.counts
 
-    def propose(self, roots: list[int]) -> Draft:  # noqa: ARG002
+    def propose(self, roots: Roots) -> Draft:
         """The tree, filled from the text after the root."""
-        rows = [
-            self._fill(number, text, place)
-            for (number, text), place in zip(self.texts, self.places, strict=True)
-        ]
-        return Draft.of(self.tree, upload(rows, self.device))
+        assert self.places is not None
+        rows = torch.arange(len(roots), device=self.places.device)
+        places = self.places.clamp_max(self.table.shape[1] - 1)
+        return Draft.of(self.tree, self.table[rows, places])
 
     def _fill(self, number: int, text: list[int], place: int) -> list[int]:
         rng = random.Random(f"{self.seed} {number} {place}")
@@ -72,9 +87,17 @@ class Oracle:
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         self.texts = [self.texts[row] for row in rows]
-        if self.places:
-            self.places = [self.places[row] for row in rows]
+        self.table = self.table[upload(rows, self.table.device)]
+        if self.places is not None:
+            self.places = self.places[upload(rows, self.places.device)]
 
     def take(self, row: int, other: "Oracle") -> None:
         """A row goes on with the one text of another drafter."""
-        self.texts[row], self.places[row] = other.texts[0], other.places[0]
+        assert self.places is not None
+        assert other.places is not None
+        self.texts[row] = other.texts[0]
+        length = other.table.shape[1]
+        if length > self.table.shape[1]:
+            self.table = pad(self.table, (0, 0, 0, length - self.table.shape[1]))
+        self.table[row, :length] = other.table[0]
+        self.places[row] = other.places[0]

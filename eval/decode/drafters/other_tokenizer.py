@@ -16,7 +16,7 @@ import torch
 from eval.decode.drafters.draft_model import read_rows, room
 from eval.decode.texts import common_prefix
 from heads.cache import Kept, TreeCache
-from heads.drafting import Draft, Seen
+from heads.drafting import Draft, Roots, Seen
 from heads.target.model import Reads, Target
 
 CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
@@ -129,6 +129,7 @@ class OtherTokenizer:
     """
 
     reads = Reads()
+    static_nodes = None
 
     def __init__(
         self, model: Target, target_tokenizer: Any, num_tokens: int, window: int = 32
@@ -147,14 +148,14 @@ class OtherTokenizer:
         for text, tokens in zip(self.texts, seen.token_ids, strict=True):
             text.add(tokens)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of what the draft model would say, of different lengths, perhaps none."""
-        texts = [text.ids(root) for text, root in zip(self.texts, roots, strict=True)]
+        texts = [text.ids(root) for text, root in zip(self.texts, roots.ids, strict=True)]
         drafted = self._draft([ids for ids, _ in texts])
         rows = [
             self.translator.write([*text.tail, root], recent, tokens)
             for text, root, (_, recent), tokens in zip(
-                self.texts, roots, texts, drafted, strict=True
+                self.texts, roots.ids, texts, drafted, strict=True
             )
         ]
         return Draft.chains(rows, self.model.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import upload
-from heads.drafting import PAD, Draft, Seen
+from heads.drafting import PAD, Draft, Roots, Seen
 from heads.target.model import Reads
 from heads.tree import Tree
 
@@ -64,6 +64,7 @@ class Recycling:
 
     def __init__(self, successors: Successors, tree: Tree) -> None:
         self.successors, self.tree = successors, tree
+        self.static_nodes = tree.num_nodes
         self.drafted: Tensor | None = None
 
     def observe(self, seen: Seen) -> None:
@@ -73,9 +74,9 @@ class Recycling:
             assert self.drafted is not None
             self.successors.learn(self.drafted, seen.logits)
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Successors of successors."""
-        nodes = [upload(roots, self.device)]
+        nodes = [roots.tokens]
         found: dict[int, Tensor] = {}
         for parent, rank in zip(self.tree.parents[1:], self.tree.ranks[1:], strict=True):
             if parent not in found:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import TreeCache, upload
-from heads.drafting import Draft, Seen
+from heads.drafting import Draft, Roots, Seen, chain_nodes
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target
@@ -55,6 +55,7 @@ class SelfDraft:
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
         self.ends = ends or target
         self.sampling = sampling
+        self.static_nodes = chain_nodes(num_tokens, sampling, None)
         self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
 
@@ -62,9 +63,9 @@ class SelfDraft:
         """Only where the target keeps the texts."""
         self.cache = seen.cache
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of `num_tokens` tokens, one pass each."""
-        last = upload(roots, self.target.device)
+        last = roots.tokens
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         for depth in range(self.num_tokens):

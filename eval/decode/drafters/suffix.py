@@ -9,7 +9,7 @@ runs that were met once are not unfolded, so that a text costs a few nodes per t
 one per token and depth.
 """
 
-from heads.drafting import Draft, Seen
+from heads.drafting import Draft, Roots, Seen
 from heads.target.model import Reads
 
 
@@ -146,6 +146,7 @@ class Suffix:
     """
 
     reads = Reads()
+    static_nodes = None
 
     def __init__(
         self, answers: SuffixTree, num_tokens: int = 24, factor: float = 1.0, min_prob: float = 0.1
@@ -164,9 +165,9 @@ class Suffix:
             else:
                 text.append(tokens[1:])
 
-    def propose(self, roots: list[int]) -> Draft:
+    def propose(self, roots: Roots) -> Draft:
         """Chains of at most `num_tokens`."""
-        return Draft.chains([tokens for tokens, _ in self.drafts(roots)], self.device)
+        return Draft.chains([tokens for tokens, _ in self.drafts(roots.ids)], self.device)
 
     def drafts(self, roots: list[int]) -> list[tuple[list[int], float]]:
         """Per text its chain, and how many tokens of it are expected to be right."""

@@ -1,0 +1,108 @@
+"""CUDA graphs on an emulated device: what a capture meets runs again, in the memory that it met.
+
+As on a GPU, a capture computes nothing: what it changes is put back, and what it makes holds
+garbage until the graph is launched. Then every operation runs again with the tensors and numbers
+that it had, so whatever Python decided, read or uploaded meanwhile is a constant.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_under_way: list["CUDAGraph"] = []
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class CUDAGraph:
+    """What was captured."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+        self.made: set[int] = set()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def replay(self) -> None:
+        from emulated.device import launched, off
+
+        launched("graph")
+        with off():
+            for run, args, options, made in self.operations:
+                found = list(tensors(run(*args, **options)))
+                for held, new in zip(made, _new(found, args, options), strict=True):
+                    held.copy_(new)
+
+    def note(self, run: Callable[..., Any], args: Any, options: Any, found: Any) -> None:
+        """An operation that has run."""
+        made = _new(list(tensors(found)), args, options)
+        self.made |= {_memory(each) for each in made}
+        self.operations.append((run, args, options, made))
+
+    def keep(self, func: Any, args: Any, options: Any) -> None:
+        """Remembers what an operation is about to change."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else options.get(argument.name)
+            for each in tensors([value]):
+                memory = _memory(each)
+                if memory not in self.made and memory not in self.before:
+                    whole = torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())
+                    self.before[memory] = whole, whole.clone()
+
+    def end(self) -> None:
+        """Nothing has happened."""
+        for whole, old in self.before.values():
+            whole.copy_(old)
+        for *_, made in self.operations:
+            for each in made:
+                if each.is_floating_point():
+                    each.fill_(torch.nan)
+                elif each.dtype in INTEGERS:
+                    each.fill_(torch.iinfo(each.dtype).max // 2)
+
+
+def capturing() -> CUDAGraph | None:
+    """The graph that is being captured."""
+    return _under_way[-1] if _under_way else None
+
+
+@contextmanager
+def graph(made: CUDAGraph, **_options: Any) -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    from emulated.device import off
+
+    _under_way.append(made)
+    try:
+        yield
+    finally:
+        _under_way.pop()
+        with off():
+            made.end()
+
+
+def forbid(what: str) -> None:
+    """As CUDA does while it captures."""
+    if _under_way:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Those in a result or among arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _new(found: list[Tensor], args: Any, options: Any) -> list[Tensor]:
+    """What is in memory of its own."""
+    known = {_memory(each) for each in tensors([*args, *options.values()])}
+    return [each for each in found if each.numel() and _memory(each) not in known]

@@ -1,0 +1,380 @@
+"""Steps as CUDA graphs on an emulated device: texts and steps are those of the CPU."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import peagle_heads
+import pytest
+from block_heads import block_head, fresh, settings_of
+from emulated.device import Counts, counted, off
+from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
+from torch import Tensor
+from toys import eagle_head, texts
+
+from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from eval.compare.decoding import Decoding
+from eval.decode import captured
+from eval.decode.capturing import Captured, obstacle
+from eval.decode.drafters.hybrid import Hybrid
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.engine import NoDraft, decode_many
+from eval.decode.generation import Generation, Request
+from eval.decode.passes import PassedBatch
+from heads import buffers
+from heads.blocks.drafter import BlockChain, BlockTree
+from heads.drafting import Draft, Drafter, Roots, Seen
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.kind import DraftHead
+from heads.peagle.drafter import PEagleChain, PEagleTree
+from heads.sampling import GREEDY, Sampling
+from heads.target.model import Target
+from heads.tree import DynamicShape
+from heads.vocab import DraftVocab
+
+LENGTHS = [7, 4, 5, 12, 4]
+WITHOUT_HEADS = ("vanilla", "medusa_chain", "medusa_tree", "recycling", "early_exit", "skip_layers")
+EAGLE: dict[str, Any] = {"layers": [0, 1, 2], "fc_norm": True}
+FEATURES: dict[str, Any] = {"layers": [0, 1], "num_layers": 1}
+SHAPE = DynamicShape(3, 3, 8)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A drafter whose head has learnt: only then does it show in steps what it drafts from."""
+
+    trained: Callable[[Target], DraftHead]
+    fresh: Callable[[Target], DraftHead]
+    drafter: Callable[[Any, list[int]], Drafter]
+
+
+def eagle_chain(head: Any, seeds: list[int]) -> Drafter:
+    return EagleChain(head, 3, GREEDY, seeds)
+
+
+def eagle(form: EagleForm, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
+    settings = EAGLE if form is EagleForm.eagle3 else {}
+
+    def untrained(target: Target) -> DraftHead:
+        config = EagleConfig(form=form, output_head=OutputHead.copy, **settings)
+        vocab = DraftVocab.everything(target.vocab_size)
+        return EagleHead.from_target(target, config, vocab, seed=0)
+
+    return Learnt(lambda target: eagle_head(target, form, None, 60, **settings), untrained, drafter)
+
+
+def blocks(name: str, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
+    return Learnt(
+        lambda target: block_head(target, name, 60, **FEATURES),
+        lambda target: fresh(target, settings_of(name, **FEATURES)),
+        drafter,
+    )
+
+
+def peagle(drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
+    return Learnt(
+        lambda target: peagle_heads.peagle_head(target, 60, **FEATURES),
+        lambda target: peagle_heads.fresh(target, peagle_heads.settings_of(**FEATURES)),
+        drafter,
+    )
+
+
+LEARNT = {
+    "eagle_chain, EAGLE-1": eagle(EagleForm.eagle1, eagle_chain),
+    "eagle_tree, EAGLE-3": eagle(EagleForm.eagle3, lambda head, _: EagleTree(head, SHAPE)),
+    "dflash_tree": blocks("dflash", lambda head, _: BlockTree(head, SHAPE)),
+    "dflash2_chain": blocks("dflash2", lambda head, seeds: BlockChain(head, 3, GREEDY, seeds)),
+    "dspark_chain": blocks("dspark, rnn", lambda head, seeds: BlockChain(head, 3, GREEDY, seeds)),
+    "peagle_chain": peagle(lambda head, seeds: PEagleChain(head, 3, GREEDY, seeds)),
+    "peagle_tree": peagle(lambda head, _: PEagleTree(head, SHAPE)),
+}
+STATIC = [*WITHOUT_HEADS, *LEARNT]
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Of several lengths, out of the texts from which heads learn."""
+    with off():
+        target = random_target("cpu")
+        target.model.generation_config.eos_token_id = []
+        found = texts(target, 6, 40)
+    return [text[:length] for text, length in zip(found, LENGTHS, strict=False)]
+
+
+@cache
+def on_cpu(name: str) -> tuple[Target, DraftHead]:
+    """A target and what has learnt from it."""
+    target = random_target("cpu")
+    target.model.generation_config.eos_token_id = []
+    return target, LEARNT[name].trained(target)
+
+
+def prepared(device: str, name: str) -> tuple[Target, Callable[[list[int]], Drafter]]:
+    """A target, and what makes its drafter."""
+    target = random_target(device)
+    if name in WITHOUT_HEADS:
+        return target, lambda _: KINDS[name].make(target, GREEDY)
+    learnt = LEARNT[name]
+    with off():
+        weights = on_cpu(name)[1].state_dict()
+    head = learnt.fresh(target)
+    head.load_state_dict({key: each.to(device) for key, each in weights.items()})
+    return target, lambda seeds: learnt.drafter(head.eval(), seeds)
+
+
+def decoded(device: str, name: str, batch_size: int, stops: list[int]) -> list[Generation]:
+    target, make = prepared(device, name)
+    target.model.generation_config.eos_token_id = stops
+    requests = list(map(Request, prompts()))
+    if device == "cpu":
+        return decode_many(target, make, requests, NUM_TOKENS, batch_size)
+    captured = Captured(target, make, NUM_TOKENS)
+    if batch_size > 1:
+        return captured.decode(requests, batch_size)
+    return [text for each in requests for text in captured.decode([each], 1)]
+
+
+def told(found: list[Generation]) -> list[Any]:
+    return [(each.token_ids, each.steps, each.paths, each.drafted) for each in found]
+
+
+# Many launches of one graph, beside rows that are free; graphs that are launched again after others
+# for more slots; hardly two steps of a graph.
+SIZES = [(3, 512), (1, 16), (2, 8)]
+ALWAYS = ("vanilla", "medusa_tree", "eagle_tree, EAGLE-3", "dspark_chain", "peagle_tree")
+
+
+def cases() -> Iterator[Any]:
+    for name in STATIC:
+        for batch_size, width in SIZES:
+            marks = [] if name in ALWAYS else [pytest.mark.slow]
+            yield pytest.param(name, batch_size, width, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "batch_size", "width"), cases())
+def test_captured_steps_are_those_of_the_cpu(
+    name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", width)
+    monkeypatch.setattr(buffers, "ROUND_TO", 1)
+    with off():
+        whole = [each.token_ids for each in decoded("cpu", name, 1, [])]
+        stop = next(token for token in whole[1][3:] if token not in whole[0])
+        expected = decoded("cpu", name, batch_size, [stop])
+    assert len({len(each.token_ids) for each in expected}) > 1
+    accepted = sum(step.num_accepted for each in expected for step in each.steps)
+    assert accepted > 3 or name in WITHOUT_HEADS
+    found = decoded("cuda", name, batch_size, [stop])
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    # What is recycled was learnt from rows that go on, unread, too.
+    assert name == "recycling" or told(found) == told(expected)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ALWAYS else [pytest.mark.slow]) for n in STATIC]
+)
+def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(name: str) -> None:
+    target, make = prepared("cuda", name)
+    target.model.generation_config.eos_token_id = []
+    requests = list(map(Request, prompts()[:2]))
+    batch = captured.CapturedBatch(target, requests, 60)
+    found: list[Counts] = []
+    steps = batch.run(make, 2)
+    # Of the first step the host learns when the second is under way.
+    assert [len(next(steps)) for _ in range(3)] == [2, 0, 2]
+    while True:
+        with counted() as counts:
+            if next(steps, None) is None:
+                break
+        found.append(counts)
+    alone = [each for each in found if each.operations == {"graph": 1, "copy_": 1}]
+    assert len(alone) > len(found) / 2
+    for each in alone:
+        assert (each.num_up, each.num_down, each.num_waits) == (0, 1, 1), str(each)
+        assert each.waits.keys() == {("event", next(iter(each.waits))[1])}
+
+
+def test_rows_of_texts_that_have_ended_stay_within_their_slots_until_half_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 8)
+    target = random_target("cuda")
+    requests = [Request(ids) for ids in ([5, 17, 40, 8] * 10, [9, 77], [31])]
+
+    def rows_at_end(stops: list[int]) -> int:
+        target.model.generation_config.eos_token_id = stops
+        batch = captured.CapturedBatch(target, requests, 40)
+        found = batch.decoded(lambda _: NoDraft(), 3)
+        ends = [[place for place, token in enumerate(ids) if token in stops] for ids in whole]
+        cut = [ids[: 1 + min(end, default=40)] for ids, end in zip(whole, ends, strict=True)]
+        assert [each.token_ids for each in found] == cut
+        return len(batch.alive)
+
+    target.model.generation_config.eos_token_id = []
+    whole = [each.token_ids for each in decode_many(target, lambda _: NoDraft(), requests, 40, 1)]
+    # The longest text ends first, and the others go on for as long as it is longer.
+    others = [whole[0][0], *whole[1], *whole[2]]
+    first = next(token for token in whole[0][1:] if token not in others)
+    assert rows_at_end([first]) == 3
+    second = next(token for token in whole[1][1:] if token not in (whole[1][0], *whole[2]))
+    assert rows_at_end([first, second]) == 1
+
+
+def test_what_cannot_be_captured_says_why() -> None:
+    target = random_target("cuda")
+    assert obstacle(target, GREEDY) == ""
+    assert "sampled" in obstacle(target, Sampling(temperature=1.0))
+    target.asked = {"repetition_penalty": 1.1}
+    assert "generation config" in obstacle(target, GREEDY)
+    target.model.lm_head.to("cuda:1")
+    assert "several devices" in obstacle(target, GREEDY)
+
+
+class Asking(NoDraft):
+    """Waits for the device in every step."""
+
+    def propose(self, roots: Roots) -> Draft:
+        roots.tokens.tolist()
+        return super().propose(roots)
+
+
+def test_a_step_that_waits_is_not_captured() -> None:
+    with pytest.raises(captured.CaptureError, match="not permitted"):
+        Captured(random_target("cuda"), lambda _: Asking(), 9).decode([Request([5, 17])], 1)
+
+
+def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    target = random_target("cuda")
+    target.model.generation_config.eos_token_id = []
+    [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17])], 9, 1)
+    for make, capture, told in (
+        (NoDraft, True, "step"), (NoDraft, False, "no: cuda_graphs=false"),
+        (Asking, True, "permitted"), (lambda: PromptLookup(4), True, "verify pass"),
+    ):  # fmt: skip
+        run = Decoding(target, lambda _, make=make: make(), 9, GREEDY, capture)
+        for _ in range(2):
+            [found] = run([[5, 17]], [0], 1)
+            assert found.token_ids == expected.token_ids
+            assert (found.times.step > 0) == (told == "step")
+        assert told in run.settings["captured"]
+        assert ("does not capture" in capsys.readouterr().err) == (make is Asking)
+
+
+HOST = (
+    "prompt_lookup", "suffix", "medusa_suffix", "eagle_suffix", "lookahead", "draft_tree",
+    "draft_chain, by what was accepted", "draft_chain, other tokenizer", "eagle_cut", "dflash_cut",
+)  # fmt: skip
+OFTEN = [("prompt_lookup", 1), ("eagle_suffix", 1), ("eagle_suffix", 3), ("lookahead", 2)]
+
+
+def of_host(name: str, device: str) -> tuple[Target, Callable[[list[int]], Drafter]]:
+    if name != "eagle_suffix":
+        target = random_target(device)
+        return target, lambda _: KINDS[name].make(target, GREEDY)
+    target, make = prepared(device, "eagle_tree, EAGLE-3")
+    return target, lambda seeds: Hybrid(make(seeds), Suffix(SuffixTree(8)), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "width"),
+    [
+        pytest.param(name, *size, marks=[] if (name, size[0]) in OFTEN else [pytest.mark.slow])
+        for name in HOST
+        for size in [(1, 16), (3, 512), (2, 8)]
+    ],
+)
+def test_captured_passes_over_drafts_of_the_host_are_those_of_the_cpu(
+    name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", width)
+    monkeypatch.setattr(buffers, "ROUND_TO", 1)
+    # Texts repeat themselves, so that what is copied is right.
+    requests = [Request(ids * 2) for ids in prompts()]
+    length = 40 if name == "eagle_suffix" else NUM_TOKENS
+
+    def found(device: str, stops: list[int], how: int) -> list[Generation]:
+        target, make = of_host(name, device)
+        target.model.generation_config.eos_token_id = stops
+        if device == "cpu":
+            return decode_many(target, make, requests, length, how)
+        way = Captured(target, make, length)
+        assert way.what == "verify pass"
+        if how > 1:
+            return way.decode(requests, how)
+        return [text for each in requests for text in way.decode([each], 1)]
+
+    with off():
+        whole = [each.token_ids for each in found("cpu", [], 1)]
+        stop = next(token for token in whole[1][3:] if token not in whole[0])
+        expected = found("cpu", [stop], batch_size)
+    assert told(found("cuda", [stop], batch_size)) == told(expected)
+
+
+@pytest.mark.parametrize("what", ["verify pass", "step"])
+def test_a_text_longer_than_the_one_before_it_is_drafted_for_as_if_it_were_the_first(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 16)
+    short, long = Request(prompts()[1]), Request(prompts()[0] * 16)
+
+    def found(device: str) -> list[Generation]:
+        target, head = prepared(device, "eagle_tree, EAGLE-3")
+        target.model.generation_config.eos_token_id = []
+
+        def make(seeds: list[int]) -> Drafter:
+            # Of which the head drafts first.
+            mixed = Hybrid(head(seeds), Suffix(SuffixTree(8)), 50.0)
+            return mixed if what == "verify pass" else head(seeds)
+
+        if device == "cpu":
+            return decode_many(target, make, [short, long], NUM_TOKENS, 1)
+        way = Captured(target, make, NUM_TOKENS)
+        assert way.what == what
+        # The longest first, so that what lasts has room for it.
+        return [way.decode([each], 1)[0] for each in (long, short, long)][1:]
+
+    with off():
+        expected = found("cpu")
+    assert sum(step.num_accepted for step in expected[1].steps) > 3
+    assert told(found("cuda")) == told(expected)
+
+
+def test_a_captured_pass_is_one_launch_beside_what_the_host_drafts() -> None:
+    target = random_target("cuda")
+    target.model.generation_config.eos_token_id = []
+    batch = PassedBatch(target, [Request(prompts()[0] * 2)], 60)
+    steps, found = batch.run(lambda _: PromptLookup(4), 1), []
+    while True:
+        with counted() as counts:
+            if next(steps, None) is None:
+                break
+        found.append(counts)
+    alone = [each for each in found if each.operations["graph"] and each.operations.total() < 20]
+    assert len(alone) > len(found) / 2
+    for each in alone:
+        assert (each.num_up, each.num_down, each.num_waits) == (1, 1, 1), str(each)
+
+
+class Keeping(PromptLookup):
+    """Keeps what it has seen, as a head does while others draft."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.kept: list[tuple[list[Tensor], list[Any]]] = []
+
+    def observe(self, seen: Seen) -> None:
+        tensors = [seen.tokens, seen.counts, seen.output.hidden_states]
+        self.kept.append((tensors, [each.tolist() for each in tensors]))
+        super().observe(seen)
+
+
+def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
+    target, drafter = random_target("cuda"), Keeping()
+    target.model.generation_config.eos_token_id = []
+    PassedBatch(target, [Request(prompts()[0] * 2)], 40).decoded(lambda _: drafter, 1)
+    assert len(drafter.kept) > 10
+    for tensors, values in drafter.kept:
+        assert [each.tolist() for each in tensors] == values

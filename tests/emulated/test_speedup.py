@@ -1,0 +1,46 @@
+"""`eval/speedup.py` on an emulated GPU, from its settings to its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from emulated.runs import HEADS, forget
+from toys import save_target
+
+from conf.schema import DataConfig, Dtype, TargetConfig
+from conf.schema_measure import SpeedupRun
+from eval import speedup
+from eval.compare import timing
+
+
+def test_steps_and_passes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_target(tmp_path / "target", num_hidden_layers=4, **HEADS)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"turns": [f"hello number {n}"], "category": "a"} for n in range(3)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Minutes, as each emulated operation is many real ones.
+    monkeypatch.setattr(timing, "_profile", lambda *_: None)
+    forget()
+    speedup.main(
+        SpeedupRun(
+            target=TargetConfig(path=str(tmp_path / "target"), dtype=Dtype.float32),
+            data=DataConfig(path=str(prompts)),
+            methods=["suffix", "early_exit"],
+            max_new_tokens=8,
+            num_turns=1,
+            num_warmups=1,
+            num_repeats=1,
+            concurrency=[2],
+            out_dir=str(tmp_path / "out"),
+        )
+    )
+    result = json.loads((tmp_path / "out" / "speedup.json").read_text())
+    assert result["lossless"]["num_equal"] == 3
+    captured = {name: row.get("captured") for name, row in result["methods"].items()}
+    assert captured == {
+        "vanilla": "step", "generate": None, "suffix": "verify pass", "early_exit": "step",
+    }  # fmt: skip
+    parts = {name: row["breakdown"].keys() for name, row in result["methods"].items()}
+    assert "step" in parts["vanilla"]
+    assert "step" not in parts["suffix"]
+    assert (tmp_path / "out" / "speedup.html").exists()
