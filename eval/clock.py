@@ -93,7 +93,7 @@ class PartClock:
     def __init__(self, device: torch.device, num_texts: int = 1) -> None:
         self.times = [Times() for _ in range(num_texts)]
         self._watch = Stopwatch(device)
-        self._last = 0.0
+        self._last = self._aside = 0.0
         self._events: list[tuple[str, Sequence[int], torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -111,9 +111,16 @@ class PartClock:
             yield
             self._add(name, texts, watch.seconds())
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What the block takes belongs to no text; waits for the device before and after it."""
+        begun = self._watch.seconds()
+        yield
+        self._aside += self._watch.seconds() - begun
+
     def lap(self, texts: Sequence[int] = (0,)) -> float:
         """Shares what has passed since the last lap; seconds so far, by the host's clock."""
-        now = self._watch.host_seconds()
+        now = self._watch.host_seconds() - self._aside
         self._add("total", texts, now - self._last)
         self._last = now
         return now

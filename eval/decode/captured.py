@@ -93,6 +93,7 @@ class Rows:
     Attributes:
         seen: the last step, in tensors that stay where they are; None before the first.
         capacity: slots of the caches.
+        width: slots that the next step reads.
 
     Raises:
         CaptureError: a compiled target's cache is too small.
@@ -115,7 +116,7 @@ class Rows:
         if not self.fits(longest):
             raise CaptureError(f"{longest} tokens in a compiled target's {self.capacity} slots")
         self.seen: Seen | None = None
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.width = torch.cuda.graph_pool_handle(), 0
         self.graphs: dict[int, Graph] = {}
         self.met: set[int] = set()
         self.buffers: list[Tensor] = []
@@ -125,8 +126,27 @@ class Rows:
         """Whether a text that long has room."""
         return slots_for(longest, self.num_nodes) <= self.capacity
 
-    def launch(self, longest: int) -> tuple[Tensor, torch.cuda.Event]:
-        """A step of texts known to be so long: its record in pinned memory, and when it is done."""
+    def prepare(self, longest: int) -> bool:
+        """For a step of texts known to be so long; whether it is to be captured first."""
+        self.width = self._hold(longest)
+        return self.width in self.met and self.width not in self.graphs
+
+    def capture(self) -> None:
+        """Makes the graph of a step; computes nothing."""
+        self.graphs[self.width] = Graph(self._run, self.pool)
+
+    def launch(self) -> tuple[Tensor, torch.cuda.Event]:
+        """The step: its record in pinned memory, and when it is done."""
+        if self.width in self.graphs:
+            self.graphs[self.width].launch()
+        else:
+            # A first time as it is: kernels are loaded and buffers made outside of any capture.
+            self._run()
+            self.met.add(self.width)
+        return self._told()
+
+    def _hold(self, longest: int) -> int:
+        """Slots that passes read from now on."""
         width, held = slots_for(longest, self.num_nodes), self.cache.slots.held
         if self.target.capacity is not None:
             width = self.target.capacity
@@ -135,15 +155,7 @@ class Rows:
             width = max(width, held)
         if width != held:
             self.cache.hold(width, self.num_nodes, self.capacity)
-        if width in self.met and width not in self.graphs:
-            self.graphs[width] = Graph(self._run, self.pool)
-        if width in self.graphs:
-            self.graphs[width].launch()
-        else:
-            # A first time as it is: kernels are loaded and buffers made outside of any capture.
-            self._run()
-            self.met.add(width)
-        return self._told()
+        return width
 
     def _told(self) -> tuple[Tensor, torch.cuda.Event]:
         """The step's record on its way to the host, into the buffer that was read last."""
@@ -243,8 +255,11 @@ class CapturedBatch(Batch):
         """Launches a step; new tokens by text of the one before, of the first none."""
         assert self.rows is not None
         longest = max(len(self.prompts[t]) + len(self.found[t].token_ids) for t in self.going)
+        if self.rows.prepare(longest):
+            with self.clock.aside():
+                self.rows.capture()
         with self.clock.part("step", self.going):
-            launched = _Launched(list(self.alive), *self.rows.launch(longest))
+            launched = _Launched(list(self.alive), *self.rows.launch())
         late, self.late = self.late, launched
         assert self.rows.seen is not None
         return self.rows.seen, {} if late is None else self._learn(late)

@@ -113,23 +113,29 @@ class Passes:
         self._hold(self.cache.slots.lengths[0], 1)
         return replace(seen, cache=self.cache)
 
-    def run(self, draft: Draft, longest: int) -> Passed:
-        """The pass over a draft, for texts that have at most so many tokens."""
+    def prepare(self, draft: Draft, longest: int) -> bool:
+        """For a draft, and texts known to be so long; whether its pass is to be captured first."""
         shape = Shape.of(draft)
         if shape.num_tokens > SIZES[-1]:
             raise CaptureError(f"{shape.num_tokens} draft tokens, more than {SIZES[-1]}")
-        key = shape, self._hold(longest, 1 + shape.num_tokens)
+        self.key = shape, self._hold(longest, 1 + shape.num_tokens)
         self._give(shape, draft)
-        if key in self.met and key not in self.graphs:
-            found: list[Passed] = []
-            graph = Graph(lambda: found.append(self._pass(shape)), self.pool)
-            self.graphs[key] = graph, found[0]
-        if key in self.graphs:
-            graph, passed = self.graphs[key]
+        return self.key in self.met and self.key not in self.graphs
+
+    def capture(self) -> None:
+        """Makes the graph of a pass; computes nothing."""
+        found: list[Passed] = []
+        graph = Graph(lambda: found.append(self._pass(self.key[0])), self.pool)
+        self.graphs[self.key] = graph, found[0]
+
+    def run(self) -> Passed:
+        """The pass over the draft."""
+        if self.key in self.graphs:
+            graph, passed = self.graphs[self.key]
             graph.launch()
             return passed
-        self.met.add(key)
-        return self._pass(shape)
+        self.met.add(self.key)
+        return self._pass(self.key[0])
 
     def _hold(self, longest: int, num_nodes: int) -> int:
         """Slots that passes read from now on."""
@@ -207,9 +213,12 @@ class PassedBatch(Batch):
         ids = [self.found[text].token_ids[-1] for text in self.alive]
         with self.clock.part("draft", self.alive):
             draft = self.drafter.propose(Roots(self.roots, ids))
+        longest = max(len(self.prompts[t]) + len(self.found[t].token_ids) for t in self.alive)
+        if self.passes.prepare(draft, longest):
+            with self.clock.aside():
+                self.passes.capture()
         with self.clock.part("verify", self.alive):
-            longest = max(len(self.prompts[t]) + len(self.found[t].token_ids) for t in self.alive)
-            passed = self.passes.run(draft, longest)
+            passed = self.passes.run()
         with self.clock.part("accept", self.alive):
             return self._see(passed, seen.cache)
 

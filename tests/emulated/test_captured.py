@@ -1,5 +1,6 @@
 """Steps as CUDA graphs on an emulated device: texts and steps are those of the CPU."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from toys import eagle_head, texts
 
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from eval.compare.decoding import Decoding
-from eval.decode import captured
+from eval.decode import captured, passes
 from eval.decode.capturing import Captured, obstacle
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookup import PromptLookup
@@ -261,6 +262,29 @@ def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixt
             assert (found.times.step > 0) == (told == "step")
         assert told in run.settings["captured"]
         assert ("does not capture" in capsys.readouterr().err) == (make is Asking)
+
+
+@pytest.mark.parametrize("make", [NoDraft, lambda: PromptLookup(4)], ids=["step", "pass"])
+def test_what_capturing_takes_is_in_no_figure(
+    make: Callable[[], Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, now = [0.0], time.perf_counter
+
+    class Slow(captured.Graph):
+        def __init__(self, call: Callable[[], None], pool: Any) -> None:
+            super().__init__(call, pool)
+            late[0] += 1000
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
+    monkeypatch.setattr(captured, "Graph", Slow)
+    monkeypatch.setattr(passes, "Graph", Slow)
+    target = random_target("cuda")
+    target.model.generation_config.eos_token_id = []
+    way = Captured(target, lambda _: make(), NUM_TOKENS)
+    [text] = way.decode([Request(prompts()[0])], 1)
+    assert late[0] > 0
+    assert text.times.total < 1000
+    assert max(text.arrivals) < 1000
 
 
 HOST = (
