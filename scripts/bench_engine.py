@@ -31,6 +31,7 @@ from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import STEP_PARTS
 from heads.drafting import Draft, Drafter, Roots, Seen
 from heads.kinds import KINDS
+from heads.packed import pack
 from heads.sampling import GREEDY
 from heads.target.model import Target
 from heads.tree import DynamicShape, Shape, Tree, default_tree
@@ -87,7 +88,8 @@ def random_target(dtype: torch.dtype, num_layers: int = 32) -> Target:
     embedding.mul_(50)  # above what random layers add to it
     model.lm_head.weight.data = embedding[torch.randperm(4096)].clone()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Target(model.to(device, dtype), None, "random")
+    pack(model.to(device, dtype))
+    return Target(model, None, "random")
 
 
 def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
@@ -103,7 +105,7 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
     vocab = DraftVocab.everything(target.vocab_size)
     for name, kind in KINDS.items():
         head = kind.untrained(target, next(reversed(kind.forms)), vocab)
-        head.attach(target, target.dtype).eval()
+        pack(head.attach(target, target.dtype).eval())
         depth = min(4, kind.longest(head))
         tree = default_tree(depth, 8)
         shapes: dict[str, Shape] = {

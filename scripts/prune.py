@@ -38,6 +38,7 @@ from eval.tune.cost import time_steps
 from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head
 from heads.lowrank import check_rank, reduce_rank
+from heads.packed import pack
 from heads.sampling import GREEDY
 from heads.storage import PROVENANCE, locate
 from heads.target.load import load_target
@@ -85,6 +86,7 @@ def main(config: PruneRun) -> None:
     heads += [load_head(str(folder), layers=config.head.layers) for _ in (*config.ranks, head)]
     ranks: list[int | None] = [*[None for _ in vocabs], *config.ranks, None]
     costs = [attach(each, target, rank) for each, rank in zip(heads, ranks, strict=True)]
+    pack(target.model, target.output_head, *heads)
     found = measure(target, heads, answers, depth)
     rows = [
         {"coverage": share(counts, each.vocab.to("cpu")), **cost, **row}

@@ -30,6 +30,7 @@ from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Records, load_data
 from eval.entry import run
+from heads.packed import pack
 from heads.target.load import load_target, resolve_dtype
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
@@ -201,6 +202,7 @@ def _in_process(
 ) -> None:
     path = config.target.path or str(ensure_embedded().target_path)
     target = load_target(replace(config.target, path=path), _device())
+    pack(target.model, target.output_head)
     encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
     local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)
     for batch in _batches(dialogues, config.batch_size):

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
@@ -14,6 +16,8 @@ from conf.schema_measure import DraftModelConfig, SelfDraftConfig, SpeedupRun
 from data.chat import Encoder
 from eval import speedup
 from eval.compare import methods
+from heads import packed
+from heads.kinds import load_head
 from heads.target.load import load_target
 
 FAMILIES = [
@@ -192,3 +196,22 @@ def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) ->
     given_layers = every | {"self_draft": SelfDraftConfig(skip=[1])}
     result = measured(given_layers, tmp_path / "p", methods="skip_layers")
     assert result["methods"]["skip_layers"]["skip"] == [1]
+
+
+@pytest.mark.skipif(not packed._is_multiplied(torch.float32), reason="oneDNN packs for x86")
+def test_target_heads_and_draft_model_multiply_over_packed_weights(
+    llama: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, found = packed._over_packed, []
+
+    def over_packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        found.append(tuple(layer.weight.shape))
+        return usual(layer)
+
+    monkeypatch.setattr(packed, "_over_packed", over_packed)
+    measured(llama, tmp_path, methods=["medusa_chain", "eagle_chain", "draft_chain"])
+    targets = llama["target"].path, llama["draft"].path
+    models = [load_target(TargetConfig(path), torch.device("cpu")).model for path in targets]
+    models += [load_head(path) for path in (llama["head"].path, *llama["heads"])]
+    linear = [each for model in models for each in model.modules() if type(each) is nn.Linear]
+    assert sorted(found) == sorted(tuple(each.weight.shape) for each in linear)

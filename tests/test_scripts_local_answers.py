@@ -66,6 +66,15 @@ def test_batched_answers_equal_plain_greedy_decoding(tmp_path: Path, family: str
     assert answer["content"] == said.strip()
 
 
+def test_the_target_multiplies_over_packed_weights(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(regenerate, "pack", lambda *modules: found.extend(modules))
+    run_local(target_path, chats(tmp_path / "in.jsonl", num_rows=1), tmp_path / "out")
+    assert [type(each).__name__ for each in found] == ["LlamaForCausalLM", "Linear"]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_resumed_answers_equal_uninterrupted_ones(
     temperature: float, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

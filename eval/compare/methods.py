@@ -35,6 +35,7 @@ from eval.tune.skip_search import search_layers
 from heads.drafting import Drafter
 from heads.kinds import KINDS
 from heads.lowrank import low_rank_ends
+from heads.packed import pack
 from heads.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.target.ends import TargetEnds
 from heads.target.load import load_target
@@ -288,6 +289,7 @@ class Builder:
         settings = self.config.draft
         reference = TargetConfig(path, settings.revision, self.config.target.dtype)
         model = load_target(reference, self.target.device)
+        pack(model.model, model.output_head)
         model.output_head = self._drafting(model).output_head
         if not same_tokenizer(self.target, model):
             return {"draft_chain": partial(self._other_tokenizer, model)}

@@ -26,6 +26,7 @@ from eval.measure.asked import asked_of
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from heads.lowrank import reduce_rank
+from heads.packed import pack
 from heads.sampling import Sampling
 from heads.target.identity import Identity, identify, told_of_another, weights_checksum
 from heads.target.load import load_target
@@ -89,6 +90,7 @@ def open_bench(
     _follow(target, run)
     for head in heads:
         _attach(run, head, target, records)
+    pack(target.model, target.output_head, *(each.head for each in heads))
     chosen = records.records[: run.data.num_prompts]
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts = first_turns(chosen, encoder)

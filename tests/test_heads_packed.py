@@ -1,0 +1,152 @@
+import gc
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import random_model
+
+import heads.packed
+from heads.packed import SMALL, pack
+
+SUPPORTED = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason="oneDNN packs for x86")
+KINDS = [torch.float32]
+if SUPPORTED and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    KINDS.append(torch.bfloat16)
+
+
+class Products(dict[int, Tensor]):
+    """Packed weights that count how often they were multiplied with."""
+
+    number = 0
+
+    def __getitem__(self, key: int) -> Tensor:
+        self.number += 1
+        return super().__getitem__(key)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Products:
+    found = Products()
+    monkeypatch.setattr(heads.packed, "_packed", found)
+    return found
+
+
+def layers(dtype: torch.dtype, bias: bool, width: int = 48) -> tuple[nn.Linear, nn.Linear]:
+    """One that is packed, and the same as it was."""
+    torch.manual_seed(0)
+    plain = nn.Linear(width, 32, bias).to(dtype).requires_grad_(False).eval()
+    packed = deepcopy(plain)
+    pack(packed)
+    return packed, plain
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (1, 2), (2, 3, 7), (0,), (2, 0)])
+def test_products_are_those_of_the_plain_layer(
+    dtype: torch.dtype, bias: bool, shape: tuple[int, ...], products: Products
+) -> None:
+    packed, plain = layers(dtype, bias)
+    rows = torch.randn(*shape, 48, dtype=dtype)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(rows), plain(rows))
+    assert products.number == 1
+
+
+def test_rows_need_not_lie_behind_each_other() -> None:
+    packed, plain = layers(torch.float32, bias=True)
+    rows = torch.randn(4, 8, 96)[:, ::2, ::2]
+    torch.testing.assert_close(packed(rows), plain(rows))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "number"),
+    [(torch.float32, 48, 0), (torch.float32, SMALL // 32 + 1, 1), (torch.bfloat16, 48, 1)],
+)
+def test_one_row_goes_by_torch_where_the_matrix_is_small_and_of_float32(
+    dtype: torch.dtype, width: int, number: int, products: Products
+) -> None:
+    if dtype not in KINDS:
+        pytest.skip("oneDNN does not pack it here")
+    packed, _ = layers(dtype, bias=False, width=width)
+    packed(torch.randn(1, 1, width, dtype=dtype))
+    assert products.number == number
+
+
+@pytest.mark.parametrize("of", ["rows", "weight"])
+def test_gradients_go_through_the_weights_beside(of: str, products: Products) -> None:
+    packed, plain = layers(torch.float32, bias=False)
+    rows = torch.randn(3, 48)
+    found = []
+    for layer in (packed, plain):
+        layer.weight.requires_grad_(of == "weight")
+        own = rows.clone().requires_grad_(of == "rows")
+        layer(own).square().sum().backward()
+        found.append(own.grad if of == "rows" else layer.weight.grad)
+    assert found[0] is not None
+    torch.testing.assert_close(found[0], found[1])
+    assert products.number == 0
+
+
+def test_rows_of_another_dtype_and_autocast_are_left_to_torch() -> None:
+    packed, _ = layers(torch.float32, bias=False)
+    rows = torch.randn(3, 48)
+    with pytest.raises(RuntimeError, match="dtype"):
+        packed(rows.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed(rows).dtype == torch.bfloat16
+
+
+def test_what_is_compiled_calls_the_product_as_it_is(products: Products) -> None:
+    packed, plain = layers(torch.float32, bias=True)
+    compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
+    rows = torch.randn(3, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows), plain(rows))
+    assert products.number == 1
+
+
+def test_a_layer_is_packed_once_and_let_go_with_its_weights() -> None:
+    before = len(heads.packed._packed)
+    packed, _ = layers(torch.float32, bias=True)
+    pack(nn.Sequential(packed, nn.LayerNorm(32)), packed)
+    assert len(heads.packed._packed) == before + 1
+    del packed
+    gc.collect()
+    assert len(heads.packed._packed) == before
+
+
+def test_models_that_are_large_for_the_machine_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model(num_hidden_layers=2)
+    linear = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    size = sum(each.weight.nbytes for each in linear)
+    monkeypatch.setattr(heads.packed, "_memory_bytes", lambda: 4 * size - 1)
+    pack(model)
+    assert not any("forward" in vars(each) for each in linear)
+    monkeypatch.setattr(heads.packed, "_memory_bytes", lambda: 4 * size)
+    pack(model)
+    assert all("forward" in vars(each) for each in linear)
+
+
+def test_a_model_gives_the_same_over_packed_weights() -> None:
+    model, ids = random_model(num_hidden_layers=2), torch.tensor([[5, 17, 40, 8, 77]])
+    packed = deepcopy(model)
+    pack(packed)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_that_onednn_does_not_multiply_stay(dtype: torch.dtype) -> None:
+    packed, _ = layers(dtype, bias=False)
+    assert "forward" not in vars(packed)
+
+
+def test_weights_elsewhere_stay() -> None:
+    layer = nn.Linear(8, 8, device="meta")
+    pack(layer)
+    assert "forward" not in vars(layer)
