@@ -9,6 +9,7 @@ and takes as long for 5 rows as for one.
 import os
 from collections.abc import Callable
 from itertools import count
+from typing import TypeGuard
 from weakref import finalize
 
 import torch
@@ -54,10 +55,10 @@ def pack(*modules: nn.Module) -> None:
     layers = {each for module in modules for each in module.modules() if _is_open(each)}
     if sum(each.weight.nbytes for each in layers) <= LARGEST_SHARE * _memory_bytes():
         for layer in layers:
-            layer.forward = _over_packed(layer)
+            layer.forward = _over_packed(layer)  # type: ignore[method-assign, assignment]
 
 
-def _is_open(layer: nn.Module) -> bool:
+def _is_open(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is a plain one that can be packed and is not yet."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
