@@ -14,12 +14,14 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 NUM_ROWS = 16
 """Of the products that weights are ordered for; orders for 5 to 512 rows multiply alike."""
+FEWEST_ROWS = 4
+"""That are multiplied with a matrix that is not small: 1 to 3 rows take longer."""
 SMALL = 1 << 19
-"""Numbers of a float32 matrix that torch's own product with one row reads as fast."""
+"""Numbers of a small matrix; of float32, torch's own product with one row is as fast."""
 LARGEST_SHARE = 0.25
 """Of the machine's memory: larger models are not packed, as their weights then lie there twice."""
 
@@ -30,8 +32,14 @@ _library = torch.library.Library("headsmith", "DEF")
 _library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias, int key) -> Tensor")
 
 
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
-    return torch.ops.mkldnn._linear_pointwise.default(rows, _packed[key], bias, "none", [], "")
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
+    product, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
+    number = rows.numel() // width
+    if number >= FEWEST_ROWS or weight.numel() <= SMALL:
+        return product(rows, _packed[key], bias, "none", [], "")
+    filled = pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - number))
+    found = product(filled, _packed[key], bias, "none", [], "")
+    return found[:number].view(*rows.shape[:-1], len(weight))
 
 
 def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001

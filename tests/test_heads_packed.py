@@ -44,10 +44,17 @@ def layers(dtype: torch.dtype, bias: bool, width: int = 48) -> tuple[nn.Linear, 
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(5,), (1, 2), (2, 3, 7), (0,), (2, 0)])
+@pytest.mark.parametrize("shape", [(5,), (1, 2), (2, 3, 7), (0,), (2, 0), (3, 1, 1), (1, 4)])
+@pytest.mark.parametrize("small", [SMALL, 0])
 def test_products_are_those_of_the_plain_layer(
-    dtype: torch.dtype, bias: bool, shape: tuple[int, ...], products: Products
+    dtype: torch.dtype,
+    bias: bool,
+    shape: tuple[int, ...],
+    small: int,
+    products: Products,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(heads.packed, "SMALL", small)
     packed, plain = layers(dtype, bias)
     rows = torch.randn(*shape, 48, dtype=dtype)
     with torch.inference_mode():
@@ -59,6 +66,23 @@ def test_rows_need_not_lie_behind_each_other() -> None:
     packed, plain = layers(torch.float32, bias=True)
     rows = torch.randn(4, 8, 96)[:, ::2, ::2]
     torch.testing.assert_close(packed(rows), plain(rows))
+
+
+def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers: list[int] = []
+
+    def product(rows: Tensor, *_: object) -> Tensor:
+        numbers.append(len(rows))
+        return rows.new_zeros(len(rows), 32)
+
+    monkeypatch.setattr(heads.packed, "SMALL", 0)
+    packed, _ = layers(torch.float32, bias=False)
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", product)
+    for number in (1, 2, 3, 4, 9):
+        packed(torch.randn(number, 48))
+    assert numbers == [4, 4, 4, 4, 9]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from toys import save_target
 
 from heads.target.ends import TargetEnds
-from scripts import bench_generate, bench_operations, bench_prompt
+from scripts import bench_generate, bench_operations, bench_products, bench_prompt
 
 
 @pytest.fixture
@@ -93,3 +93,13 @@ def test_a_captured_step_is_one_launch_and_one_copy(name: str) -> None:
     make = bench_operations.drafters(target)[name]
     found = bench_operations.of_a_step(target, make, bench_operations.captured)
     assert found == {"graph": 1, "copy_": 1}
+
+
+def test_the_table_of_products(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(bench_products, "SIZES", ((32, 64), (64, 16)))
+    options = ["--rows", "1", "5", "--repeats", "1", "--megabytes", "0"]
+    monkeypatch.setattr("sys.argv", ["bench_products.py", *options])
+    bench_products.main()
+    head, _, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert head == "| dtype | matrix | 1 rows | 5 rows |"
+    assert [row.split(" | ")[1] for row in rows] == ["32 x 64", "64 x 16"] * 2
