@@ -89,7 +89,15 @@ def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
 
 def reserved(num_slots: int) -> int:
     """Slots of a buffer that is made where so many are needed: an eighth more."""
-    return -(-(num_slots + num_slots // 8) // ROUND_TO) * ROUND_TO
+    return rounded(num_slots + num_slots // 8)
+
+
+def rounded(num_slots: int) -> int:
+    """The next of the few numbers of slots that drafters read; every buffer has as many.
+
+    Texts grow with each step, and oneDNN compiles a bfloat16 product anew for each new length.
+    """
+    return -(-num_slots // ROUND_TO) * ROUND_TO
 
 
 def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:

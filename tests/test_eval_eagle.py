@@ -8,6 +8,7 @@ from conf.schema_eagle import EagleConfig, EagleForm
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
 from heads.drafting import Roots, Seen
+from heads.eagle import branch_attention
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
@@ -52,6 +53,22 @@ def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name
         assert replay(target, heads[name], Tree.chain(4), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
     assert num_accepted > 20
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_drafts_read_texts_of_few_lengths(target, prompts, heads, monkeypatch, kind: str) -> None:
+    widths: list[int] = []
+    usual = branch_attention.plain_attention
+
+    def plain_attention(query: torch.Tensor, branches: Branches) -> torch.Tensor:
+        widths.append(branches.keys.shape[1])
+        return usual(query, branches)
+
+    monkeypatch.setattr(branch_attention, "plain_attention", plain_attention)
+    head = heads["eagle3"]
+    drafter = EagleChain(head, 3) if kind == "chain" else EagleTree(head, DynamicShape(3, 2, 4))
+    decode(target, drafter, prompts[0], 80)
+    assert set(widths) == {64, 128}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -68,8 +68,9 @@ def test_rows_need_not_lie_behind_each_other() -> None:
     torch.testing.assert_close(packed(rows), plain(rows))
 
 
+@pytest.mark.parametrize(("small", "expected"), [(0, [4, 4, 4, 4, 9]), (SMALL, [2, 3, 4, 9])])
 def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
-    monkeypatch: pytest.MonkeyPatch,
+    small: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
 
@@ -77,12 +78,12 @@ def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
         numbers.append(len(rows))
         return rows.new_zeros(len(rows), 32)
 
-    monkeypatch.setattr(heads.packed, "SMALL", 0)
+    monkeypatch.setattr(heads.packed, "SMALL", small)
     packed, _ = layers(torch.float32, bias=False)
     monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", product)
     for number in (1, 2, 3, 4, 9):
         packed(torch.randn(number, 48))
-    assert numbers == [4, 4, 4, 4, 9]
+    assert numbers == expected
 
 
 @pytest.mark.parametrize(

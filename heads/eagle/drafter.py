@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.buffers import SlotBuffer
+from heads.buffers import SlotBuffer, rounded
 from heads.cache import Slots, upload
 from heads.confidence import Calibration
 from heads.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
@@ -105,7 +105,7 @@ class EagleMemory(ABC):
         new_keys, new_values = (
             each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
         )
-        width, needed = self._slots.width(places.shape[1]), seen.cache.needed
+        width, needed = rounded(self._slots.width(places.shape[1])), seen.cache.needed
         every = self.buffers[layer].write(new_keys, new_values, places, width, needed)
         return every[0].transpose(1, 2), every[1].transpose(1, 2)
 
