@@ -7,7 +7,6 @@ and takes as long for 5 rows as for one.
 """
 
 import os
-from collections.abc import Callable
 from itertools import count
 from typing import TypeGuard
 from weakref import finalize
@@ -25,7 +24,8 @@ SMALL = 1 << 19
 LARGEST_SHARE = 0.25
 """Of the machine's memory: larger models are not packed, as their weights then lie there twice."""
 
-_packed: dict[int, Tensor] = {}
+_packed: dict[int, tuple[int, Tensor]] = {}
+"""By the key of a layer: where the weights lie that were packed, and the packed ones."""
 _keys = count()
 # An operator, so that compiled regions call it as it is.
 _library = torch.library.Library("headsmith", "DEF")
@@ -33,12 +33,15 @@ _library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias, int key
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
+    place, packed = _packed.get(key, (None, weight))
+    if place != weight.data_ptr():  # of a layer that was copied, or cast
+        return linear(rows, weight, bias)
     product, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
     number = rows.numel() // width
     if number >= FEWEST_ROWS or weight.numel() <= SMALL:
-        return product(rows, _packed[key], bias, "none", [], "")
+        return product(rows, packed, bias, "none", [], "")
     filled = pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - number))
-    found = product(filled, _packed[key], bias, "none", [], "")
+    found = product(filled, packed, bias, "none", [], "")
     return found[:number].view(*rows.shape[:-1], len(weight))
 
 
@@ -50,27 +53,54 @@ _library.impl("packed_linear", _multiply, "CPU")
 _library.impl("packed_linear", _shaped, "Meta")
 
 
+class PackedLinear(nn.Linear):
+    """A linear layer whose weights lie in memory twice, once as oneDNN reads them.
+
+    Attributes:
+        key: of the packed ones.
+    """
+
+    key: int
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """See `nn.Linear`; by its weights as they are where gradients are wanted, or a cast."""
+        weight = self.weight
+        trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
+        is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL
+        if trained or cast or (is_small and input.numel() == self.in_features):
+            return linear(input, weight, self.bias)
+        return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
+
+
 def pack(*modules: nn.Module) -> None:
     """From now on their linear layers multiply over packed weights.
 
     Only on x86 CPUs, in float32 and, where they multiply it, bfloat16. The weights stay beside for
-    whoever reads them, or needs their gradients; they must not change any more. Does nothing where
-    they are too large, see `LARGEST_SHARE`.
+    whoever reads them, or needs their gradients; none of their numbers may change any more. Does
+    nothing where they are too large, see `LARGEST_SHARE`.
 
     Args:
-        modules: in eval mode, where they will stay.
+        modules: in eval mode.
     """
-    layers = {each for module in modules for each in module.modules() if _is_open(each)}
-    if sum(each.weight.nbytes for each in layers) <= LARGEST_SHARE * _memory_bytes():
-        for layer in layers:
-            layer.forward = _over_packed(layer)  # type: ignore[method-assign, assignment]
+    layers = {each for module in modules for each in module.modules() if _can_be_packed(each)}
+    if sum(each.weight.nbytes for each in layers) > LARGEST_SHARE * _memory_bytes():
+        return
+    for layer in layers:
+        weight, key = layer.weight, next(_keys)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), NUM_ROWS)
+        _packed[key] = weight.data_ptr(), packed
+        finalize(weight, _packed.pop, key)
+        layer.__class__ = PackedLinear
+        assert isinstance(layer, PackedLinear)
+        layer.key = key
 
 
-def _is_open(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer is a plain one that can be packed and is not yet."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is linear, and no more, on a CPU that multiplies packed weights of its dtype."""
+    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
-    return layer.weight.device.type == "cpu" and _is_multiplied(layer.weight.dtype)
+    return _is_multiplied(layer.weight.dtype)
 
 
 def _is_multiplied(dtype: torch.dtype) -> bool:
@@ -84,22 +114,3 @@ def _is_multiplied(dtype: torch.dtype) -> bool:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _over_packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A layer's `forward` over packed weights."""
-    weight, bias, key = layer.weight, layer.bias, next(_keys)
-    _packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), NUM_ROWS)
-    finalize(weight, _packed.pop, key)
-
-    width = weight.shape[1]
-    is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL
-
-    def forward(rows: Tensor) -> Tensor:
-        trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
-        cast = rows.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
-        if trained or cast or (is_small and rows.numel() == width):
-            return linear(rows, weight, bias)
-        return torch.ops.headsmith.packed_linear.default(rows, weight, bias, key)
-
-    return forward

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
@@ -202,16 +201,17 @@ def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) ->
 def test_target_heads_and_draft_model_multiply_over_packed_weights(
     llama: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, found = packed._over_packed, []
+    usual, found = packed._can_be_packed, {}
 
-    def over_packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-        found.append(tuple(layer.weight.shape))
+    def can_be_packed(layer: nn.Module) -> bool:
+        if usual(layer):
+            found[layer] = tuple(layer.weight.shape)
         return usual(layer)
 
-    monkeypatch.setattr(packed, "_over_packed", over_packed)
+    monkeypatch.setattr(packed, "_can_be_packed", can_be_packed)
     measured(llama, tmp_path, methods=["medusa_chain", "eagle_chain", "draft_chain"])
     targets = llama["target"].path, llama["draft"].path
     models = [load_target(TargetConfig(path), torch.device("cpu")).model for path in targets]
     models += [load_head(path) for path in (llama["head"].path, *llama["heads"])]
     linear = [each for model in models for each in model.modules() if type(each) is nn.Linear]
-    assert sorted(found) == sorted(tuple(each.weight.shape) for each in linear)
+    assert sorted(found.values()) == sorted(tuple(each.weight.shape) for each in linear)
