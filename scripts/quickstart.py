@@ -24,7 +24,7 @@ TRAIN = [
 ]  # fmt: skip
 
 SPEEDUP = [
-    "data.num_prompts=32",
+    "data.num_prompts=32", "num_repeats=2",
     "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,prompt_lookup,suffix]",
 ]  # fmt: skip
 
