@@ -4,6 +4,8 @@ A verify pass multiplies a handful of rows by every matrix of the target. Torch'
 each matrix out anew every time, which takes longer than the product: over 5 rows float32 ones take
 2 to 3 times those of a single row. oneDNN, over weights in its own order, reads each number once
 and takes as long for 5 rows as for one.
+
+Letters: D numbers of a row, N of its product.
 """
 
 import os
@@ -63,7 +65,7 @@ class PackedLinear(nn.Linear):
     key: int
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """See `nn.Linear`; by its weights as they are where gradients are wanted, or a cast."""
+        """[..., N] of rows [..., D]; by torch itself where gradients or a cast are wanted."""
         weight = self.weight
         trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")

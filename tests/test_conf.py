@@ -64,7 +64,7 @@ QUICKLY_SHOWN = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = (
     "capture", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses", "memory",
-    "operations", "peers", "prompt", "rates", "train", "unroll",
+    "operations", "peers", "products", "prompt", "rates", "train", "unroll",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 
