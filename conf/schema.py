@@ -237,6 +237,7 @@ class TrainConfig:
     adam_learning_rate: float | int | str = AUTO
     """The same for what AdamW updates beside Muon."""
     weight_decay: float = 0.0
+    """Share of a weight, times the learning rate, that a step takes from it."""
     adam_beta2: float = 0.999
     """Decay of AdamW's second moment; the first's is 0.9."""
     max_grad_norm: float | None = 1.0
@@ -301,7 +302,9 @@ class LogConfig:
 
     tracker: Tracker = Tracker.none
     project: str = "headsmith"
+    """Name of the project there."""
     run_name: str | None = None
+    """Name of the run there; unset means the tracker's choice."""
 
 
 @dataclass
@@ -311,6 +314,7 @@ class HeadRef:
     path: str | None = None
     """Folder or Hub id."""
     revision: str | None = None
+    """Branch, tag or commit on the Hub."""
     layers: list[int] | None = None
     """Target features that an EAGLE-3 head reads, as indices of `output_hidden_states`, for a
     published head whose config counts them otherwise (SGLang's are one less)."""
@@ -333,6 +337,7 @@ class RolloutConfig:
     max_new_tokens: int = 256
     """Tokens of an answer at most; with its prompt it is cut to `data.max_length`."""
     temperature: float = 0.0
+    """0 takes the likeliest token."""
     batch_size: int = 16
     """Answers that a process writes, or asks for, side by side."""
     endpoint: str | None = None
@@ -352,7 +357,9 @@ class TrainRun(DataRun):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/head"
+    """Folder for the head, its checkpoints and metrics."""
     seed: int = 0
+    """Of new weights, the order of data, noise and draws."""
 
     def __post_init__(self) -> None:
         if self.rollout.steps is not None and self.data.features is not None:
@@ -363,30 +370,8 @@ class TrainRun(DataRun):
 
 
 @dataclass
-class RegenerateRun(DataRun):
-    """`scripts/regenerate.py`."""
-
-    endpoint: str | None = None
-    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset is in process."""
-    model: str | None = None
-    """Model name sent to the endpoint; unset takes the first it lists."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the endpoint's key, if it needs one."""
-    concurrency: int = 16
-    """Requests in flight."""
-    max_retries: int = 5
-    timeout_s: float = 300.0
-    batch_size: int = 16
-    """Conversations generated together in process."""
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    out_dir: str = "outputs/regenerated"
-    """Holds `conversations.jsonl`; a second start continues it."""
-    seed: int = 0
-
-
-@dataclass
 class ShowMaskRun(DataRun):
     """`scripts/show_mask.py`."""
 
     num_samples: int = 3
+    """Conversations that are shown."""

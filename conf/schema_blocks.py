@@ -22,11 +22,14 @@ class BlockConfig:
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
     vocabulary are kept."""
     revision: str | None = None
+    """Branch, tag or commit on the Hub."""
     layers: list[int] | None = None
     """Target features that it fuses, as indices of `output_hidden_states`; unset takes
     `num_features` of them in even steps."""
     num_features: int = 5
+    """Target features that are fused."""
     num_layers: int = 5
+    """Transformer layers of the head."""
     block_size: int = 16
     """Rows of a block. The first holds the token that is sure: of a head that fills in masks it
     drafts nothing, so there is a draft token less than rows."""

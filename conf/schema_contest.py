@@ -53,6 +53,7 @@ class ContestRun(DataRun):
     concurrency: list[int] = field(default_factory=lambda: [1, 4])
     """Batch sizes at which tokens/s are predicted and measured."""
     max_new_tokens: int = 128
+    """Tokens of an answer at most."""
     num_turns: int = 2
     """Questions of a dialogue that are asked."""
     num_repeats: int = 3
@@ -64,6 +65,7 @@ class ContestRun(DataRun):
     out_dir: str = "outputs/contest"
     """A second start goes on."""
     seed: int = 0
+    """Of weights, data and draws."""
 
     def __post_init__(self) -> None:
         positive("", self, "tokens", "minutes", "max_new_tokens", "num_turns", "num_repeats")

@@ -67,6 +67,7 @@ class EagleConfig:
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
     vocabulary are kept."""
     revision: str | None = None
+    """Branch, tag or commit on the Hub."""
     form: EagleForm = EagleForm.eagle3
     layers: list[int] | None = None
     """Target features that EAGLE-3 fuses, as indices of `output_hidden_states`; unset takes
@@ -103,11 +104,13 @@ class EagleConfig:
     """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
     first, which is what they draft; not the papers' 1 (heads/README.md)."""
     divergence_weight: float = 1.0
+    """Of `divergence` from the target's distribution."""
     regression_weight: float = 0.0
     """Of SmoothL1 between drafted and true features (EAGLE-1)."""
     top_k_weight: float = 0.0
     """Of -sum of p log q over the target's `top_k` likeliest tokens (HASS)."""
     top_k: int = 10
+    """Tokens of `top_k_weight`."""
     noise: float = 0.0
     """Width of the uniform noise on input features, at 512 tokens; divided by length / 512."""
 

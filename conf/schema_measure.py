@@ -35,6 +35,7 @@ class MeasureRun(DataRun):
 
     head: HeadRef = field(default_factory=HeadRef)
     max_new_tokens: int = 128
+    """Tokens of an answer at most."""
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
@@ -64,7 +65,9 @@ class MeasureRun(DataRun):
     """Questions of a dialogue that are asked; each follows the target's own greedy answers to
     those before it."""
     out_dir: str = "outputs/measure"
+    """Folder for results and pictures."""
     seed: int = 0
+    """Of the draws, above temperature 0, and of intervals."""
 
     def __post_init__(self) -> None:
         positive("", self, "max_new_tokens", "depth", "top_k", "output_rank", "num_turns")
@@ -99,6 +102,7 @@ class DraftModelConfig:
     path: str | None = None
     """Hub id or folder; one with another tokenizer drafts text that is encoded again."""
     revision: str | None = None
+    """Branch, tag or commit on the Hub."""
     num_tokens: int = 5
     """Draft tokens of a chain."""
     heuristic: bool = False
@@ -121,9 +125,11 @@ class LookupConfig:
     """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
     num_tokens: int = 10
+    """Draft tokens of a chain."""
     max_ngram: int = 3
     """Longest run of last tokens that is looked for."""
     min_ngram: int = 1
+    """Shortest such run."""
 
     def __post_init__(self) -> None:
         positive("lookup", self, "num_tokens", "max_ngram", "min_ngram")
@@ -139,6 +145,7 @@ class SuffixConfig:
     """Suffix decoding (arXiv 2411.04975); the defaults are vLLM's."""
 
     num_tokens: int = 24
+    """Draft tokens at most."""
     max_ngram: int = 24
     """Longest run of last tokens that is continued."""
     factor: float = 1.0
@@ -200,7 +207,9 @@ class TypicalConfig:
     """Medusa's typical acceptance, which is lossy; see `heads.sampling.Typical`."""
 
     threshold: float = 0.09
+    """Probability from which a token is accepted at the latest (epsilon)."""
     alpha: float = 0.3
+    """Of alpha exp(-entropy), from which it is where the target is unsure (delta)."""
 
     def __post_init__(self) -> None:
         positive("typical", self, "threshold", "alpha")
@@ -308,7 +317,9 @@ class PruneRun(DataRun):
     depth: int | None = None
     """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
     out_dir: str = "outputs/pruned"
+    """Folder for the pruned heads and the table."""
     seed: int = 0
+    """Of the packing, of which conversations are held out, and of intervals."""
 
     def __post_init__(self) -> None:
         positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
@@ -380,3 +391,4 @@ class CompareRun:
     results: list[str] = field(default_factory=list)
     """Folders with `acceptance.json`; a row is called after its folder."""
     out_dir: str = "outputs/comparison"
+    """Folder for the table and the picture."""

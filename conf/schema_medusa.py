@@ -20,6 +20,7 @@ class MedusaConfig:
     path: str | None = None
     """A saved head to start from: folder or Hub id."""
     revision: str | None = None
+    """Branch, tag or commit on the Hub."""
     num_heads: int = 4
     """Head k (from 1) predicts the token k + 1 positions ahead."""
     num_layers: int = 1

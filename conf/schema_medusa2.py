@@ -37,6 +37,7 @@ class AdapterConfig:
     """The LoRA (arXiv 2106.09685) that the target gets."""
 
     rank: int = 32
+    """Of the two matrices beside each linear layer."""
     alpha: int = 16
     """What the adapter adds is scaled by alpha / rank."""
     dropout: float = 0.05
@@ -120,3 +121,4 @@ class MergeAdapterRun:
 
     target: TargetConfig = field(default_factory=TargetConfig)
     out_dir: str = "outputs/merged"
+    """Folder for the merged model and its tokenizer."""

@@ -17,6 +17,7 @@ class PEagleConfig(EagleConfig):
     """A P-EAGLE head (arXiv 2602.01469): EAGLE-3's settings, but for those in `OTHERS`."""
 
     num_layers: int = 4
+    """Transformer layers of the head."""
     num_steps: int = 8
     """Draft tokens of a pass."""
     step_decay: float = 1.0

@@ -26,6 +26,7 @@ class PushRun:
     """Folders that `scripts/export.py` wrote of this head, pushed with it."""
     layout: Layout = Layout.one
     private: bool = True
+    """Make the repository private, if it is made."""
     publish_private_target: bool = False
     """Push a head with `private=false` although its target is a private repository."""
     dry_run: bool = False
@@ -35,3 +36,4 @@ class PushRun:
     measured: str | None = None
     """Folder with `acceptance.json` / `speedup.json` to quote; unset looks beside the head."""
     out_dir: str = "outputs/push"
+    """Folder for what would be uploaded."""

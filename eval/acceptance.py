@@ -8,6 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import AcceptanceRun
+
+COMMAND = Command(__doc__, AcceptanceRun, "acceptance")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from dataclasses import asdict
 from typing import Any
 
@@ -15,11 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.schema_measure import AcceptanceRun, Mode
+from conf.schema_measure import Mode
 from data.journal import Journal
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation import Step
-from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import (
     Bench,
@@ -140,4 +146,4 @@ def main(config: AcceptanceRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, AcceptanceRun, "acceptance")
+    COMMAND.run(main)

@@ -12,6 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_calibrate import CalibrateRun
+
+COMMAND = Command(__doc__, CalibrateRun, "calibrate")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,7 +28,6 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.schema import InputError
-from conf.schema_calibrate import CalibrateRun
 from conf.schema_measure import SpeedupRun
 from data.journal import Journal
 from eval.compare.figures import summarise
@@ -29,7 +35,6 @@ from eval.compare.methods import VANILLA, Method
 from eval.compare.timing import time_methods
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generation import Generation, Step
-from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
 from eval.measure.heads import CONFIDENCE_FILE, BenchHead, device_name, write_beside
@@ -266,4 +271,4 @@ def main(config: CalibrateRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, CalibrateRun, "calibrate")
+    COMMAND.run(main)

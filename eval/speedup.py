@@ -9,18 +9,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import SpeedupRun
+
+COMMAND = Command(__doc__, SpeedupRun, "speedup")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from conf.schema_measure import SpeedupRun
 from eval.compare.figures import summarise
 from eval.compare.methods import build_methods, check_methods, choose_methods
 from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
 from eval.decode.captured import slots_for
-from eval.entry import run
 from eval.measure.bench import open_bench, open_journal, write_result
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
@@ -85,4 +90,4 @@ def main(config: SpeedupRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, SpeedupRun, "speedup")
+    COMMAND.run(main)

@@ -11,6 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import TreeSearchRun
+
+COMMAND = Command(__doc__, TreeSearchRun, "tree_search")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,13 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema import InputError
-from conf.schema_measure import SpeedupRun, TreeSearchRun
+from conf.schema_measure import SpeedupRun
 from eval.compare.figures import summarise
 from eval.compare.methods import VANILLA, Method
 from eval.compare.timing import time_methods
 from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.generation import Generation
-from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.heads import SHAPE_FILE, BenchHead, write_beside
@@ -335,4 +341,4 @@ def main(config: TreeSearchRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, TreeSearchRun, "tree_search")
+    COMMAND.run(main)

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from conf.entry import head_recipe
 from conf.schema import Optimizer, TargetConfig
 from conf.schema_eagle import EagleConfig
 from data.embedded import Recipe, ensure_embedded
-from eval.entry import head_recipe
 from heads.target.load import load_target
 from heads.vocab import DraftVocab
 from scripts.bench.objectives import fresh_objective

@@ -17,6 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_capture import CaptureRun
+
+COMMAND = Command(__doc__, CaptureRun, "capture")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import torch
 from accelerate import PartialState
 from safetensors.torch import save
@@ -25,14 +32,12 @@ from tqdm import tqdm
 
 from conf.retry import retried
 from conf.schema import InputError
-from conf.schema_capture import CaptureRun
 from data.embedded import fill_unset
 from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
 from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
 from data.provenance import provenance
 from data.shard import ShardIndex, file_checksum, is_whole
-from eval import entry
 from eval.measure.processes import start
 from heads.target.ends import TargetEnds
 from heads.target.layerless import LayerlessTarget
@@ -244,4 +249,4 @@ def finish(work: Work, state: PartialState) -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main, CaptureRun, "capture")
+    COMMAND.run(main)

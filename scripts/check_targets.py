@@ -11,6 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_targets import TargetsRun
+
+COMMAND = Command(__doc__, TargetsRun, "check_targets")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import json
 import multiprocessing
 import os
@@ -23,9 +30,7 @@ import transformers
 from tqdm import tqdm
 
 from conf.schema import InputError
-from conf.schema_targets import TargetsRun
 from data.journal import write_whole
-from eval.entry import run
 from scripts.zoo.checks import check_target
 from scripts.zoo.families import NO_TARGET
 from scripts.zoo.report import counts, result, table
@@ -118,4 +123,4 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main, TargetsRun, "check_targets")
+    COMMAND.run(main)

@@ -11,13 +11,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import CompareRun
+
+COMMAND = Command(__doc__, CompareRun, "compare")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from conf.schema import InputError
-from conf.schema_measure import CompareRun
-from eval.entry import run
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.figures import plot_comparison
 
@@ -135,4 +140,4 @@ def main(config: CompareRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, CompareRun, "compare")
+    COMMAND.run(main)

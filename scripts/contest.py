@@ -15,15 +15,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_contest import ContestRun
+
+COMMAND = Command(__doc__, ContestRun, "contest")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import json
 
 from conf.schema import DataRun, InputError
-from conf.schema_contest import ContestPart, ContestRun
+from conf.schema_contest import ContestPart
 from data.embedded import fill_unset
 from data.journal import locked
 from data.sources import SUFFIXES
 from eval.compare.methods import check_methods
-from eval.entry import run
 from scripts.matches import plan, report
 from scripts.matches.parts import Part, Took, end_orphans
 from scripts.matches.parts import run as run_part
@@ -104,4 +110,4 @@ def main(config: ContestRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, ContestRun, "contest")
+    COMMAND.run(main)

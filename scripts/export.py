@@ -10,11 +10,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_export import ExportRun
+
+COMMAND = Command(__doc__, ExportRun, "export")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import torch
 
 from conf.schema import InputError, TargetConfig
-from conf.schema_export import ExportRun
-from eval.entry import run
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.kind import UNKNOWN, DraftHead
@@ -101,4 +106,4 @@ def _verify(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main, ExportRun, "export")
+    COMMAND.run(main)

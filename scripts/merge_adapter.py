@@ -8,11 +8,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_medusa2 import MergeAdapterRun
+
+COMMAND = Command(__doc__, MergeAdapterRun, "merge_adapter")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import torch
 
 from conf.schema import Dtype, InputError, Quantization
-from conf.schema_medusa2 import MergeAdapterRun
-from eval.entry import run
 from heads.storage import write_folder
 from heads.target.load import load_model, load_tokenizer, resolve_dtype, with_adapter
 
@@ -55,4 +60,4 @@ def check(config: MergeAdapterRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, MergeAdapterRun, "merge_adapter")
+    COMMAND.run(main)

@@ -9,6 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import PruneRun
+
+COMMAND = Command(__doc__, PruneRun, "prune")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +27,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from conf.schema import InputError
-from conf.schema_measure import PruneRun
 from data.embedded import fill_unset
 from data.journal import write_whole
 from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
-from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import check_window, greedy_responses
 from eval.measure.heads import BenchHead, device_name
@@ -329,4 +334,4 @@ def write(
 
 
 if __name__ == "__main__":
-    run(main, PruneRun, "prune")
+    COMMAND.run(main)

@@ -12,12 +12,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_push import PushRun
+
+COMMAND = Command(__doc__, PushRun, "push")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from conf.schema import InputError
-from conf.schema_push import Layout, PushRun
-from eval.entry import run
+from conf.schema_push import Layout
 from heads.kind import DraftHead
 from heads.kinds import kind_of, load_head
 from heads.storage import PROVENANCE
@@ -277,4 +283,4 @@ def _write_out(repos: dict[str, Path], out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main, PushRun, "push")
+    COMMAND.run(main)

@@ -20,16 +20,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_regenerate import RegenerateRun
+
+COMMAND = Command(__doc__, RegenerateRun, "regenerate")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import torch
 from tqdm import tqdm
 
-from conf.schema import Form, InputError, OnBadRow, RegenerateRun, not_negative, positive
+from conf.schema import Form, InputError, OnBadRow
 from data.chat import Encoder
 from data.embedded import ensure_embedded
 from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Records, load_data
-from eval.entry import run
 from heads.packed import pack
 from heads.target.load import load_target, resolve_dtype
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
@@ -83,7 +89,6 @@ class Tally:
 
 def main(config: RegenerateRun) -> None:
     """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
-    _check(config)
     records = _load(config)
     dialogues = _dialogues(records, config)
     endpoint = _endpoint(config)
@@ -110,16 +115,6 @@ def main(config: RegenerateRun) -> None:
     _report(config, rows, tally)
     if tally.of(RowFailed):
         sys.exit(1)
-
-
-def _check(config: RegenerateRun) -> None:
-    positive("", config, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
-    not_negative("", config, "temperature", "max_retries")
-    if config.endpoint is None and config.model is not None:
-        raise InputError(
-            f"model={config.model}: names an endpoint's model, and endpoint is not set; "
-            "in process it is target.path"
-        )
 
 
 def _load(config: RegenerateRun) -> Records:
@@ -312,4 +307,4 @@ def _list(problems: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, RegenerateRun, "regenerate")
+    COMMAND.run(main)

@@ -13,6 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_repair import RepairRun
+
+COMMAND = Command(__doc__, RepairRun, "repair")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +29,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.schema import InputError
-from conf.schema_repair import RepairRun
 from data.provenance import provenance
 from eval.decode.engine import NoDraft, decode
-from eval.entry import run
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.prompts import Prompt
@@ -172,4 +177,4 @@ def main(config: RepairRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, RepairRun, "repair")
+    COMMAND.run(main)

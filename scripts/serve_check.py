@@ -17,15 +17,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import ServeCheckRun
+
+COMMAND = Command(__doc__, ServeCheckRun, "serve_check")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from conf.schema import InputError
-from conf.schema_measure import ServeCheckRun
 from data.endpoint import Endpoint
 from data.engine_counts import DraftCounts, RunningEngine
-from eval.entry import run
 from eval.measure.bench import Bench, check_out_dir, open_bench, seed_of, write_result
 from eval.measure.counts import Totals, divergences, drafted, problems
 
@@ -124,4 +129,4 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run(main, ServeCheckRun, "serve_check")
+    COMMAND.run(main)

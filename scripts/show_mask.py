@@ -5,17 +5,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema import ShowMaskRun
+
+COMMAND = Command(__doc__, ShowMaskRun, "show_mask")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from conf.schema import ShowMaskRun
 from data.chat import Encoder, Sample
 from data.embedded import fill_unset
 from data.records import load_data
-from eval.entry import run
 from heads.target.load import tokenizer_of
 
 
@@ -58,4 +63,4 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bo
 
 
 if __name__ == "__main__":
-    run(main, ShowMaskRun, "show_mask")
+    COMMAND.run(main)

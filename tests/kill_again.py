@@ -31,14 +31,11 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
     os.dup2(file, 2)
     code = 1
     try:
-        from eval import entry
-
         module = importlib.import_module(ENTRIES[name])
         sys.argv = [module.__file__, *overrides]
         if name == "capture":
             module.SHARD_BYTES = 4000  # a sequence or two, so that there are many
-        recipe = "eagle3" if name == "eagle" else None
-        entry.run(module.main, module.main.__annotations__["config"], name, recipe)
+        module.COMMAND.run(module.main)
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)

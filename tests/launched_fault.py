@@ -13,9 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from conf.schema import TrainConfig
-from conf.schema_medusa import MedusaRun
 from data.layout import HIDDEN
-from eval import entry
 from train import medusa
 from train.dist import processes
 from train.loop import command, evaluation, loop
@@ -84,4 +82,4 @@ FAULTS = {
 if __name__ == "__main__":
     FAULTS[sys.argv.pop(1)]()
     sys.argv[0] = str(medusa.__file__)
-    entry.run(medusa.main, MedusaRun, "medusa")
+    medusa.COMMAND.run(medusa.main)

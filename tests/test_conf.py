@@ -7,60 +7,14 @@ from pathlib import Path
 
 import commands
 import pytest
-from hydra import compose, initialize_config_dir
+from doors import COMMANDS
 from omegaconf import OmegaConf
 
-from conf import (
-    schema,
-    schema_calibrate,
-    schema_capture,
-    schema_contest,
-    schema_dflash,
-    schema_dflash2,
-    schema_dspark,
-    schema_eagle,
-    schema_export,
-    schema_measure,
-    schema_medusa,
-    schema_medusa2,
-    schema_peagle,
-    schema_push,
-    schema_repair,
-    schema_targets,
-)
-from eval.entry import register
+from conf import schema, schema_measure, schema_medusa
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
-ENTRIES = {
-    "train/medusa.py": schema_medusa.MedusaRun,
-    "train/medusa2.py": schema_medusa2.Medusa2Run,
-    "train/eagle.py": schema_eagle.EagleRun,
-    "train/dflash.py": schema_dflash.DFlashRun,
-    "train/dflash2.py": schema_dflash2.DFlash2Run,
-    "train/dspark.py": schema_dspark.DSparkRun,
-    "train/peagle.py": schema_peagle.PEagleRun,
-    "eval/acceptance.py": schema_measure.AcceptanceRun,
-    "eval/speedup.py": schema_measure.SpeedupRun,
-    "eval/tree_search.py": schema_measure.TreeSearchRun,
-    "eval/calibrate.py": schema_calibrate.CalibrateRun,
-    "scripts/capture.py": schema_capture.CaptureRun,
-    "scripts/regenerate.py": schema.RegenerateRun,
-    "scripts/show_mask.py": schema.ShowMaskRun,
-    "scripts/push.py": schema_push.PushRun,
-    "scripts/merge_adapter.py": schema_medusa2.MergeAdapterRun,
-    "scripts/compare.py": schema_measure.CompareRun,
-    "scripts/contest.py": schema_contest.ContestRun,
-    "scripts/serve_check.py": schema_measure.ServeCheckRun,
-    "scripts/export.py": schema_export.ExportRun,
-    "scripts/prune.py": schema_measure.PruneRun,
-    "scripts/repair.py": schema_repair.RepairRun,
-    "scripts/check_targets.py": schema_targets.TargetsRun,
-}
-
-
-# One of each folder: a start imports torch.
-QUICKLY_SHOWN = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
+ONE_OF_EACH_FOLDER = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = (
     "capture", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses", "memory",
@@ -77,33 +31,21 @@ def command(entry: str, *arguments: str, cwd: Path) -> "subprocess.CompletedProc
 def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
     found = [p for d in ("train", "eval", "scripts") for p in (ROOT / d).glob("*.py")]
     entries = {str(p.relative_to(ROOT)) for p in found if "__main__" in p.read_text()}
-    assert entries == {*ENTRIES, *PLAIN, *BENCHES}
+    assert entries == {*COMMANDS, *PLAIN, *BENCHES}
     for entry in entries:
         assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(entry, marks=[] if entry in QUICKLY_SHOWN else pytest.mark.slow)
-        for entry in sorted(ENTRIES)
-    ],
-)
+@pytest.mark.parametrize("entry", ONE_OF_EACH_FOLDER)
 def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path) -> None:
     for name in ("data", "heads", "conf"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('decoy')\n")
     shown = command(entry, "--cfg", "job", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    for field in fields(ENTRIES[entry]):
+    for field in fields(COMMANDS[entry].schema):
         assert f"\n{field.name}:" in "\n" + shown.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["conf", "data", "heads"]
-
-
-def test_help_lists_the_settings(tmp_path: Path) -> None:
-    shown = command("train/medusa.py", "--help", cwd=tmp_path)
-    assert shown.returncode == 0
-    assert "learning_rate: auto" in shown.stdout
 
 
 def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None:
@@ -186,10 +128,7 @@ HASS = {
     ],
 )
 def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) -> None:
-    register(schema_eagle.EagleRun, "eagle", "eagle3")
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        composed = compose("eagle", [f"head={recipe}"])
-    run = OmegaConf.to_object(composed)
+    run = OmegaConf.to_object(COMMANDS["train/eagle.py"].composed([f"head={recipe}"]))
     found = {name: getattr(run.head, name) for name in head}
     assert {n: v.value if isinstance(v, Enum) else v for n, v in found.items()} == head
     assert (run.train.learning_rate, run.train.optimizer.value) == ("auto", "auto")
@@ -198,14 +137,11 @@ def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) ->
 
 
 def test_objects_are_given_on_the_command_line() -> None:
-    register(schema_medusa.MedusaRun, "medusa", None)
     given = [
         "data.columns={prompt: ask, response: reply}",
         "data.chat_template_kwargs={enable_thinking: false, style: dry}",
     ]
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        composed = compose("medusa", given)
-    run = OmegaConf.to_object(composed)
+    run = OmegaConf.to_object(COMMANDS["train/medusa.py"].composed(given))
     assert run.data.columns == {"prompt": "ask", "response": "reply"}
     assert run.data.chat_template_kwargs == {"enable_thinking": False, "style": "dry"}
 
@@ -218,5 +154,5 @@ def test_arguments_of_a_chat_template_are_an_object() -> None:
 
 
 def test_every_setting_has_a_default() -> None:
-    for entry in ENTRIES.values():
-        assert is_dataclass(entry())
+    for command in COMMANDS.values():
+        assert is_dataclass(command.schema())

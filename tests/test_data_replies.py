@@ -8,7 +8,8 @@ import torch
 from templates import Family
 from test_data_templates import FAMILIES, LOOK, Says, assistant, encoder, written
 
-from conf.schema import DataConfig, Dtype, InputError, RegenerateRun, TargetConfig
+from conf.schema import DataConfig, Dtype, InputError, TargetConfig
+from conf.schema_regenerate import RegenerateRun
 from data.records import load_records
 from data.replies import read_reply
 from scripts import regenerate

@@ -1,86 +1,25 @@
 import re
 import shlex
+import sys
 from dataclasses import is_dataclass
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import doors
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from conf import (
-    schema,
-    schema_calibrate,
-    schema_capture,
-    schema_contest,
-    schema_dflash,
-    schema_dflash2,
-    schema_dspark,
-    schema_eagle,
-    schema_export,
-    schema_measure,
-    schema_medusa,
-    schema_medusa2,
-    schema_peagle,
-    schema_push,
-    schema_repair,
-    schema_targets,
-)
 from data.engine_states import EngineTaps
 from data.forms import SHAPES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
 from data.messages import LEARNT, REASONING, ROLES
 from eval.compare.methods import known_methods
-from eval.entry import register
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}}
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
-MODULES = (
-    schema,
-    schema_calibrate,
-    schema_capture,
-    schema_contest,
-    schema_dflash,
-    schema_dflash2,
-    schema_dspark,
-    schema_eagle,
-    schema_export,
-    schema_measure,
-    schema_medusa,
-    schema_medusa,
-    schema_medusa2,
-    schema_peagle,
-    schema_push,
-    schema_repair,
-    schema_targets,
-)
-SCHEMAS = {
-    "dflash": schema_dflash.DFlashRun,
-    "dflash2": schema_dflash2.DFlash2Run,
-    "dspark": schema_dspark.DSparkRun,
-    "peagle": schema_peagle.PEagleRun,
-    "medusa": schema_medusa.MedusaRun,
-    "eagle": schema_eagle.EagleRun,
-    "acceptance": schema_measure.AcceptanceRun,
-    "speedup": schema_measure.SpeedupRun,
-    "tree_search": schema_measure.TreeSearchRun,
-    "calibrate": schema_calibrate.CalibrateRun,
-    "capture": schema_capture.CaptureRun,
-    "regenerate": schema.RegenerateRun,
-    "show_mask": schema.ShowMaskRun,
-    "push": schema_push.PushRun,
-    "compare": schema_measure.CompareRun,
-    "contest": schema_contest.ContestRun,
-    "serve_check": schema_measure.ServeCheckRun,
-    "export": schema_export.ExportRun,
-    "medusa2": schema_medusa2.Medusa2Run,
-    "merge_adapter": schema_medusa2.MergeAdapterRun,
-    "prune": schema_measure.PruneRun,
-    "repair": schema_repair.RepairRun,
-    "check_targets": schema_targets.TargetsRun,
-}
+DOORS = {command.name: command for command in doors.COMMANDS.values()}
 # Without Hydra: one has a test of its own that runs it, the other takes three numbers.
 PLAIN = {"verify_export", "bench_engine"}
 # What has no default.
@@ -127,10 +66,7 @@ def keys(schema: Any, prefix: str = "") -> set[str]:
 
 def composes(name: str, overrides: list[str]) -> None:
     """Raises where the command refuses these settings."""
-    own = name if name in RECIPES else None
-    register(SCHEMAS[name], name, "eagle3" if name == "eagle" else own)
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        OmegaConf.to_object(compose(name, overrides))
+    OmegaConf.to_object(DOORS[name].composed(overrides))
 
 
 def slug(heading: str) -> str:
@@ -138,9 +74,10 @@ def slug(heading: str) -> str:
 
 
 SPANS = {page: spans(text) for page, text in PAGES.items()}
-KEYS = {name: keys(node) for name, node in SCHEMAS.items()}
+KEYS = {name: keys(command.schema) for name, command in DOORS.items()}
 SETTINGS = set().union(*KEYS.values())
-ENUMS = [kind for module in MODULES for kind in vars(module).values() if isinstance(kind, EnumMeta)]
+SCHEMAS = [module for name, module in sys.modules.items() if name.startswith("conf.schema")]
+ENUMS = [kind for module in SCHEMAS for kind in vars(module).values() if isinstance(kind, EnumMeta)]
 VALUES = {value.value for kind in ENUMS for value in kind}
 RECIPES = {file.stem for file in (ROOT / "conf/head").glob("*.yaml")}
 COMMAND = re.compile(r"(?:python|accelerate launch\b.*?|sbatch\b.*?) +(\S+/(\w+)\.py)(.*)")
@@ -166,7 +103,7 @@ def test_every_command_composes(path: str, name: str, rest: str) -> None:
 
 
 def test_every_command_is_shown() -> None:
-    assert {name for _, name, _ in COMMANDS} == {*SCHEMAS, *PLAIN}
+    assert {name for _, name, _ in COMMANDS} == {*DOORS, *PLAIN}
 
 
 def test_every_script_is_named() -> None:
@@ -233,7 +170,7 @@ def test_values_named_in_code_are_allowed(word: str) -> None:
     if key == "head":
         assert value in RECIPES
         return
-    commands = [name for name in SCHEMAS if key in KEYS[name]]
+    commands = [name for name in DOORS if key in KEYS[name]]
     assert commands
     if value:
         composes(commands[0], [word, *REQUIRED.get(commands[0], [])])

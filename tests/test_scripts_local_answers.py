@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import DataConfig, Dtype, InputError, OnBadRow, RegenerateRun, TargetConfig
+from conf.schema import DataConfig, Dtype, InputError, OnBadRow, TargetConfig
+from conf.schema_regenerate import RegenerateRun
 from data.chat import Encoder
 from data.records import Record
 from scripts import regenerate

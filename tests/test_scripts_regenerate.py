@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from conf.schema import DataConfig, InputError, OnBadRow, RegenerateRun
+from conf.schema import DataConfig, InputError, OnBadRow
+from conf.schema_regenerate import RegenerateRun
 from data import endpoint as endpoint_module
 from data.endpoint import retry_after_s
 from data.journal import Journal

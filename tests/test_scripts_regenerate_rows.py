@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import DataConfig, RegenerateRun
+from conf.schema import DataConfig
+from conf.schema_regenerate import RegenerateRun
 from scripts import regenerate
 from tests.chat_server import ChatServer
 from tests.chats import assistant, rows_in, user, write_rows

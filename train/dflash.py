@@ -5,11 +5,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_dflash import DFlashRun
+
+COMMAND = Command(__doc__, DFlashRun, "dflash", ("dflash",))
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from torch import Tensor
 
-from conf.schema_dflash import DFlashConfig, DFlashRun
+from conf import entry
+from conf.schema_dflash import DFlashConfig
 from data.features import TrainingData
-from eval import entry
 from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead
 from heads.target.ends import TargetEnds
@@ -70,4 +77,4 @@ def default_objective(head: DFlashHead, target: TargetEnds) -> DFlashObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, DFlashRun, "dflash", recipe="dflash")
+    COMMAND.run(main)

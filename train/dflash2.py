@@ -5,14 +5,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_dflash2 import DFlash2Run
+
+COMMAND = Command(__doc__, DFlash2Run, "dflash2", ("dflash2",))
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from conf import entry
 from conf.schema import InputError
-from conf.schema_dflash2 import DFlash2Config, DFlash2Run
+from conf.schema_dflash2 import DFlash2Config
 from data.features import TrainingData
-from eval import entry
 from heads.dflash2.formats import load_dflash2
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
 from heads.target.ends import TargetEnds
@@ -120,4 +127,4 @@ def default_objective(head: DFlash2Head, target: TargetEnds) -> DFlash2Objective
 
 
 if __name__ == "__main__":
-    entry.run(main, DFlash2Run, "dflash2", recipe="dflash2")
+    COMMAND.run(main)

@@ -5,13 +5,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_dspark import DSparkRun
+
+COMMAND = Command(__doc__, DSparkRun, "dspark", ("dspark",))
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.schema_dspark import DSparkConfig, DSparkRun, Markov
+from conf import entry
+from conf.schema_dspark import DSparkConfig, Markov
 from data.features import TrainingData
-from eval import entry
 from heads.dspark.formats import load_dspark
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
 from heads.target.ends import TargetEnds
@@ -114,4 +121,4 @@ def default_objective(head: DSparkHead, target: TargetEnds) -> DSparkObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, DSparkRun, "dspark", recipe="dspark")
+    COMMAND.run(main)

@@ -8,6 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_eagle import EagleRun
+
+COMMAND = Command(__doc__, EagleRun, "eagle", ("eagle3", "eagle1", "eagle3_1", "hass"))
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -15,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from conf import entry
 from conf.schema import InputError
-from conf.schema_eagle import EagleConfig, EagleForm, EagleRun, OutputHead, TokenNormalizer
+from conf.schema_eagle import EagleConfig, EagleForm, OutputHead, TokenNormalizer
 from data.features import TrainingData
 from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from eval import entry
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
@@ -204,4 +211,4 @@ def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, EagleRun, "eagle", recipe="eagle3")
+    COMMAND.run(main)

@@ -5,13 +5,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_medusa import MedusaRun
+
+COMMAND = Command(__doc__, MedusaRun, "medusa")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from torch import Tensor
 
 from conf.schema import InputError, Schedule
-from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
+from conf.schema_medusa import Labels, MedusaConfig
 from data.features import TrainingData
 from data.layout import HIDDEN
-from eval import entry
 from heads.medusa.head import MedusaHead
 from heads.target.ends import TargetEnds
 from heads.vocab import DraftVocab
@@ -112,4 +118,4 @@ def default_objective(head: MedusaHead, target: TargetEnds) -> MedusaObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, MedusaRun, "medusa")
+    COMMAND.run(main)

@@ -9,6 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_medusa2 import Medusa2Run
+
+COMMAND = Command(__doc__, Medusa2Run, "medusa2")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 import math
 from typing import Any
 
@@ -18,10 +25,9 @@ from torch.profiler import record_function
 
 from conf.schema import InputError, Optimizer
 from conf.schema_medusa import Labels
-from conf.schema_medusa2 import HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
+from conf.schema_medusa2 import HeadsSchedule, JointConfig, TargetLoss
 from data.layout import HIDDEN
 from data.pack import PackedDataset
-from eval import entry
 from heads.medusa.adapted import AdaptedMedusa
 from heads.target.adapter import Adapter
 from heads.target.model import Target
@@ -211,4 +217,4 @@ def main(config: Medusa2Run) -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main, Medusa2Run, "medusa2")
+    COMMAND.run(main)

@@ -5,6 +5,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.entry import Command
+from conf.schema_peagle import PEagleRun
+
+COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",))
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
@@ -13,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from conf import entry
 from conf.schema_eagle import OutputHead
-from conf.schema_peagle import PEagleConfig, PEagleRun
+from conf.schema_peagle import PEagleConfig
 from data.features import TrainingData
-from eval import entry
 from heads.eagle.branches import causal_rows
 from heads.peagle.formats import load_peagle
 from heads.peagle.head import KeysValues, PEagleHead, peagle_config, remembered
@@ -249,4 +256,4 @@ def default_objective(head: PEagleHead, target: TargetEnds) -> PEagleObjective:
 
 
 if __name__ == "__main__":
-    entry.run(main, PEagleRun, "peagle", recipe="peagle")
+    COMMAND.run(main)

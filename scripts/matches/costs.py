@@ -8,13 +8,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
+from conf.entry import Command
+from conf.schema_measure import SpeedupRun
+
+COMMAND = Command(__doc__, SpeedupRun, "costs")
+if __name__ == "__main__":
+    COMMAND.begin()
+
 from typing import Any
 
 import torch
 
-from conf.schema_measure import SpeedupRun
 from eval.clock import timed
-from eval.entry import run
 from eval.measure.bench import Bench, greedy_responses, open_bench, write_result
 from eval.tune.cost import time_steps, typical_context
 from heads.sampling import GREEDY
@@ -59,4 +64,4 @@ def main(config: SpeedupRun) -> None:
 
 
 if __name__ == "__main__":
-    run(main, SpeedupRun, "costs")
+    COMMAND.run(main)

@@ -1,0 +1,23 @@
+"""The commands, as their scripts declare them before anything heavy is imported."""
+
+from pathlib import Path
+from typing import Any
+
+from conf.entry import Command
+
+ROOT = Path(__file__).resolve().parents[1]
+DOOR = 'if __name__ == "__main__":\n    COMMAND.begin()\n'
+
+
+def _declared(script: Path) -> "Command[Any]":
+    found: dict[str, Any] = {"__file__": str(script), "__name__": script.stem}
+    exec(script.read_text().partition(DOOR)[0], found)
+    return found["COMMAND"]
+
+
+COMMANDS = {
+    str(script.relative_to(ROOT)): _declared(script)
+    for folder in ("train", "eval", "scripts")
+    for script in sorted((ROOT / folder).glob("*.py"))
+    if DOOR in script.read_text()
+}
