@@ -3,7 +3,7 @@
 A verify pass multiplies a handful of rows by every matrix of the target. Torch's own products lay
 each matrix out anew every time, which takes longer than the product: over 5 rows float32 ones take
 2 to 3 times those of a single row. oneDNN, over weights in its own order, reads each number once
-and takes as long for 5 rows as for one.
+and takes as long for 5 rows as for one. With AVX2 alone, torch's own product over one is faster.
 
 Letters: D numbers of a row, N of its product.
 """
@@ -16,6 +16,8 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+
+from heads.processor import this_processor
 
 NUM_ROWS = 16
 """Of the products that weights are ordered for; orders for 5 to 512 rows multiply alike."""
@@ -60,17 +62,18 @@ class PackedLinear(nn.Linear):
 
     Attributes:
         key: of the packed ones.
+        leaves_one: whether products of one row are left to torch.
     """
 
     key: int
+    leaves_one: bool
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """[..., N] of rows [..., D]; by torch itself where gradients or a cast are wanted."""
         weight = self.weight
         trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
-        is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL
-        if trained or cast or (is_small and input.numel() == self.in_features):
+        if trained or cast or (self.leaves_one and input.numel() == self.in_features):
             return linear(input, weight, self.bias)
         return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
 
@@ -78,9 +81,9 @@ class PackedLinear(nn.Linear):
 def pack(*modules: nn.Module) -> None:
     """From now on their linear layers multiply over packed weights.
 
-    Only on x86 CPUs, in float32 and, where they multiply it, bfloat16. The weights stay beside for
-    whoever reads them, or needs their gradients; none of their numbers may change any more. Does
-    nothing where they are too large, see `LARGEST_SHARE`.
+    Only where that is faster: on x86 CPUs, in float32 and, with instructions of its own, bfloat16.
+    The weights stay beside for whoever reads them, or needs their gradients; none of their numbers
+    may change any more. Does nothing where they are too large, see `LARGEST_SHARE`.
 
     Args:
         modules: in eval mode.
@@ -95,23 +98,20 @@ def pack(*modules: nn.Module) -> None:
         finalize(weight, _packed.pop, key)
         layer.__class__ = PackedLinear
         assert isinstance(layer, PackedLinear)
-        layer.key = key
+        layer.key, layer.leaves_one = key, _leaves_one(weight)
 
 
 def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether it is linear, and no more, on a CPU that multiplies packed weights of its dtype."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
-    return _is_multiplied(layer.weight.dtype)
+    return this_processor().multiplies_packed(layer.weight.dtype)
 
 
-def _is_multiplied(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed weights of a dtype here."""
-    # MKL is there on x86 alone.
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
-        return False
-    bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32 or bfloat16
+def _leaves_one(weight: Tensor) -> bool:
+    """Whether torch's own product of one row with it is at least as fast as a packed one."""
+    small = weight.numel() <= SMALL or not this_processor().packs_for_one_row
+    return small and weight.dtype == torch.float32
 
 
 def _memory_bytes() -> int:

@@ -17,6 +17,7 @@ from eval import speedup
 from eval.compare import methods
 from heads import packed
 from heads.kinds import load_head
+from heads.processor import this_processor
 from heads.target.load import load_target
 
 FAMILIES = [
@@ -197,7 +198,7 @@ def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) ->
     assert result["methods"]["skip_layers"]["skip"] == [1]
 
 
-@pytest.mark.skipif(not packed._is_multiplied(torch.float32), reason="oneDNN packs for x86")
+@pytest.mark.skipif(not this_processor().packs, reason="oneDNN packs for x86")
 def test_target_heads_and_draft_model_multiply_over_packed_weights(
     llama: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

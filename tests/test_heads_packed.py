@@ -1,5 +1,6 @@
 import gc
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,11 @@ from toys import random_model
 
 import heads.packed
 from heads.packed import SMALL, PackedLinear, pack
+from heads.processor import this_processor
 
-SUPPORTED = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-pytestmark = pytest.mark.skipif(not SUPPORTED, reason="oneDNN packs for x86")
-KINDS = [torch.float32]
-if SUPPORTED and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    KINDS.append(torch.bfloat16)
+HERE = this_processor()
+KINDS = [each for each in (torch.float32, torch.bfloat16) if HERE.multiplies_packed(each)]
+pytestmark = pytest.mark.skipif(not KINDS, reason="oneDNN packs for x86")
 
 
 class Products(dict):
@@ -32,6 +32,12 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
     found = Products()
     monkeypatch.setattr(heads.packed, "_packed", found)
     return found
+
+
+@pytest.fixture
+def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = replace(HERE, vectors=request.param)
+    monkeypatch.setattr(heads.packed, "this_processor", lambda: processor)
 
 
 def layers(dtype: torch.dtype, bias: bool, width: int = 48) -> tuple[nn.Linear, nn.Linear]:
@@ -69,7 +75,15 @@ def test_rows_need_not_lie_behind_each_other() -> None:
     torch.testing.assert_close(packed(rows), plain(rows))
 
 
-@pytest.mark.parametrize(("small", "expected"), [(0, [4, 4, 4, 4, 9]), (SMALL, [2, 3, 4, 9])])
+@pytest.mark.parametrize(
+    ("vectors", "small", "expected"),
+    [
+        ("AVX512", 0, [4, 4, 4, 4, 9]), ("AVX512", SMALL, [2, 3, 4, 9]),
+        ("AVX2", 0, [4, 4, 4, 9]), ("AVX2", SMALL, [2, 3, 4, 9]),
+    ],
+    indirect=["vectors"],
+)  # fmt: skip
+@pytest.mark.usefixtures("vectors")
 def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
     small: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,10 +102,16 @@ def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "number"),
-    [(torch.float32, 48, 0), (torch.float32, SMALL // 32 + 1, 1), (torch.bfloat16, 48, 1)],
-)
-def test_one_row_goes_by_torch_where_the_matrix_is_small_and_of_float32(
+    ("vectors", "dtype", "width", "number"),
+    [
+        ("AVX512", torch.float32, 48, 0), ("AVX512", torch.float32, SMALL // 32 + 1, 1),
+        ("AVX2", torch.float32, 48, 0), ("AVX2", torch.float32, SMALL // 32 + 1, 0),
+        ("AVX512", torch.bfloat16, 48, 1), ("AVX2", torch.bfloat16, 48, 1),
+    ],
+    indirect=["vectors"],
+)  # fmt: skip
+@pytest.mark.usefixtures("vectors")
+def test_one_row_of_float32_goes_by_torch_where_the_matrix_is_small_or_vectors_are(
     dtype: torch.dtype, width: int, number: int, products: Products
 ) -> None:
     if dtype not in KINDS:
@@ -164,6 +184,13 @@ def test_a_model_gives_the_same_over_packed_weights() -> None:
     pack(packed)
     with torch.inference_mode():
         torch.testing.assert_close(packed(ids).logits, model(ids).logits)
+
+
+def test_bfloat16_stays_where_its_products_are_imitated(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = replace(HERE, vectors="AVX512", products=frozenset())
+    monkeypatch.setattr(heads.packed, "this_processor", lambda: processor)
+    assert type(layers(torch.bfloat16, bias=False)[0]) is nn.Linear
+    assert type(layers(torch.float32, bias=False)[0]) is PackedLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

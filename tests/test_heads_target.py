@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -6,9 +7,11 @@ from torch import Tensor
 from toys import CHATML, FAMILIES, random_model, random_target, save_target
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from conf.schema import InputError, Quantization, TargetConfig
+import heads.processor
+from conf.schema import Dtype, InputError, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
 from heads.documents import Documents
+from heads.processor import Processor, tell_if_slow
 from heads.target.check import check_served
 from heads.target.ends import beside
 from heads.target.extension import Extension
@@ -105,6 +108,20 @@ def test_load_target_round_trip(tmp_path) -> None:
     assert target.tokenizer.chat_template == CHATML
     assert not any(p.requires_grad for p in target.model.parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "t").eos_token_id == 2
+
+
+@pytest.mark.parametrize(("dtype", "lines"), [(Dtype.auto, 0), (Dtype.float16, 1)])
+def test_a_dtype_that_the_processor_imitates_is_told(
+    dtype: Dtype, lines: int, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
+    tell_if_slow.cache_clear()
+    load_target(TargetConfig(str(save_target(tmp_path / "t")), dtype=dtype), CPU)
+    found = capsys.readouterr().err.count(
+        "target.dtype=float16 will be slow: a CPU, AVX2 imitates its products; "
+        "set target.dtype=float32\n"
+    )
+    assert found == lines
 
 
 def test_missing_target_is_named(tmp_path) -> None:

@@ -11,7 +11,9 @@ from test_train_memory import eagle, medusa
 from test_train_placement import UNIT, batch, layout, one_step, placed, values
 from torch import Tensor, nn
 
+import heads.processor
 from conf.schema import Dtype, InputError, Optimizer, Schedule, TrainConfig
+from heads.processor import Processor, tell_if_slow
 from train.dist import processes
 from train.dist.muon import COEFFICIENTS, Muon, orthogonalized
 from train.dist.optimizers import make_optimizers, state_keys
@@ -44,6 +46,25 @@ def test_muon_in_float32_differs_by_its_rounding_alone() -> None:
     for mine, theirs in zip(moved(Muon, dtype=torch.float32), moved(torch.optim.Muon), strict=True):
         assert mine != theirs
         assert mine == pytest.approx(theirs, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("products", "dtype", "expected"),
+    [
+        ([], Dtype.bfloat16, torch.float32), ([], Dtype.auto, torch.float32),
+        (["avx512_bf16"], Dtype.bfloat16, torch.bfloat16),
+        (["amx_bf16"], Dtype.auto, torch.float32),
+    ],
+)  # fmt: skip
+def test_muon_iterates_in_the_dtype_of_the_run_where_the_processor_has_its_products(
+    products: list[str], dtype: Dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = Processor("a CPU", "AVX512", frozenset(products))
+    monkeypatch.setattr(heads.processor, "this_processor", lambda: processor)
+    rates = {"learning_rate": 0.4, "adam_learning_rate": 0.1}
+    config = TrainConfig(optimizer=Optimizer.muon, dtype=dtype, **rates)
+    (muon,) = (each for each in make_optimizers(medusa(), config) if isinstance(each, Muon))
+    assert muon.dtype is expected
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -233,3 +254,17 @@ def test_muon_under_deepspeed_is_refused_by_name() -> None:
     accelerator: Any = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
     with pytest.raises(InputError, match=r"train\.optimizer=muon: DeepSpeed .* fsdp2\.yaml"):
         processes._set_up_deepspeed(accelerator, settings(optimizer=Optimizer.muon))
+
+
+def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
+    tell_if_slow.cache_clear()
+    processes.start(settings(dtype=Dtype.auto))
+    assert capsys.readouterr().err == ""
+    processes.start(settings(dtype=Dtype.bfloat16))
+    assert capsys.readouterr().err == (
+        "train.dtype=bfloat16 will be slow: a CPU, AVX2 imitates its products; "
+        "set train.dtype=float32\n"
+    )

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
+from heads.processor import tell_if_slow
 from heads.target.decoder import EVERY_WAY
 from heads.target.language import language_class
 from heads.target.model import Target
@@ -23,7 +24,7 @@ LONGEST_REASON = 300
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
-    """Loads, freezes and checks a target.
+    """Loads, freezes and checks a target; says so where its dtype is slow here.
 
     Args:
         config: where it is and how to load it; `path` is set.
@@ -36,6 +37,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     assert config.path is not None
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
+    tell_if_slow("target.dtype", dtype, device)
     attentions = _attentions(config, model_config, device)
     for attention in attentions:
         model = load_model(config, model_config, dtype, device, attention)

@@ -3,7 +3,8 @@
 Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and its
 reference code; `torch.optim.Muon` is the same in bfloat16. That rounds to bfloat16 always: what
 differs in the last bit of a gradient, as between one process and two, differs by a percent of a
-weight a dozen steps later. Here it is `train.dtype`, so that float32 runs stay equal.
+weight a dozen steps later. Here it is `train.dtype`, so that float32 runs stay equal, and float32
+on a CPU that only imitates products in that.
 """
 
 import math

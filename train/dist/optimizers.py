@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Optimizer, TrainConfig
+from heads.processor import fast_dtype
 from heads.target.load import resolve_dtype
 from train.dist.muon import Muon
 from train.objective import Objective
@@ -48,7 +49,8 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
     if adamw:
         made.append(_adamw(adamw, config))
     if muon:
-        dtype = resolve_dtype(config.dtype, muon[0]["params"][0].device)
+        device = muon[0]["params"][0].device
+        dtype = fast_dtype(resolve_dtype(config.dtype, device), device)
         made.append(Muon(muon, dtype, config.weight_decay))
     return made
 

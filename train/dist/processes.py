@@ -14,6 +14,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.schema import Dtype, InputError, Optimizer, TrainConfig
 from eval.launch import check_launch
+from heads.processor import tell_if_slow
+from heads.target.load import resolve_dtype
 from train.dist.launch import check_batch
 
 PATIENCE = timedelta(days=30)
@@ -22,7 +24,7 @@ ZERO_BUCKET = 2**26
 
 
 def start(config: TrainConfig) -> Accelerator:
-    """Joins the processes of this launch.
+    """Joins the processes of this launch; says so where `train.dtype` is slow here.
 
     Raises:
         InputError: they do not see each other, the batch does not divide among them, the dtype
@@ -54,6 +56,7 @@ def start(config: TrainConfig) -> Accelerator:
         check_batch(config, accelerator.num_processes)
     if deepspeed:
         _set_up_deepspeed(accelerator, config)
+    tell_if_slow("train.dtype", resolve_dtype(config.dtype, accelerator.device), accelerator.device)
     wait()
     return accelerator
 

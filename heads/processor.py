@@ -1,0 +1,153 @@
+"""What the CPU of this process multiplies fast: asked wherever a dtype or a kernel is chosen.
+
+Torch computes in bfloat16 and float16 on every CPU. Without instructions for their products it
+imitates them, and products of many rows take several times as long as in float32.
+
+Of what torch tells, `get_cpu_capability` follows ATEN_CPU_CAPABILITY, and what oneDNN supports
+follows ONEDNN_MAX_CPU_ISA; `get_capabilities` names what the chip has, whatever they say. Who
+makes a new CPU behave as an old one by these variables is told of an old one here.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+PRODUCTS = {
+    torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"},
+    torch.float16: {"amx_fp16", "avx512_fp16"},
+}
+"""Instructions that multiply in a dtype, as `torch.cpu.get_capabilities` names them."""
+WITHOUT_PRODUCTS = ("AVX512_CORE", "AVX512_CORE_VNNI", "AVX2_VNNI_2")
+"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN takes bfloat16 and imitates its products."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A CPU, as torch may use it.
+
+    Attributes:
+        name: of the chip.
+        vectors: the widest that are used: AVX512, AVX2, ...; DEFAULT is neither.
+        products: those of `PRODUCTS` that it has.
+        packs: whether oneDNN and MKL are there, which is on x86 alone.
+    """
+
+    name: str
+    vectors: str
+    products: frozenset[str] = frozenset()
+    packs: bool = False
+
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """Whether products in it have instructions of their own, as in float32 they always do."""
+        return dtype not in PRODUCTS or not self.products.isdisjoint(PRODUCTS[dtype])
+
+    def multiplies_packed(self, dtype: torch.dtype) -> bool:
+        """Whether products over weights of it that are packed once are faster than torch's own."""
+        return self.packs and dtype in (torch.float32, torch.bfloat16) and self.is_fast(dtype)
+
+    @property
+    def packs_for_one_row(self) -> bool:
+        """Whether that holds for one row of float32: with AVX2 it takes up to twice as long."""
+        return self.vectors == "AVX512"
+
+    def __str__(self) -> str:
+        amx = any(each.startswith("amx") for each in self.products)
+        vectors = {"AVX512": "AVX-512", "DEFAULT": ""}.get(self.vectors, self.vectors)
+        narrow = [str(each).removeprefix("torch.") for each in PRODUCTS if self.is_fast(each)]
+        known = ", ".join(each for each in (self.name, vectors, "AMX" if amx else "") if each)
+        return f"{known} with {' and '.join(narrow)}" if narrow else known
+
+
+@lru_cache(maxsize=1)
+def this_processor() -> Processor:
+    """That of this process; variables of the environment count as they were at the first call."""
+    return read(
+        _capabilities(),
+        torch.backends.cpu.get_cpu_capability(),
+        {dtype for dtype in PRODUCTS if _is_supported(dtype)},
+        torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available(),
+        os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+    )
+
+
+def read(
+    capabilities: dict[str, Any],
+    vectors: str,
+    supported: Collection[torch.dtype],
+    packs: bool,
+    limit: str,
+) -> Processor:
+    """A processor by what is told of it.
+
+    Args:
+        capabilities: of `torch.cpu.get_capabilities`.
+        vectors: of `torch.backends.cpu.get_cpu_capability`.
+        supported: dtypes besides float32 that oneDNN takes. With AVX-512 it takes bfloat16, though
+            products of it came later.
+        packs: whether oneDNN and MKL are there.
+        limit: of ONEDNN_MAX_CPU_ISA.
+    """
+    limit = limit.upper()
+    has = {
+        each
+        for dtype in supported
+        for each in PRODUCTS[dtype]
+        if capabilities.get(each)
+        and limit not in WITHOUT_PRODUCTS
+        and ("amx" not in each or "AMX" in limit or limit in ("", "ALL", "DEFAULT"))
+    }
+    if vectors == "AVX512" and packs and torch.bfloat16 not in supported:
+        vectors = "AVX2"  # of oneDNN, whatever torch's own kernels use
+    name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
+    return Processor(name, vectors, frozenset(has), packs)
+
+
+def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """A dtype for products that nobody sees: float32 in place of one that is imitated."""
+    is_fast = device.type != "cpu" or this_processor().is_fast(dtype)
+    return dtype if is_fast else torch.float32
+
+
+@lru_cache
+def tell_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Says once, on the first process, that a dtype which was asked for is imitated.
+
+    Args:
+        setting: by which it was asked for, as `train.dtype`.
+        dtype: its value.
+        device: that computes in it.
+    """
+    group = torch.distributed
+    first = not (group.is_available() and group.is_initialized() and group.get_rank())
+    if first and fast_dtype(dtype, device) is not dtype:
+        value = str(dtype).removeprefix("torch.")
+        print(  # noqa: T201
+            f"{setting}={value} will be slow: {this_processor()} imitates its products; "
+            f"set {setting}=float32",
+            file=sys.stderr,
+        )
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes it here."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", bool)
+    return torch.backends.mkldnn.is_available() and ask()
+
+
+def _capabilities() -> dict[str, Any]:
+    """Of the chip; what other versions of torch tell of it, where this one has no list."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return dict(torch.cpu.get_capabilities())
+    if platform.machine() in ("aarch64", "arm64"):
+        return {"bf16": _is_supported(torch.bfloat16)}  # asks for the instructions, there
+    return {
+        "avx512_bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
+        "amx_bf16": getattr(torch.cpu, "_is_amx_tile_supported", bool)(),
+    }
