@@ -14,7 +14,7 @@ from chats import chats
 from safetensors.torch import load_file
 from test_scripts_push import hub, upload
 from toy_head import train as toy_train
-from toy_head.kind import WEIGHTS, ToyKind
+from toy_head.kind import WEIGHTS, ToyConfig, ToyDrafter, ToyHead, ToyKind
 from toy_head.train import ToyRun
 from toys import save_target
 
@@ -24,16 +24,25 @@ from conf.schema_export import ExportFormat, ExportRun
 from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
 from eval import acceptance, calibrate, speedup
 from eval.compare.methods import known_methods
+from eval.decode.engine import Request, decode, decode_many
 from eval.parity import readers
 from eval.parity.gate import check_parity
 from eval.tune import cost
+from heads.cache import TreeCache
+from heads.drafting import Drafter, Roots, Seen
 from heads.kinds import KINDS, load_head
+from heads.sampling import GREEDY
+from heads.target.load import load_target
+from heads.target.model import TargetOutput
+from heads.tree import Tree
 from scripts import bench_engine, export, prune
 from scripts.bench.objectives import fresh_objective
 
 __all__ = ["hub"]  # a fixture
 SCHEDULE = {"batch_size": 2, "warmup_steps": 1, "learning_rate": 0.01, "save_steps": 2,
-            "eval_steps": 4, "num_eval_sequences": 2, "num_replay_prompts": 2}  # fmt: skip
+            "eval_steps": 4, "num_eval_sequences": 2, "num_replay_prompts": 2,
+            "compile": True}  # fmt: skip
+"""Compiled, as usual on a GPU; this head has no parts that would be."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +110,37 @@ def test_replay_and_decoding_agree(inputs: Path, head: Path, tmp_path: Path) -> 
     for figure in ("tau", "alpha", "per_position", "static_tree"):
         assert found[Mode.replay][figure] == found[Mode.decode][figure]
     assert len(found[Mode.replay]["alpha"]) == 1
+
+
+def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> None:
+    """Prompts of other lengths end at other times; each text is the one that it is alone."""
+    target = load_target(TargetConfig(path=str(inputs / "target")), torch.device("cpu"))
+    toy = load_head(str(head)).attach(target)
+    sizes: list[int] = []
+
+    def make(seeds: list[int]) -> Drafter:
+        sizes.append(len(seeds))
+        return ToyKind().drafter(toy, Tree.from_paths([[0], [1]]), GREEDY, seeds)
+
+    requests = [Request(list(range(5, 5 + n)), seed=n) for n in (3, 9, 4, 6, 5)]
+    together = decode_many(target, make, requests, max_new_tokens=11, batch_size=2)
+    assert sizes[:2] == [2, 1]
+    alone = [decode(target, make([0]), each.prompt_ids, 11) for each in requests]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert [len(each.steps) for each in together] == [len(each.steps) for each in alone]
+
+
+def test_a_drafter_goes_on_with_some_texts() -> None:
+    head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"))
+    head.out.weight.data = torch.eye(2)
+    drafter = ToyDrafter(head, Tree.chain(1), None)
+    drafter.keep([0])  # perhaps before any was seen
+    states = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    drafter.observe(
+        Seen([[5], [6]], TargetOutput(states, {}), TreeCache(2, torch.device("cpu"), 1))
+    )
+    drafter.keep([1])
+    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[1]]
 
 
 def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_path) -> None:

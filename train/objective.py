@@ -92,6 +92,9 @@ class Objective(nn.Module):
         del step
         return self.weights
 
+    def compile_parts(self) -> None:
+        """From now on compiles the parts that gain from it; unless told, there are none."""
+
     def memory(self, setting: Setting) -> Counted | None:
         """What training the head takes; None where no formula is known."""
         del setting

@@ -82,6 +82,7 @@ class ToyHead(DraftHead):
 
 class ToyDrafter:
     static_nodes = None
+    hidden: Tensor | None = None
 
     def __init__(self, head: ToyHead, tree: Tree, calibration: Calibration | None) -> None:
         self.head, self.tree, self.reads = head, tree, head.reads
@@ -91,6 +92,7 @@ class ToyDrafter:
         self.hidden = seen.last.hidden_states[:, 0]
 
     def propose(self, roots: Roots) -> Draft:
+        assert self.hidden is not None
         logits = self.head.out(self.hidden)
         if self.calibration is not None:
             draws = Draws(self.head.vocab, GREEDY, Generators([], []), self.calibration)
@@ -99,7 +101,13 @@ class ToyDrafter:
         return Draft.of(self.tree, best[:, list(self.tree.ranks[1:])])
 
     def keep(self, rows: list[int]) -> None:
-        pass
+        if self.hidden is not None:
+            self.hidden = self.hidden[rows]
+
+    def take(self, row: int, other: "ToyDrafter") -> None:
+        assert self.hidden is not None
+        assert other.hidden is not None
+        self.hidden[row] = other.hidden[0]
 
 
 class ToyKind(Kind[ToyHead]):

@@ -6,8 +6,7 @@ from typing import Any
 from conf.schema import HeadRef, TrainRun
 from data.layout import HIDDEN
 from toy_head.kind import ToyHead
-from train.batch.rows import SUPERVISION, Batch
-from train.batch.states import with_states
+from train.batch.rows import Batch
 from train.loop import command
 from train.loss.losses import Sums, medusa_loss, medusa_weights
 from train.objective import Objective
@@ -26,12 +25,6 @@ class ToyObjective(Objective):
     def __init__(self, head: ToyHead, target: Any) -> None:
         super().__init__()
         self.head, self.target, self.weights = head, target, medusa_weights(1, 1.0)
-
-    def counts(self, batch: Batch) -> Any:
-        return batch[SUPERVISION].counts[1:]
-
-    def prepare(self, batch: Batch) -> Batch:
-        return with_states(self.target, batch, self.head.reads)
 
     def forward(self, batch: Batch, scale: Any) -> Sums:
         return medusa_loss(self.head, batch[HIDDEN], batch, scale)
