@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 
 from conf import words
 from conf.schema import InputError
+from conf.threads import rest_while_waiting
 
 RECIPES = Path(__file__).resolve().parent / "head"
 HYDRA = {
@@ -54,6 +55,7 @@ class Command(Generic[Config]):
         Scripts call it before they import what takes seconds. Settings are looked at for all jobs
         of a sweep; a wrong one ends the process.
         """
+        rest_while_waiting()
         argv = sys.argv[1:]
         if HELP & set(argv):
             _refusing(partial(self._help, argv))

@@ -36,6 +36,26 @@ def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
         assert ENTRY_LINE in (ROOT / entry).read_text().splitlines(), entry
 
 
+@pytest.mark.parametrize("entry", [*BENCHES, "scripts/verify_export.py"])
+def test_waiting_threads_sleep_in_scripts_without_settings_too(entry: str) -> None:
+    before, called, behind = (ROOT / entry).read_text().partition("\nrest_while_waiting()\n")
+    assert called
+    assert "import torch" not in before
+    assert "import " in behind
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", str(given))
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(sys, "argv", ["train/medusa.py"])
+    COMMANDS["train/medusa.py"].begin()
+    assert os.environ["OMP_WAIT_POLICY"] == found
+
+
 @pytest.mark.parametrize("entry", ONE_OF_EACH_FOLDER)
 def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path) -> None:
     for name in ("data", "heads", "conf"):

@@ -55,6 +55,7 @@ def test_every_setting_has_words(entry: str) -> None:
 def test_help_is_printed_at_the_door(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(sys, "argv", ["train/medusa.py", "--help", "seed=7", "seed", "log.project"])
     with pytest.raises(SystemExit, match=r"^0$"):
         COMMANDS["train/medusa.py"].begin()
