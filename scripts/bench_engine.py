@@ -75,22 +75,24 @@ class Corrected:
         self.oracle.take(row, other.oracle)
 
 
-def random_target(dtype: torch.dtype, num_layers: int = 32) -> Target:
-    """Layers of width 512 and a vocabulary of 4096; 105M parameters with 32 of them.
+def random_target(
+    dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
+) -> Target:
+    """Packed; with the usual sizes 105M parameters.
 
     The output head is the embedding in another order, so that a token follows from the last one
     by a wide margin: rounding in low precision must not change the text that the oracle knows.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=num_layers,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
-        eos_token_id=None,
+        vocab_size=vocab, hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=num_layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 128, max_position_embeddings=1024, eos_token_id=None,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight.data
     embedding.mul_(50)  # above what random layers add to it
-    model.lm_head.weight.data = embedding[torch.randperm(4096)].clone()
+    model.lm_head.weight.data = embedding[torch.randperm(vocab)].clone()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pack(model.to(device, dtype))
     return Target(model, None, "random")

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import Dtype, LogConfig, Schedule, TrainConfig
+from conf.schema import Dtype, LogConfig, Optimizer, Schedule, TrainConfig
 from data.chat import Sample
 from data.pack import PackedDataset
 from eval.clock import timed
@@ -61,6 +61,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2, help="sequences of a step")
     parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     parser.add_argument("--compile", action="store_true")
     return parser.parse_args(given)
 
@@ -98,6 +99,7 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     config = TrainConfig(
         max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
         micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype), learning_rate=1e-3,
+        adam_learning_rate=1e-3, optimizer=Optimizer(options.optimizer),
         schedule=Schedule.constant,
     )  # fmt: skip
     accelerator = processes.start(config)
