@@ -82,6 +82,67 @@ def test_a_step_in_which_all_is_bad_ends_the_run(tmp_path: Path) -> None:
         fit(tmp_path, settings(), train=data)
 
 
+class Diverging(ToyObjective):
+    """Finds no loss finite from a step on, counted from 0."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.diverged = first, False
+
+    def begin(self, step: int) -> Tensor:
+        self.diverged = step >= self.first
+        return super().begin(step)
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        sums = super().forward(batch, scale)
+        return sums._replace(terms=sums.terms * (torch.nan if self.diverged else 1))
+
+
+def test_a_head_that_diverges_on_single_sequences_forgets_none(tmp_path: Path, capsys) -> None:
+    config = settings(batch_size=1, micro_batch_size=1)
+    (drawn,) = schedule.sequences(3, 1, 7, seed=0)
+    with pytest.raises(InputError, match=rf"the loss is not finite at step 4, .* \[{drawn}\]"):
+        fit(tmp_path, config, objective=Diverging(3))
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_head_that_diverges_beside_a_sequence_that_is_left_out_forgets_no_other(
+    tmp_path: Path,
+) -> None:
+    config = settings(batch_size=2, micro_batch_size=1, max_steps=9)
+    drawn = [schedule.sequences(step, 2, 7, seed=0) for step in range(9)]
+    _met, again = (step for step in range(9) if BAD in drawn[step])
+    (other,) = {*drawn[again]} - {BAD}
+    wanted = rf"the loss is not finite at step {again + 1}, .* \[{other}\]"
+    with pytest.raises(InputError, match=wanted):
+        fit(tmp_path, config, objective=Diverging(again), train=spoiled())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_sequences_that_are_all_of_a_step_are_left_out(tmp_path: Path, size: int) -> None:
+    """The head is finite on most of what else there is."""
+    data = rows(7)
+    bad = schedule.sequences(2, size, 7, seed=0)
+    for number in bad:
+        data[number]["x"][2], data[number]["loss_mask"][2] = torch.nan, True
+    config = settings(batch_size=size, micro_batch_size=1)
+    assert fit(tmp_path, config, train=data).finished
+    saved = json.loads((tmp_path / "checkpoints/step-000006/state.json").read_text())
+    assert saved["skipped"] == sorted(bad)
+
+
+def test_a_step_that_stays_bad_without_what_is_left_out_ends_the_run(tmp_path: Path) -> None:
+    class Padded(ToyObjective):
+        def forward(self, batch: Batch, scale: Tensor) -> Sums:
+            sums = super().forward(batch, scale)
+            empty = bool((batch["document_ids"] < 0).all())
+            return sums._replace(terms=sums.terms * (torch.nan if empty else 1))
+
+    config = settings(batch_size=1, micro_batch_size=1)
+    with pytest.raises(InputError, match=rf"the loss is not finite .* \[{BAD}\]"):
+        fit(tmp_path, config, objective=Padded(), train=spoiled())
+
+
 def test_sequences_that_are_bad_in_company_alone_are_left_out_together(tmp_path: Path) -> None:
     class Jealous(ToyObjective):
         def forward(self, batch: Batch, scale: Tensor) -> Sums:
@@ -108,6 +169,27 @@ def test_one_percent_may_be_left_out_or_eight() -> None:
         InputError, match=r"at step 5 .* 9 packed .* of which 8 .* newest are \[9\]"
     ):
         skipped.add([9], step=5)
+
+
+def test_most_of_eight_sequences_tell_a_head_that_has_diverged_from_bad_data() -> None:
+    shown: list[int] = []
+
+    def asked(bad: list[int], own: list[int], others: set[int], known: tuple = (9,)) -> bool:
+        def is_bad(number: int) -> bool:
+            shown.append(number)
+            return number in others
+
+        around = [[9, 10, 11], [11, 12, 13], [14, 15, 16, 17], [18]]
+        return Skipped(100, known).diverged(bad, own, around, is_bad)
+
+    assert not asked([1], [1], others={10, 11, 12})  # four of eight
+    assert shown == [10, 11, 12, 13, 14, 15, 16]
+    assert asked([1], [1], others={10, 11, 12, 13})
+    assert asked([1], [1, 9], others={13, 14, 15, 16})
+    shown.clear()
+    assert not asked([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9], others=set())
+    assert asked([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], others=set())
+    assert shown == []
 
 
 def test_padding_takes_the_place_of_everything() -> None:

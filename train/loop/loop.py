@@ -209,8 +209,10 @@ class Run:
         """One optimizer step; returns its loss. The host waits for the device once."""
         batches = self.prefetcher.next_step()
         result = self._gradients(batches, self.prefetcher.micro_batches())
+        again = False
         while suspects := self._suspects(result.losses):
-            self._leave_out(suspects)
+            self._leave_out(suspects, again)
+            again = True
             batches = self._load(self.step)
             result = self._gradients(batches, map(self._prepared, batches))
         self._check_norm(result.norm)
@@ -298,17 +300,27 @@ class Run:
         bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
         return [index for micro in bad for index in indices[micro * size :][:size]]
 
-    def _leave_out(self, suspects: list[int]) -> None:
-        """Forgets the gradients of a step, and the sequences that spoiled them."""
+    def _leave_out(self, suspects: list[int], again: bool) -> None:
+        """Forgets the gradients of a step, and the sequences that spoiled them.
+
+        Args:
+            suspects: sequences of micro batches whose losses are not finite.
+            again: the step was loaded without those that are left out.
+
+        Raises:
+            InputError: the head is at fault, see `Skipped`, or too many of them are bad.
+        """
         if not self.placement.can_discard:
             self._stop_on("the loss", suspects)
         self.placement.discard()
-        new = [each for each in suspects if each not in self.skipped.numbers]
-        if not new:
+        new = self.skipped.staying(suspects)
+        if not new and not again:
             return  # they were loaded before they were known
         bad = [each for each in new if self._is_bad(each)] or new
-        if len(bad) == self.config.batch_size > 1:  # not the data's fault
-            self._stop_on("the loss", bad)
+        own = self._indices(self.step)
+        around = self.round.around(self.step, self.config.batch_size)
+        if not bad or self.skipped.diverged(bad, own, around, self._is_bad):
+            self._stop_on("the loss", bad or suspects)
         self.say(self.skipped.add(bad, self.step + 1))
 
     @torch.no_grad()

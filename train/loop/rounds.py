@@ -65,6 +65,11 @@ class Round(NamedTuple):
         """The global batch of a step."""
         return schedule.sequences(step - self.first, batch_size, len(self.data), self.seed)
 
+    def around(self, step: int, batch_size: int) -> Iterator[list[int]]:
+        """The batches before that of a step, the last one first, and then those after it."""
+        for other in (*range(self.first, step)[::-1], *range(step + 1, self.last)):
+            yield self.sequences(other, batch_size)
+
 
 class Texts(NamedTuple):
     """Answered prompts.

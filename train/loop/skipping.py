@@ -1,6 +1,6 @@
 """Sequences that a run leaves out because their loss is not finite: few, named, remembered."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -8,10 +8,16 @@ from conf.schema import InputError
 from train.batch.rows import Batch
 
 FEWEST_ALLOWED = 8
+FEWEST_SHOWN = 8
 
 
 class Skipped:
     """Packed training sequences that are left out of every step from now on.
+
+    A head that has diverged finds no loss finite, and that costs no sequence its place. It is told
+    from bad data, at any batch size, by what it finds of eight sequences or more: those of the
+    step, and where they are fewer, the last before and the next after it, each alone. Those left
+    out before do not count. If most are bad, the head is at fault; else the bad ones of the step.
 
     Args:
         num_sequences: of the training data; of these 1% may be left out, or eight.
@@ -48,6 +54,34 @@ class Skipped:
             f"left out of this step and of all that follow ({len(self.numbers)} of at most "
             f"{self.most})"
         )
+
+    def staying(self, numbers: Iterable[int]) -> list[int]:
+        """Those of some sequences that are not left out, each once."""
+        return [each for each in dict.fromkeys(numbers) if each not in self.numbers]
+
+    def diverged(
+        self,
+        bad: list[int],
+        own: list[int],
+        around: Iterable[list[int]],
+        is_bad: Callable[[int], bool],
+    ) -> bool:
+        """Whether a head is at fault, and not the bad sequences of a step.
+
+        Args:
+            bad: those of the step whose losses are not finite.
+            own: all of the step.
+            around: of other steps, the likeliest to be good first.
+            is_bad: shows the head a sequence, and says whether its loss is not finite.
+        """
+        own = self.staying(own)
+        shown = dict.fromkeys(own)
+        for numbers in around:
+            if len(shown) >= FEWEST_SHOWN:
+                break
+            shown |= dict.fromkeys(self.staying(numbers))
+        others = list(shown)[len(own) : max(len(own), FEWEST_SHOWN)]
+        return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
 
     def blanked(self, batch: Batch, numbers: list[int]) -> Batch:
         """A batch on the CPU with padding in place of what is left out, so nothing reads it.
