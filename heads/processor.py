@@ -128,8 +128,8 @@ def tell_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None
     if first and fast_dtype(dtype, device) is not dtype:
         value = str(dtype).removeprefix("torch.")
         print(  # noqa: T201
-            f"{setting}={value} will be slow: {this_processor()} imitates its products; "
-            f"set {setting}=float32",
+            f"{setting}={value}: products of many rows will be slow, as {this_processor()} "
+            f"imitates them; set {setting}=float32",
             file=sys.stderr,
         )
 

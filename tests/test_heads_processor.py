@@ -99,11 +99,11 @@ def test_a_slow_dtype_is_told_once_with_what_to_set(
     for _ in range(2):
         tell_if_slow("train.dtype", BF16, CPU)
     assert capsys.readouterr().err == (
-        "train.dtype=bfloat16 will be slow: EPYC, AVX2 imitates its products; "
+        "train.dtype=bfloat16: products of many rows will be slow, as EPYC, AVX2 imitates them; "
         "set train.dtype=float32\n"
     )
     tell_if_slow("target.dtype", FP16, CPU)
-    assert capsys.readouterr().err.startswith("target.dtype=float16 will be slow: EPYC, AVX2 ")
+    assert capsys.readouterr().err.startswith("target.dtype=float16: products ")
 
 
 def test_what_is_fast_or_on_another_process_is_not_told(

@@ -118,7 +118,7 @@ def test_a_dtype_that_the_processor_imitates_is_told(
     tell_if_slow.cache_clear()
     load_target(TargetConfig(str(save_target(tmp_path / "t")), dtype=dtype), CPU)
     found = capsys.readouterr().err.count(
-        "target.dtype=float16 will be slow: a CPU, AVX2 imitates its products; "
+        "target.dtype=float16: products of many rows will be slow, as a CPU, AVX2 imitates them; "
         "set target.dtype=float32\n"
     )
     assert found == lines

@@ -9,7 +9,7 @@ from scripts import bench_cpu
 from scripts.bench import parts
 
 SMALL = {
-    "hidden": 128, "layers": 4, "vocab": 64, "rows": 32, "length": 32, "prompt": 8,
+    "hidden": 128, "layers": 4, "vocab": 128, "rows": 32, "length": 32, "prompt": 8,
     "new_tokens": 6, "threads": 1,
 }  # fmt: skip
 TIMES = {
@@ -53,7 +53,7 @@ class Quick:
 @pytest.mark.parametrize(("limit", "code"), [("3", 1), ("3.2", 0)])
 def test_a_part_that_falls_off_ends_with_1(limit, code, monkeypatch, capsys) -> None:
     monkeypatch.setattr(bench_cpu, "Worker", Quick)
-    assert bench_cpu.main(["--limit", limit, "--repeats", "2"]) == code
+    assert bench_cpu.main(["--limit", limit, "--repeats", "1"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "NEW / OLD, 1 thread(s), processor time, milliseconds"
     assert lines[4] == "| a pass | 10.0 | 31.0 | 3.10 | 10.0 | 31.0 |"

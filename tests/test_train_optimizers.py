@@ -130,18 +130,6 @@ def test_without_muon_all_is_adamws_at_the_whole_rate() -> None:
     assert group["rate"] == 1.0
 
 
-def test_muon_computes_in_the_dtype_of_the_run() -> None:
-    for dtype in (Dtype.float32, Dtype.bfloat16):
-        muon = make_optimizers(
-            eagle(),
-            TrainConfig(
-                optimizer=Optimizer.muon, dtype=dtype, learning_rate=1.0, adam_learning_rate=1.0
-            ),
-        )[-1]
-        assert isinstance(muon, Muon)
-        assert muon.dtype is getattr(torch, dtype.value)
-
-
 def test_what_a_checkpoint_holds_of_each_parameter() -> None:
     head = eagle().head
     head.lm_head.requires_grad_(False)
@@ -265,6 +253,6 @@ def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
     assert capsys.readouterr().err == ""
     processes.start(settings(dtype=Dtype.bfloat16))
     assert capsys.readouterr().err == (
-        "train.dtype=bfloat16 will be slow: a CPU, AVX2 imitates its products; "
+        "train.dtype=bfloat16: products of many rows will be slow, as a CPU, AVX2 imitates them; "
         "set train.dtype=float32\n"
     )
