@@ -1,6 +1,7 @@
 """Pictures of measurements: what is drawn of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from test_eval_report import large, small
+from test_eval_report import large, sizes, small
 
 from eval.report.figures import (
     plot_acceptance,
     plot_calibration,
     plot_comparison,
+    plot_concurrency,
     plot_pruning,
     plot_speedup,
     plot_tree_search,
@@ -77,7 +79,7 @@ def test_a_picture_of_acceptance(drawn) -> None:
 @pytest.mark.parametrize("make", [large, small])
 def test_a_picture_of_speed(make, drawn) -> None:
     methods = make()["methods"]
-    speed, times, taus, alphas = drawn(plot_speedup, make())
+    speed, times, taus, *others = drawn(plot_speedup, make())
     names = [f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()]
     assert words(speed) == words(times) == words(taus) == names
     assert bars(speed) == [row["tokens_per_s"] for row in methods.values()]
@@ -88,7 +90,9 @@ def test_a_picture_of_speed(make, drawn) -> None:
     assert bars(times) == pytest.approx([ms for row in parts for ms in row])
     assert [line[0][0] for line in lines(taus)[::2]] == [row["tau"] for row in methods.values()]
     rates = [row["alpha"] for row in methods.values() if row.get("alpha")]
-    assert [[y for _, y in line] for line in lines(alphas)] == rates
+    assert [[[y for _, y in line] for line in lines(alphas)] for alphas in others] == (
+        [rates] if rates else []
+    )
 
 
 def test_a_picture_of_a_search(drawn) -> None:
@@ -135,7 +139,8 @@ def test_a_picture_of_heads_side_by_side(drawn) -> None:
     assert bars(left) == [1.5, 2.5]
     assert lines(left) == [[(1.25, 0), (1.75, 0)], [(2.0, 0)], [(2.25, 1), (2.75, 1)], [(3.0, 1)]]
     assert lines(middle) == [[(1, 0.5)], [(1, 0.75), (2, 0.5)]]
-    assert lines(right) == [[], [(1, 0.875), (2, 0.625)]]
+    assert lines(right) == [[(1, 0.875), (2, 0.625)]]
+    assert right.lines[0].get_color() == middle.lines[1].get_color()
 
 
 def test_a_picture_of_pruning(drawn) -> None:
@@ -156,3 +161,81 @@ def test_a_picture_of_pruning(drawn) -> None:
         level = [] if share == 4 else [[(0, 2.25 / share), (1, 2.25 / share)]]
         assert lines(axis) == [curve, curve[2:], *level]
     assert axes[2].get_ylabel() == "expected speed-up, gpu"
+
+
+DEVICE = "NVIDIA H100 80GB HBM3, with a very long name of its slice, MIG 1g.10gb"
+
+
+def of_methods(names: Iterable[str]) -> dict[str, Any]:
+    """Figures of `speedup.json`, the same for all methods but the baselines."""
+    known = large()["methods"]
+    rows = {name: known[name if name in known else "medusa_tree"] for name in names}
+    return {**large(), "methods": rows}
+
+
+def accepted(categories: Iterable[str]) -> dict[str, Any]:
+    own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5, 0.25], "num_prompts": 2}
+    tree = {"tau": 2.0, "by_category": dict.fromkeys(categories, own)}
+    return {**own, "tau_ci95": None, "static_tree": tree, "by_category": tree["by_category"]}
+
+
+def without_waits() -> dict[str, Any]:
+    """Of texts of one token."""
+    found = sizes(of_methods(["vanilla", "eagle_tree"])["methods"])
+    for size in found.values():
+        for row in size["methods"].values():
+            row["between_tokens_ms"] = None
+    return found
+
+
+def pruned(num_ids: int) -> dict[str, Any]:
+    own = {"num_ids": num_ids, "tau": 2.0, "tau_ci95": None, "coverage": 0.5, "speedup": 1.0}
+    return {**own, "rank": 8}
+
+
+LONG = [f"a_method_whose_very_long_name_has_the_number_{n}_tree_typical" for n in range(10)]
+CANDIDATE = {"num_tokens": 2, "tokens_per_s": 12.0}
+CURVE = {"device": DEVICE, "sizes": [1, 2], "seconds": [0.5, 0.75]}
+LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] = {
+    "12 methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", *LONG]), 4),
+    "few methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", "ngram"]), 4),
+    "no depth": (plot_speedup, lambda: of_methods(["vanilla", "generate"]), 3),
+    "one method": (plot_speedup, lambda: of_methods(["vanilla"]), 3),
+    "texts at a time": (plot_concurrency, lambda: large()["concurrency"], 3),
+    "no waits": (plot_concurrency, without_waits, 2),
+    "long categories": (plot_acceptance, lambda: accepted(LONG), 2),
+    "heads": (plot_comparison, lambda: dict.fromkeys(LONG, accepted(["math"])), 2),
+    "pruning": (
+        plot_pruning,
+        lambda: {
+            "pruned": [pruned(256), pruned(512)], "before": pruned(1024), "low_rank": [],
+            "device": DEVICE,
+        },
+        3,
+    ),
+    "search": (
+        plot_tree_search,
+        lambda: {
+            "candidates": [CANDIDATE], "default": CANDIDATE, "found": CANDIDATE, "curve": CURVE
+        },
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_all_words_are_within_the_picture_and_clear_of_other_panels(name: str, monkeypatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(Path, "replace", lambda *_: None)
+    plot, make, num_panels = LABELLED[name]
+    plot(make(), Path("picture.png"))
+    (figure,) = figures
+    assert len(figure.axes) == num_panels
+    assert all(panel.has_data() for panel in figure.axes)
+    (left, bottom), (right, top) = figure.get_tightbbox().get_points()
+    width, height = figure.get_size_inches()
+    assert min(left, bottom, width - right, height - top) >= 0
+    boxes = [each.get_tightbbox() for each in (*figure.axes, *figure.legends)]
+    for one, other in combinations(boxes, 2):
+        assert not one.overlaps(other)

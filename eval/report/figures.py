@@ -1,11 +1,16 @@
 """Pictures of the measurements, as PNG files."""
 
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
+from cycler import cycler
 from matplotlib import pyplot as plt
 
 from eval.measure.stats import tree_figures
@@ -13,6 +18,10 @@ from eval.measure.stats import tree_figures
 STEP_PARTS = ("draft", "verify", "accept", "step", "host")
 """`step` is the first three where they are captured as one."""
 COLORS = ("tab:orange", "tab:green", "tab:red", "tab:brown", "tab:purple")
+LINE = 30
+"""Letters of a name on one line."""
+STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"])
+"""Of curves: more than there are colors."""
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
@@ -22,23 +31,25 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
         result: the contents of `acceptance.json`.
         path: the PNG file to write.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
+    names, height = _named(rows)
+    size = (12, max(4.2, 1 + height))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     tree = tree_figures(result)
     trees = {**tree["by_category"], "all": tree}
     for place, (name, row) in enumerate(rows.items()):
         left.barh(place, row["tau"], color="tab:blue" if name != "all" else "tab:gray")
         left.plot(row["ci95"] or [row["tau"]] * 2, [place, place], color="black")
         left.plot(trees[name]["tau"], place, "D", color="tab:orange")
-        depths = range(1, len(row["alpha"]) + 1)
-        right.plot(depths, row["alpha"], "o-", label=name, linewidth=3 if name == "all" else 1)
-    left.set_yticks(range(len(rows)), list(rows))
+        width = 3 if name == "all" else 1
+        _curve(right, place, names[place], row["alpha"], linewidth=width)
+    left.set_yticks(range(len(rows)), names)
     left.invert_yaxis()
     left.axvline(1, color="black", linewidth=0.8)
     left.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
     right.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
-    right.legend(fontsize="small")
+    _legend(figure, right)
     _save(figure, path)
 
 
@@ -50,20 +61,20 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         path: the PNG file to write.
     """
     methods = result["methods"]
-    size = (12, 3.6 + 0.5 * len(methods))
+    labels, height = _named(
+        f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()
+    )
+    size = (12, 3.6 + 2 * height)
     figure, ((speed, times), (taus, alphas)) = plt.subplots(
         2, 2, figsize=size, layout="constrained"
     )
-    labels = [f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()]
     for place, (label, row) in enumerate(zip(labels, methods.values(), strict=True)):
         speed.barh(place, row["tokens_per_s"], color="tab:blue")
         speed.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
         _stack(times, place, row)
         taus.plot(row["tau"], place, "o", color="tab:blue")
         taus.plot(row.get("tau_ci95") or [row["tau"]] * 2, [place, place], color="tab:blue")
-        rates = row.get("alpha") or []
-        if rates:
-            alphas.plot(range(1, len(rates) + 1), rates, "o-", label=label)
+        _curve(alphas, place, label, row.get("alpha") or [])
     for axis in (speed, times, taus):
         axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
     speed.margins(x=0.15)
@@ -88,13 +99,15 @@ def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
     """
     figure, (speed, gain, waits) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     numbers = [int(size) for size in sizes]
-    for name in next(iter(sizes.values()))["methods"]:
+    for place, name in enumerate(next(iter(sizes.values()))["methods"]):
         rows = [each["methods"][name] for each in sizes.values()]
-        speed.plot(numbers, [row["tokens_per_s"] for row in rows], "o-", label=name)
-        gain.plot(numbers, [row["speedup"] for row in rows], "o-", label=name)
         ends = [row["between_tokens_ms"] for row in rows]
-        if all(ends):
-            waits.plot(numbers, [each["p50"] for each in ends], "o-", label=name)
+        for panel, figures in (
+            (speed, [row["tokens_per_s"] for row in rows]),
+            (gain, [row["speedup"] for row in rows]),
+            (waits, [each["p50"] for each in ends] if all(ends) else []),
+        ):
+            _curve(panel, place, _lines(name), figures, numbers)
     gain.axhline(1, color="black", linewidth=0.8)
     speed.set_ylabel("tokens per second, prompts included")
     gain.set_ylabel("speed-up over the faster baseline of each size")
@@ -104,7 +117,7 @@ def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
         axis.set_xticks(numbers, [str(number) for number in numbers])
         axis.minorticks_off()
         axis.set(xlabel="texts at a time", ylim=(0, None))
-        axis.legend(fontsize="small")
+    _legend(figure, speed)
     _save(figure, path)
 
 
@@ -196,14 +209,16 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
         results: the contents of `acceptance.json` by the head's name.
         path: the PNG file to write.
     """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    for place, (name, result) in enumerate(results.items()):
+    names, height = _named(results)
+    size = (15, max(4.2, 1 + height))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=size, layout="constrained")
+    for place, result in enumerate(results.values()):
         left.barh(place, result["tau"], color="tab:blue")
         left.plot(result["tau_ci95"] or [result["tau"]] * 2, [place, place], color="black")
         left.plot(tree_figures(result)["tau"], place, "D", color="tab:orange")
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
-            axis.plot(range(1, len(rates) + 1), rates, "o-", label=name)
-    left.set_yticks(range(len(results)), list(results))
+            _curve(axis, place, names[place], rates)
+    left.set_yticks(range(len(results)), names)
     left.invert_yaxis()
     left.set_xlim(left=1)
     left.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
@@ -212,7 +227,7 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     deepest = max(len(result["alpha"]) for result in results.values())
     for axis in (middle, right):
         axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
-        axis.legend(fontsize="small")
+    _legend(figure, middle)
     _save(figure, path)
 
 
@@ -257,7 +272,86 @@ def _stack(axis: Any, place: int, row: dict[str, Any]) -> None:
         axis.text(0, place, f" undivided, {total:.1f} s in all", va="center")
 
 
+def _lines(name: str) -> str:
+    """A name in lines, broken between its parts."""
+    lines = [""]
+    for part in re.split(r"(?<=[ _/-])", name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > LINE:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _named(names: Iterable[str]) -> tuple[list[str], float]:
+    """Names in lines, and the inches of a panel that has a row for each."""
+    found = list(map(_lines, names))
+    num_lines = 1 + max(name.count("\n") for name in found)
+    return found, len(found) * (0.1 + 0.16 * num_lines)
+
+
+def _curve(
+    panel: Any,
+    place: int,
+    name: str,
+    figures: list[float],
+    over: Sequence[int] | None = None,
+    **style: Any,
+) -> None:
+    """Figures of one of several, in the same style in every panel; over depths unless told."""
+    if figures:
+        style = {**STYLES[place % len(STYLES)], "marker": "o", "label": name, **style}
+        panel.plot(over or range(1, len(figures) + 1), figures, **style)
+
+
+def _close_gaps(figure: Any) -> None:
+    """Takes out panels that show nothing; the others of their row get the place."""
+    rows: dict[int, list[Any]] = {}
+    for panel in figure.axes:
+        if panel.has_data() or panel.texts:
+            rows.setdefault(panel.get_subplotspec().rowspan.start, []).append(panel)
+        else:
+            panel.remove()
+    num_columns = math.lcm(*map(len, rows.values()))
+    grid = figure.add_gridspec(len(rows), num_columns)
+    for place, row in enumerate(rows.values()):
+        width = num_columns // len(row)
+        for number, panel in enumerate(row):
+            panel.set_subplotspec(grid[place, number * width : (number + 1) * width])
+
+
+def _fit_labels(figure: Any) -> None:
+    """Breaks labels that are longer than their panel, whose size depends on all other words."""
+    labels = [
+        (panel.bbox, side, label, label.get_text())
+        for panel in figure.axes
+        for label, side in (
+            (panel.title, "width"), (panel.xaxis.label, "width"), (panel.yaxis.label, "height"),
+        )
+        if label.get_text()
+    ]  # fmt: skip
+    for _ in range(3):  # lines take room from panels
+        figure.draw_without_rendering()
+        shares = [
+            getattr(room, side) / getattr(label.get_window_extent(), side)
+            for room, side, label, _ in labels
+        ]
+        if min(shares) >= 1:
+            return
+        for share, (_, _, label, text) in zip(shares, labels, strict=True):
+            if share < 1:
+                longest = max(map(len, label.get_text().split("\n")))
+                lines = textwrap.wrap(text, int(share * longest), break_on_hyphens=False)
+                label.set_text("\n".join(lines))
+
+
+def _legend(figure: Any, panel: Any) -> None:
+    """Beside all panels the names of one, where each would cover much of its own."""
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+
+
 def _save(figure: Any, path: Path) -> None:
+    _close_gaps(figure)
+    _fit_labels(figure)
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=120)
     plt.close(figure)
