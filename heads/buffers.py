@@ -4,7 +4,7 @@ Letters: B texts, S slots, n tokens added, A nodes kept, K heads, d head size.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -123,6 +123,7 @@ def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     return _texts(len(slots), buffer.device), slots.to(buffer.device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _texts(num_texts: int, device: torch.device) -> Tensor:
+    # Captured graphs read it where it is.
     return torch.arange(num_texts, device=device).unsqueeze(1)

@@ -4,7 +4,7 @@ Letters: B texts, N tree nodes (root included), P nodes that have children, D hi
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Protocol, Self
 
 import torch
@@ -188,9 +188,9 @@ class TreeLayout:
         return cls(parents, mask, mask.sum(-1) - 1)
 
 
-@lru_cache(maxsize=64)
+@cache
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """The layout [1, N] of a tree, kept for the next step."""
+    """The layout [1, N] of a tree, which stays where it is: captured graphs read it there."""
     if tree.width <= 1:
         # Chains that are copied from a text have another length in every step.
         parents = torch.arange(tree.depth, device=device)

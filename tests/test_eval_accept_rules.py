@@ -226,6 +226,16 @@ def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
     assert_layout(tree_layout(tree, torch.device("cpu")), tree)
 
 
+def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_after_it() -> None:
+    tree, device = Tree.from_paths([[1], [0], [1, 2]]), torch.device("cpu")
+    captured = tree_layout(tree, device)
+    for size in range(1, 100):
+        tree_layout(Tree.from_paths([[rank] for rank in range(size)]), device)
+    again = tree_layout(Tree.from_paths([[1], [0], [1, 2]]), device)
+    for one, other in zip(vars(captured).values(), vars(again).values(), strict=True):
+        assert one.data_ptr() == other.data_ptr()
+
+
 def assert_layout(layout: TreeLayout, tree: Tree) -> None:
     assert layout.parents.tolist() == [[0, *tree.parents[1:]]]
     assert layout.mask.tolist() == [tree.mask_rows()]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from toys import FAMILIES, random_target
 
-from heads.buffers import SlotBuffer
+from heads.buffers import SlotBuffer, _index
 from heads.cache import Kept, Slots
 
 CPU = torch.device("cpu")
@@ -86,6 +86,15 @@ def test_a_buffer_grows_and_keeps_what_it_holds() -> None:
     keys, values = buffer.write(more, more, torch.tensor([[64]]), 65)
     assert keys.flatten().tolist() == values.flatten().tolist() == [*range(64), 99]
     assert buffer.keys.shape[2] == 128
+
+
+def test_the_rows_that_a_graph_has_captured_stay_however_large_batches_get() -> None:
+    slots = torch.zeros(1, 1, dtype=torch.int64)
+    captured, _ = _index(slots, slots)
+    for num_texts in range(2, 100):
+        _index(slots.expand(num_texts, 1), slots)
+    again, _ = _index(slots, slots)
+    assert again.data_ptr() == captured.data_ptr()
 
 
 def test_a_buffer_of_fixed_size_never_grows() -> None:

@@ -174,7 +174,6 @@ class Rows:
         """A step that asks the host for nothing."""
         cache = self.cache
         draft = self.drafter.propose(Roots(self.roots, []))
-        self.layout = draft.layout()  # which a graph reads, and nobody else may keep
         nodes = read(self.crossing, draft, self.roots, cache, self.drafter.reads)
         accepted = verify(draft, nodes.tokens, nodes.logits, GREEDY, self.generators)
         on_path, counts = nodes.tokens.gather(1, accepted.nodes), accepted.num_accepted + 1

@@ -22,7 +22,7 @@ from eval.decode.crossing import Crossing
 from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
 from heads.cache import Kept, TreeCache
-from heads.drafting import PAD, Draft, Roots, Seen, TreeLayout
+from heads.drafting import PAD, Draft, Roots, Seen
 from heads.sampling import GREEDY, Generators
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -97,7 +97,6 @@ class Passes:
         self.fixed = target.capacity is not None
         self.pool = torch.cuda.graph_pool_handle()
         self.inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
-        self.layouts: dict[Shape, TreeLayout] = {}
         self.graphs: dict[tuple[Shape, int], tuple[Graph, Passed]] = {}
         self.met: set[tuple[Shape, int]] = set()
 
@@ -157,7 +156,6 @@ class Passes:
     def _pass(self, shape: Shape) -> Passed:
         tokens, parents = self.inputs[shape]
         draft = Draft(parents if shape.tree is None else shape.tree, tokens, shape.depth)
-        self.layouts[shape] = draft.layout()  # which a graph reads, and nobody else may keep
         nodes = read(self.crossing, draft, self.roots, self.cache, self.reads)
         accepted = verify(draft, nodes.tokens, nodes.logits, GREEDY, Generators([], []))
         on_path, counts = nodes.tokens.gather(1, accepted.nodes), accepted.num_accepted + 1
