@@ -15,6 +15,7 @@ from conf.schema_measure import DraftModelConfig, SelfDraftConfig, SpeedupRun
 from data.chat import Encoder
 from eval import speedup
 from eval.compare import methods
+from eval.compare.decoding import Decoding
 from heads import packed
 from heads.kinds import load_head
 from heads.processor import this_processor
@@ -104,9 +105,27 @@ def test_a_search_for_layers_changes_no_other_draft(
 ) -> None:
     found = {"skip": [1], "num_tokens": 2}
     monkeypatch.setattr("eval.compare.methods._searched", lambda *_: found)
-    rows = measured(llama, tmp_path / "o", methods=["early_exit", "skip_layers"])["methods"]
+    result = measured(llama, tmp_path / "o", methods=["early_exit", "skip_layers"])
+    rows, settings = result["methods"], result["config"]["self_draft"]
     assert rows["skip_layers"]["tree"]["parents"] == [-1, 0, 1]
     assert rows["early_exit"]["tree"]["parents"] == [-1, 0, 1, 2, 3]
+    assert settings == {"num_layers": None, "num_tokens": None, "skip": None}
+
+
+def test_what_is_known_of_decoding_stands_beside_the_layers_that_are_skipped(
+    llama: dict, tmp_path: Path, monkeypatch
+) -> None:
+    class OnGpu(Decoding):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.settings["captured"] = "step"
+
+    monkeypatch.setattr(methods, "Decoding", OnGpu)
+    settings = llama | {"self_draft": SelfDraftConfig(skip=[1], num_tokens=3)}
+    row = measured(settings, tmp_path / "o", methods=["skip_layers"])["methods"]["skip_layers"]
+    assert {name: row[name] for name in ("captured", "skip", "chain")} == {
+        "captured": "step", "skip": [1], "chain": 3,
+    }  # fmt: skip
 
 
 def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
@@ -177,8 +196,8 @@ def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_pat
     token_ids = [llama_ids(llama, f"so {word}?") for word in ("there", "you")]
     assert seen == [token_ids]
     row = result["methods"]["skip_layers"]
-    assert row["skip"] == result["config"]["self_draft"]["skip"]
-    assert row["chain"] == result["config"]["self_draft"]["num_tokens"]
+    assert row["skip"]
+    assert row["chain"] == len(row["tree"]["parents"]) - 1
 
 
 def llama_ids(settings: dict, question: str) -> list[int]:

@@ -123,7 +123,7 @@ def _unnumbered(name: str) -> str:
     return stem if number.isdigit() else name
 
 
-def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[[], Method]]:
+def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
     """How to make each of the chosen methods, the baselines first.
 
     Raises:
@@ -147,17 +147,15 @@ def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[[], M
 
 
 def build_methods(
-    bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[[], Method]], journal: Journal
+    bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[..., Method]], journal: Journal
 ) -> dict[str, Method]:
     """The chosen methods; what has to be searched for is looked up in the journal first."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
-        found = {row["id"]: row for row in journal.rows()}
-        if SEARCHED not in found:
+        if SEARCHED not in journal.done:
             journal.append([{"id": SEARCHED, **_searched(bench, config)}])
-            found = {row["id"]: row for row in journal.rows()}
-        skip, num_tokens = (found[SEARCHED][key] for key in ("skip", "num_tokens"))
-        config.self_draft.skip = skip
-        config.self_draft.num_tokens = config.self_draft.num_tokens or num_tokens
+        (found,) = (row for row in journal.rows() if row["id"] == SEARCHED)
+        make = partial(chosen["skip_layers"], found["skip"], found["num_tokens"])
+        chosen = chosen | {"skip_layers": make}
     return {name: make() for name, make in chosen.items()}
 
 
@@ -182,12 +180,10 @@ class Builder:
     def __init__(self, bench: Bench, config: SpeedupRun) -> None:
         self.bench, self.config = bench, config
         self.target, self.sampling = bench.target, bench.sampling
-        # Before the search for layers to skip, whose draft length is not that of others.
-        self.num_exit_tokens = config.self_draft.num_tokens or 4
 
-    def available(self) -> dict[str, Callable[[], Method]]:
+    def available(self) -> dict[str, Callable[..., Method]]:
         """How to make each method for which everything is given."""
-        found: dict[str, Callable[[], Method]] = {
+        found: dict[str, Callable[..., Method]] = {
             VANILLA: lambda: self._engine(lambda _seeds: NoDraft(), Tree.chain(0)),
             "generate": self._generate,
         }
@@ -368,27 +364,31 @@ class Builder:
         )
 
     def _early_exit(self) -> Method:
-        num_layers = self.config.self_draft.num_layers or max(1, self.target.num_layers // 2)
+        settings = self.config.self_draft
+        num_layers = settings.num_layers or max(1, self.target.num_layers // 2)
         if num_layers > self.target.num_layers:
             raise InputError(
                 f"self_draft.num_layers={num_layers}: the target has {self.target.num_layers}"
             )
-        return self._self_draft(early_exit(self.target, num_layers), self.num_exit_tokens)
+        return self._self_draft(early_exit(self.target, num_layers), settings.num_tokens)
 
-    def _skip_layers(self) -> Method:
+    def _skip_layers(self, found: list[int] | None = None, num_tokens: int | None = None) -> Method:
+        """Without the layers of the settings, or those that a search found, and its length."""
         settings = self.config.self_draft
-        skip, num_tokens = settings.skip, settings.num_tokens or 4
+        skip = settings.skip if found is None else found
         assert skip is not None
         outside = [layer for layer in skip if not 0 <= layer < self.target.num_layers]
         if outside:
             raise InputError(
                 f"self_draft.skip: {outside}; the target has layers 0..{self.target.num_layers - 1}"
             )
-        made = self._self_draft(tuple(skip), num_tokens)
-        return replace(made, settings={"skip": skip, "chain": num_tokens})
+        made = self._self_draft(tuple(skip), settings.num_tokens or num_tokens)
+        assert made.tree is not None
+        made.settings.update({"skip": skip, "chain": made.tree.depth})
+        return made
 
-    def _self_draft(self, skip: tuple[int, ...], num_tokens: int) -> Method:
-        ends = self._drafting(self.target)
+    def _self_draft(self, skip: tuple[int, ...], length: int | None) -> Method:
+        ends, num_tokens = self._drafting(self.target), length or 4
 
         def make(seeds: list[int]) -> Drafter:
             own = drafter_seeds(seeds)

@@ -8,7 +8,7 @@ from emulated.runs import HEADS, forget
 from toys import save_target
 
 from conf.schema import DataConfig, Dtype, TargetConfig
-from conf.schema_measure import SpeedupRun
+from conf.schema_measure import SelfDraftConfig, SpeedupRun
 from eval import speedup
 from eval.compare import timing
 
@@ -25,7 +25,8 @@ def test_steps_and_passes_are_captured(tmp_path: Path, monkeypatch: pytest.Monke
         SpeedupRun(
             target=TargetConfig(path=str(tmp_path / "target"), dtype=Dtype.float32),
             data=DataConfig(path=str(prompts)),
-            methods=["suffix", "early_exit"],
+            methods=["suffix", "skip_layers"],
+            self_draft=SelfDraftConfig(skip=[1]),
             max_new_tokens=8,
             num_turns=1,
             num_warmups=1,
@@ -38,7 +39,7 @@ def test_steps_and_passes_are_captured(tmp_path: Path, monkeypatch: pytest.Monke
     assert result["lossless"]["num_equal"] == 3
     captured = {name: row.get("captured") for name, row in result["methods"].items()}
     assert captured == {
-        "vanilla": "step", "generate": None, "suffix": "verify pass", "early_exit": "step",
+        "vanilla": "step", "generate": None, "suffix": "verify pass", "skip_layers": "step",
     }  # fmt: skip
     parts = {name: row["breakdown"].keys() for name, row in result["methods"].items()}
     assert "step" in parts["vanilla"]
