@@ -390,6 +390,25 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     assert largest.numel == 32 * vocab_size
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
+    """A number times it would be another loss, whose gradients are not those found."""
+    (part,), (_, weight) = hard_parts([VOCAB])
+    weight.requires_grad_(trained)
+
+    def total() -> Tensor:
+        return fused_linear([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)[0]
+
+    for scaled in (2 * total(), total() / 4, total() + total().detach() * total()):
+        with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
+            scaled.backward()
+    (total() + total()).backward()
+    again = total()
+    again.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
+        again.backward()
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
     part = Part(hidden, Projection(weight), sorted_indices(torch.arange(4)), torch.ones(4))

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated.device import Counts
+import torch
+from emulated.device import Counts, counted
 from emulated.runs import (
     HEADS_OF,
     MOST_WAITS,
@@ -19,8 +20,13 @@ from emulated.runs import (
     short,
     waits_of_step,
 )
+from torch import Tensor
 
 from conf.schema import Dtype
+from heads.projection import Projection
+from train.batch.rows import SortedIndices
+from train.loss.fused import Part, fused_linear
+from train.loss.losses import TextTeacher, text_criterion
 
 __all__ = ["inputs", "short"]
 
@@ -89,3 +95,20 @@ def test_gradients_in_bfloat16_are_those_in_float32(
     found = gradients(lambda: on_cuda(run_of(name, inputs, tmp_path / "cuda", **once)))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine - theirs).norm() <= 0.05 * theirs.norm()
+
+
+def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
+    def total() -> Tensor:
+        labels = torch.arange(3)
+        hidden, weight = torch.randn(3, 4, device="cuda"), torch.randn(5, 4, device="cuda")
+        rows = SortedIndices(labels, labels.to("cuda"))
+        scales = torch.ones(3, device="cuda")
+        part = Part(hidden, Projection(weight.requires_grad_()), rows, scales)
+        return fused_linear([part], TextTeacher(labels.to("cuda")), text_criterion)[0]
+
+    right, wrong = total(), total() * 0.5
+    with counted() as counts:
+        right.backward()
+    assert counts.num_waits == 0
+    with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
+        wrong.backward()

@@ -40,6 +40,7 @@ CPU_PIECE_BYTES = 2 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Of a piece of a projection's gradient, or of what it is made of, in float32."""
+MISUSED = "a total is run backward once and as it is: its gradients were found before"
 
 
 Compare = Callable[..., Any]
@@ -164,7 +165,8 @@ def fused_linear(
     """The sum of losses over all rows, each times its scale, and what each row gave.
 
     Effects: with gradients, those of trained projections are in their `.grad` when this returns.
-    The total must then be run backward once, as it is: times a number it would be another loss.
+    The total must then be run backward once, as it is: times a number it would be another loss,
+    and that is a RuntimeError; on a GPU a failed assertion, which a later call tells of.
 
     Args:
         parts: the students. Under autocast they are projected in its dtype; everything from
@@ -222,8 +224,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        assert ctx.state_grads is not None, "one backward pass per loss"
-        assert grad_total.is_cuda or grad_total == 1, "a total is run backward as it is"
+        if ctx.state_grads is None:
+            raise RuntimeError(MISUSED)
+        torch._assert_async(grad_total == 1, MISUSED)  # on a GPU nobody waits for it
         grads: list[Tensor | None] = []
         for grad, weight in zip(ctx.state_grads, ctx.weights, strict=True):
             grads.append(grad)
