@@ -26,6 +26,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from conf.code import code_key
 from conf.places import cache_dir
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data import chat, files, forms, messages, preparing, sources, template, turns, values
@@ -194,7 +195,7 @@ def _check_unchanged(source: Source, facts: list[tuple[str, int, int]]) -> None:
 
 
 def _key(contents: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    code = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in RULE]
+    code = code_key(Path(str(module.__file__)) for module in RULE)
     settings = [plain(getattr(config, name)) for name in DECIDING]
     libraries = [version(name) for name in LIBRARIES]
     return _sha256([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]

@@ -143,11 +143,16 @@ def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:
     assert len(before) == 8
 
 
-def test_other_code_makes_another_store(config: DataConfig, monkeypatch, tmp_path: Path) -> None:
+def test_other_code_makes_another_store_and_other_words_do_not(
+    config: DataConfig, monkeypatch, tmp_path: Path
+) -> None:
     before = opened(config).folder
+    text = Path(str(prepared.chat.__file__)).read_text()
     changed = tmp_path / "chat.py"
-    changed.write_text(Path(str(prepared.chat.__file__)).read_text() + "# other\n")
     monkeypatch.setattr(prepared.chat, "__file__", str(changed))
+    changed.write_text(f"# other\n{text}")
+    assert opened(config).folder == before
+    changed.write_text(f"{text}\nother = 1\n")
     assert opened(config).folder != before
 
 

@@ -69,13 +69,18 @@ def other_weight(folder: Path, _patch: pytest.MonkeyPatch) -> dict:
     return {}
 
 
-def other_code(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
+def appended(patch: pytest.MonkeyPatch, line: str) -> None:
+    """Has a module of the heads end with another line."""
     read_text = Path.read_text
 
-    def read(path: Path, *how: object) -> str:
-        return read_text(path, *how) + ("# new" if path.name == "cache.py" else "")
+    def read(path: Path, *args: object, **how: object) -> str:
+        return read_text(path, *args, **how) + (line if path.name == "cache.py" else "")
 
     patch.setattr(Path, "read_text", read)
+
+
+def other_code(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
+    appended(patch, "other = 1\n")
     return {}
 
 
@@ -103,6 +108,16 @@ def test_another_target_is_checked_again(
     for _ in range(2):
         load_target(settings(folder, **how), CPU)
     assert len(checked) == 2
+
+
+def test_other_words_in_the_code_check_nothing(
+    checked: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    folder = save_target(tmp_path / "t")
+    load_target(settings(folder), CPU)
+    appended(monkeypatch, "# other\n")
+    load_target(settings(folder), CPU)
+    assert checked == ["sdpa"]
 
 
 def test_a_target_that_was_refused_is_checked_again(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from conf.code import code_key
 from conf.places import cache_dir
 from conf.schema import TargetConfig
 from heads.target.check import check_served
@@ -55,7 +56,7 @@ def _file(target: Target, config: TargetConfig) -> Path | None:
     code = sorted([*Path(__file__).parent.glob("*.py"), *Path(__file__).parents[1].glob("*.py")])
     facts: dict[str, Any] = asdict(identity) | {
         "name": None,  # the same files may lie in several places
-        "code": [file.read_text() for file in code],
+        "code": code_key(code),
         "versions": [torch.__version__, transformers.__version__],
         "attention": target.config._attn_implementation,
         "dtype": str(target.dtype),
