@@ -38,6 +38,7 @@ def _as_main(command: list[str], cwd: str, env: dict[str, str], outputs: tuple[s
     sys.path[:] = [p for p in sys.path if p and p not in mine]
     if command[0] == "-m":
         sys.argv = command[1:]
+        sys.path.insert(0, cwd)
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command

@@ -40,22 +40,15 @@ def compiled(folder: Path) -> Path:
     return library
 
 
-GRAPHS = sorted(HERE.glob("emulated/test_captured.py"))
-OTHERS = sorted(set(HERE.glob("emulated/test_*.py")) - set(GRAPHS))
-
-
-@pytest.mark.parametrize("files", [GRAPHS, OTHERS], ids=["graphs", "others"])
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_on_an_emulated_device(
-    request: pytest.FixtureRequest, which: str, files: list[Path]
-) -> None:
+def test_on_an_emulated_device(request: pytest.FixtureRequest, which: str) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has a CUDA device of its own")
     assert request.config.cache is not None
     library = compiled(request.config.cache.mkdir("emulated"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     found = subprocess.run(
-        [*command, "-m", which, *map(str, files)],
+        [*command, "-m", which, *sorted(map(str, HERE.glob("emulated/test_*.py")))],
         env={**os.environ, "HEADSMITH_EMULATED_GUARD": str(library)},
         cwd=HERE.parent,
         capture_output=True,

@@ -180,6 +180,7 @@ def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> Non
     """A step's keys are made of the output before; whoever keeps both keeps them for ever."""
     monkeypatch.setattr("heads.eagle.branch_attention.fits_flash", lambda _: by_flash)
     monkeypatch.setattr("heads.eagle.branch_kernels.flash", flash)
+    gc.freeze()  # so that only what is made from here on is looked through
     query, keys, values, _ = tensors(0, ALL, (2, 2), torch.float32)
     branches = branches_of(keys, values, ALL)
     for _ in range(2):
@@ -189,6 +190,7 @@ def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> Non
     freed = weakref.ref(branches)
     del branches, output
     gc.collect()
+    gc.unfreeze()
     assert freed() is None
 
 

@@ -50,10 +50,10 @@ def test_a_matrix_of_that_rank_loses_nothing() -> None:
 
 HEADS: dict[str, Callable[[Target], DraftHead]] = {
     "medusa": noisy_head,
-    "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=10),
-    "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=10),
-    "dspark": partial(block_head, name="dspark", num_updates=10),
-    "peagle": partial(peagle_head, num_updates=10),
+    "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=4),
+    "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=4),
+    "dspark": partial(block_head, name="dspark", num_updates=4),
+    "peagle": partial(peagle_head, num_updates=4),
 }
 
 

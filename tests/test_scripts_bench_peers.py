@@ -1,7 +1,10 @@
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 
@@ -112,11 +115,19 @@ def test_tables_of_our_paths(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     assert rows[2][6] == rows[3][6]
 
 
-def test_a_worker_runs_in_a_process_of_its_own() -> None:
+def test_a_worker_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def run(command: list[str], cwd: Path, **_: object) -> "subprocess.CompletedProcess[str]":
+        begun.extend(command[1:3])
+        return commands.run(command, cwd, dict(os.environ))
+
+    monkeypatch.setattr(subprocess, "run", run)
     question = SIZES | {"path": "medusa", "depth": 2}
     found = result_of("steps", question, sys.executable)
     assert found["loss"] == pytest.approx(losses("medusa", 2, 1)[0], rel=1e-6)
     assert found["seconds"] > 0 and found["peak_bytes"] > 0
+    assert begun == ["-m", "scripts.bench.peers.steps"]
 
 
 @pytest.mark.parametrize("loss", [2.001, float("nan")])

@@ -30,15 +30,15 @@ ROWS = {
 
 def test_what_was_checked_is_not_checked_again(tmp_path: Path) -> None:
     (tmp_path / "found").mkdir()
-    check_apart(tmp_path, "llama", timeout=120)
-    assert [path.name for path in (tmp_path / "found").iterdir()] == ["llama.json"]
-    found = json.loads(found_at(tmp_path, "llama").read_text())
-    assert (found["state"], found["columns"]) == ("works", YES)
-    found_at(tmp_path, "llama").write_text(json.dumps({**found, "attention": "as it was"}))
-    check_targets.main(TargetsRun(["llama", "bert"], out_dir=str(tmp_path)))
+    check_apart(tmp_path, "bloom", timeout=120)
+    assert [path.name for path in (tmp_path / "found").iterdir()] == ["bloom.json"]
+    found = json.loads(found_at(tmp_path, "bloom").read_text())
+    assert (found["state"], found["columns"]["loads"]) == ("refused", "yes")
+    found_at(tmp_path, "bloom").write_text(json.dumps({**found, "attention": "as it was"}))
+    check_targets.main(TargetsRun(["bloom", "bert"], out_dir=str(tmp_path)))
     result = json.loads((tmp_path / "targets.json").read_text())
-    assert result["counts"] == {"works": 1}
-    assert result["found"]["llama"]["attention"] == "as it was"
+    assert result["counts"] == {"refused": 1}
+    assert result["found"]["bloom"]["attention"] == "as it was"
     assert list(result["no_target"]) == ["bert"]
     assert "| as it was |" in (tmp_path / "targets.md").read_text()
 

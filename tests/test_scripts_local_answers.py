@@ -43,7 +43,12 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt_oss", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+    "family",
+    [
+        "llama",
+        "lfm2",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "qwen3_next")),
+    ],
 )
 def test_batched_answers_equal_plain_greedy_decoding(tmp_path: Path, family: str) -> None:
     target_path = saved(tmp_path / "target", family)

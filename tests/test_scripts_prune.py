@@ -62,7 +62,7 @@ def accepted(setting: Path, head: Path, out_dir: Path, **changes) -> dict:
     return json.loads((out_dir / "acceptance.json").read_text())
 
 
-@pytest.mark.parametrize("head", ["eagle3", "medusa"])
+@pytest.mark.parametrize("head", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_tau_is_what_acceptance_measures_of_the_saved_heads(setting, tmp_path, head: str) -> None:
     prune.main(settings(setting, tmp_path / "out", head))
     result = json.loads((tmp_path / "out/prune.json").read_text())
@@ -80,7 +80,9 @@ def test_tau_is_what_acceptance_measures_of_the_saved_heads(setting, tmp_path, h
     assert (tmp_path / "out/prune.png").is_file()
 
 
-@pytest.mark.parametrize(("head", "num_heads"), [("eagle1", 1), ("medusa", 3)])
+@pytest.mark.parametrize(
+    ("head", "num_heads"), [("eagle1", 1), pytest.param("medusa", 3, marks=pytest.mark.slow)]
+)
 def test_ranks_are_measured_as_acceptance_does(setting, tmp_path, head, num_heads) -> None:
     changes = {"sizes": [], "ranks": [4, 16]}
     prune.main(settings(setting, tmp_path / "out", head, **changes))

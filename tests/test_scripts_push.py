@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +134,11 @@ def upload(run_dir: Path, **changes: object) -> None:
 
 
 def test_push_then_load_from_the_hub_gives_the_same_head(
-    hub: HubServer, run_dir: Path, tmp_path: Path
+    hub: HubServer, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pushed by a process of its own; this one has never seen the head."""
-    env = hub_env(hub, tmp_path / "hf-home")
-    pushed = subprocess.run(
-        [sys.executable, ROOT / "scripts/push.py", f"head.path={run_dir / 'head'}",
-         "repo_id=me/qwen-medusa"],
-        env=env, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert pushed.returncode == 0, pushed.stderr
-    assert pushed.stdout.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
+    upload(run_dir)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
     repo = hub.repos["me/qwen-medusa"]
     assert repo.private
     assert len(repo.commits) == 2, "one commit after the initial one"
@@ -155,7 +147,7 @@ def test_push_then_load_from_the_hub_gives_the_same_head(
     theirs = MedusaHead.load(str(tmp_path / "loaded")).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert TOKEN not in pushed.stdout + pushed.stderr
+    assert TOKEN not in said.out + said.err
 
 
 def test_second_push_leaves_no_file_of_the_first_head(hub: HubServer, run_dir: Path) -> None:

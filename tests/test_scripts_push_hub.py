@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from conf.schema import InputError
 from tests.hub_server import Fault, HubServer, Repo
-from tests.test_scripts_push import ROOT, hub, hub_env, run_dir, upload
+from tests.test_scripts_push import hub, run_dir, upload
 
 __all__ = ["hub", "run_dir"]  # fixtures
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -82,26 +80,21 @@ def test_files_of_an_earlier_head_go_with_the_same_commit(hub: HubServer, run_di
     assert len(repo.commits) == 4
 
 
-def test_a_killed_upload_goes_on_where_it_was(run_dir: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from scripts.publish.hub import upload;"
-        f"print(upload({{'{REPO}': Path(sys.argv[1])}}, private=True))"
-    )
-    command = [sys.executable, "-c", code, str(run_dir / "head")]
-    with HubServer() as hub:
-        env = hub_env(hub, tmp_path / "hf-home") | {"PYTHONPATH": str(ROOT)}
-        hub.faults.append(Fault(10_000, "hold"))
-        with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL) as first:
-            assert hub.stalled.wait(60)
-            os.kill(first.pid, signal.SIGKILL)
-        assert len(hub.repos[REPO].commits) == 1, "nothing is visible"
-        second = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert second.returncode == 0, second.stderr
-        assert second.stdout == f"['{hub.url}/{REPO}']\n"
-        assert received(hub, run_dir) == 10_000 + size_of(run_dir)
-        assert len(hub.repos[REPO].commits) == 2
+def test_a_killed_upload_goes_on_where_it_was(hub: HubServer, run_dir: Path) -> None:
+    hub.faults.append(Fault(10_000, "hold"))
+    first = os.fork()
+    if first == 0:
+        try:
+            upload(run_dir)
+        finally:
+            os._exit(1)
+    assert hub.stalled.wait(60)
+    os.kill(first, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == -signal.SIGKILL
+    assert len(hub.repos[REPO].commits) == 1, "nothing is visible"
+    upload(run_dir)
+    assert received(hub, run_dir) == 10_000 + size_of(run_dir)
+    assert len(hub.repos[REPO].commits) == 2
 
 
 def target(hub: HubServer, **facts: object) -> None:

@@ -166,7 +166,7 @@ LAYERS = "hidden states [2, 4], not [3, 5]"
 @pytest.mark.parametrize(
     ("name", "fault", "words"),
     [
-        ("dflash", dflash_layers, LAYERS),
+        pytest.param("dflash", dflash_layers, LAYERS, marks=slow),  # one of two below
         ("dspark", dspark_anchor, "sample_from_anchor=true"),
         ("eagle3", eagle_output, "norm_output=true"),
         pytest.param("dflash", theta, THETA, marks=slow),

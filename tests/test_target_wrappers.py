@@ -52,7 +52,11 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", WRAPPERS)
+# Its layers are the slowest; inside other wrappers the same is dropped.
+EACH = [pytest.param(f, marks=[pytest.mark.slow] if f == "qwen3_5" else []) for f in WRAPPERS]
+
+
+@pytest.mark.parametrize("family", EACH)
 def test_text_is_that_of_the_whole_model(
     tmp_path: Path,
     family: str,
@@ -70,11 +74,11 @@ def test_text_is_that_of_the_whole_model(
     target = loaded(tmp_path)
     assert "UNEXPECTED" not in caplog.text
 
-    expected = [greedy(whole, prompt, 24) for prompt in PROMPTS]
+    expected = [greedy(whole, prompt, 16) for prompt in PROMPTS]
     assert len({token for text in expected for token in text}) > 8
-    texts = decode_batch(target, NoDraft(), PROMPTS, 24)
+    texts = decode_batch(target, NoDraft(), PROMPTS, 16)
     assert [text.token_ids for text in texts] == expected
-    baseline = hf_generate(target, PROMPTS, 24, Sampling(), 0)
+    baseline = hf_generate(target, PROMPTS, 16, Sampling(), 0)
     assert [text.token_ids for text in baseline] == expected
 
     names = dict(target.model.named_parameters())

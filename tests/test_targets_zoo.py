@@ -44,9 +44,9 @@ REFUSED = {
 }
 
 
-# Whose layers the tests of the engine run as well.
-SLOW = ("qwen3_moe", "gpt_oss", "gemma4_text", "qwen3_5", "lfm2", "mamba2", "nemotron_h")
-EACH = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
+# Of the others the tests of the engine, of layers and of wrappers run each kind as well.
+OFTEN = ("llama", "deepseek_v3", "gemma3", "jamba")
+EACH = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in SERVED]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,13 @@ def zoo(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
+@pytest.fixture
+def short_texts(monkeypatch) -> None:
+    """That still go past windows, chunks and switches."""
+    monkeypatch.setattr(checks, "NUM_NEW", 24)
+
+
+@pytest.mark.usefixtures("short_texts")
 @pytest.mark.parametrize("model_type", EACH)
 def test_texts_are_those_of_generate(zoo, model_type: str) -> None:
     if model_type == "phi3" and transformers.__version__.startswith("5.17"):
@@ -62,6 +69,7 @@ def test_texts_are_those_of_generate(zoo, model_type: str) -> None:
     assert found["columns"] == dict.fromkeys(LOSSLESS, YES), found["traceback"]
 
 
+@pytest.mark.usefixtures("short_texts")
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_who_is_not_served_is_told_in_a_line(zoo, model_type: str) -> None:
     found = check_target(tiny_target(model_type, zoo), heads=False)
@@ -159,13 +167,12 @@ def test_a_tree_whose_siblings_see_each_other_differs(zoo, monkeypatch) -> None:
         target.extend = causal
 
     broken(monkeypatch, change)
-    found = check_target(tiny_target("llama", zoo))
+    found = check_target(tiny_target("llama", zoo), heads=False)
     assert found["columns"]["chain"] == YES
     assert re.match(
         r"differs: 3 of 4 texts, the first from token \d+ of 48, margin there 0\.\d",
         (found["columns"]["tree"]),
     )
-    assert found["columns"]["medusa"] == found["columns"]["eagle"] == YES
     assert found["state"] == "differs"
 
 
@@ -177,7 +184,7 @@ def test_states_that_replay_reads_otherwise_differ(zoo, monkeypatch) -> None:
     broken(monkeypatch, change)
     found = check_target(tiny_target("llama", zoo))
     assert re.match(r"differs: medusa, from pass \d+ of \d+", found["columns"]["replay"])
-    assert found["columns"]["chain"] == found["columns"]["tree"] == YES
+    assert {each for name, each in found["columns"].items() if name != "replay"} == {YES}
 
 
 def test_a_traceback_is_a_failure_and_is_kept(zoo, monkeypatch) -> None:

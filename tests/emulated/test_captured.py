@@ -64,12 +64,12 @@ def eagle(form: EagleForm, drafter: Callable[[Any, list[int]], Drafter]) -> Lear
         vocab = DraftVocab.everything(target.vocab_size)
         return EagleHead.from_target(target, config, vocab, seed=0)
 
-    return Learnt(lambda target: eagle_head(target, form, None, 60, **settings), untrained, drafter)
+    return Learnt(lambda target: eagle_head(target, form, None, 40, **settings), untrained, drafter)
 
 
 def blocks(name: str, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
     return Learnt(
-        lambda target: block_head(target, name, 60, **FEATURES),
+        lambda target: block_head(target, name, 40, **FEATURES),
         lambda target: fresh(target, settings_of(name, **FEATURES)),
         drafter,
     )
@@ -77,7 +77,7 @@ def blocks(name: str, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
 
 def peagle(drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
     return Learnt(
-        lambda target: peagle_heads.peagle_head(target, 60, **FEATURES),
+        lambda target: peagle_heads.peagle_head(target, 40, **FEATURES),
         lambda target: peagle_heads.fresh(target, peagle_heads.settings_of(**FEATURES)),
         drafter,
     )
@@ -145,13 +145,16 @@ def told(found: list[Generation]) -> list[Any]:
 # Many launches of one graph, beside rows that are free; graphs that are launched again after others
 # for more slots; hardly two steps of a graph.
 SIZES = [(3, 512), (1, 16), (2, 8)]
-ALWAYS = ("vanilla", "medusa_tree", "eagle_tree, EAGLE-3", "dspark_chain", "peagle_tree")
+OFTEN = {
+    "vanilla": (1, 2), "medusa_tree": (3, 1), "eagle_tree, EAGLE-3": (3, 2), "dspark_chain": (1,),
+}  # fmt: skip
+"""Batch sizes: the rest is slow."""
 
 
 def cases() -> Iterator[Any]:
     for name in STATIC:
         for batch_size, width in SIZES:
-            marks = [] if name in ALWAYS else [pytest.mark.slow]
+            marks = [] if batch_size in OFTEN.get(name, ()) else [pytest.mark.slow]
             yield pytest.param(name, batch_size, width, marks=marks)
 
 
@@ -175,7 +178,7 @@ def test_captured_steps_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ALWAYS else [pytest.mark.slow]) for n in STATIC]
+    "name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.slow]) for n in STATIC]
 )
 def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(name: str) -> None:
     target, make = prepared("cuda", name)
@@ -214,8 +217,11 @@ def test_rows_of_texts_that_have_ended_stay_within_their_slots_until_half_are_fr
         assert [each.token_ids for each in found] == cut
         return len(batch.alive)
 
-    target.model.generation_config.eos_token_id = []
-    whole = [each.token_ids for each in decode_many(target, lambda _: NoDraft(), requests, 40, 1)]
+    with off():
+        plain = random_target("cpu")
+        plain.model.generation_config.eos_token_id = []
+        alone = decode_many(plain, lambda _: NoDraft(), requests, 40, 1)
+    whole = [each.token_ids for each in alone]
     # The longest text ends first, and the others go on for as long as it is longer.
     others = [whole[0][0], *whole[1], *whole[2]]
     first = next(token for token in whole[0][1:] if token not in others)
@@ -291,7 +297,7 @@ HOST = (
     "prompt_lookup", "suffix", "medusa_suffix", "eagle_suffix", "lookahead", "draft_tree",
     "draft_chain, by what was accepted", "draft_chain, other tokenizer", "eagle_cut", "dflash_cut",
 )  # fmt: skip
-OFTEN = [("prompt_lookup", 1), ("eagle_suffix", 1), ("eagle_suffix", 3), ("lookahead", 2)]
+OFTEN_OF_HOST = [("prompt_lookup", 1), ("eagle_suffix", 3), ("lookahead", 2)]
 
 
 def of_host(name: str, device: str) -> tuple[Target, Callable[[list[int]], Drafter]]:
@@ -305,7 +311,9 @@ def of_host(name: str, device: str) -> tuple[Target, Callable[[list[int]], Draft
 @pytest.mark.parametrize(
     ("name", "batch_size", "width"),
     [
-        pytest.param(name, *size, marks=[] if (name, size[0]) in OFTEN else [pytest.mark.slow])
+        pytest.param(
+            name, *size, marks=[] if (name, size[0]) in OFTEN_OF_HOST else [pytest.mark.slow]
+        )
         for name in HOST
         for size in [(1, 16), (3, 512), (2, 8)]
     ],

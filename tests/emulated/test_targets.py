@@ -66,7 +66,9 @@ def stores(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("teacher", TeacherKind)
+@pytest.mark.parametrize(
+    "teacher", [pytest.param(TeacherKind.hidden, marks=pytest.mark.slow), TeacherKind.top_k]
+)
 def test_a_capture_holds_what_the_cpus_does(
     teacher: TeacherKind, inputs: Path, stores: Path, tmp_path: Path
 ) -> None:
@@ -84,7 +86,7 @@ def test_a_capture_holds_what_the_cpus_does(
 @pytest.mark.parametrize(
     ("name", "teacher"),
     [
-        ("medusa, soft labels", TeacherKind.hidden),
+        pytest.param("medusa, soft labels", TeacherKind.hidden, marks=pytest.mark.slow),
         ("eagle-1", TeacherKind.hidden),
         ("eagle-3", TeacherKind.top_k),
     ],

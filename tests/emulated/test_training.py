@@ -40,8 +40,9 @@ class Ran:
     waits: Counts
 
 
-# `test_targets.py` holds the same of these.
-SLOW = ("medusa, soft labels", "eagle-1", "eagle-3")
+# `test_targets.py` holds the same of the first three; HASS steps as EAGLE-1 does, and what DFlash
+# has of its own DFlash-2 and DSpark have too.
+SLOW = ("medusa, soft labels", "eagle-1", "eagle-3", "hass", "dflash")
 
 
 def marked(names: Iterable[str], slow: Sequence[str]) -> list[Any]:
@@ -84,7 +85,9 @@ def test_a_micro_batch_is_one_pass_whatever_it_holds(
     assert operations(4) < 0.4 * operations(1)
 
 
-@pytest.mark.parametrize("name", marked(["medusa", "eagle-1", "eagle-3.1", "dflash"], ["eagle-1"]))
+@pytest.mark.parametrize(
+    "name", marked(["medusa", "eagle-1", "eagle-3.1", "dflash"], ["medusa", "eagle-1"])
+)
 def test_gradients_in_bfloat16_are_those_in_float32(
     name: str, inputs: Path, tmp_path: Path
 ) -> None:
