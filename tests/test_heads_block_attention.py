@@ -1,5 +1,7 @@
 """Attention of blocks against a sum written row by row."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,11 @@ def both_ways(attend, seen: Sight):
     return lambda query, k, v, own_k, own_v: attend(query, (k, v), (own_k, own_v), seen)
 
 
+@cache
+def expected_of(heads: tuple[int, int], causal: bool, window: int | None) -> tuple[Tensor, ...]:
+    return run(lambda *each: literal(*each, causal=causal, window=window), inputs(heads))
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize(("causal", "window"), KINDS)
 @pytest.mark.parametrize("rows", [1, 6, 128])
@@ -70,7 +77,7 @@ def test_rows_see_their_text_and_their_block(
 ) -> None:
     monkeypatch.setattr(attention, "ROWS_PER_CHUNK", rows)
     made = inputs(heads)
-    expected = run(lambda *each: literal(*each, causal=causal, window=window), made)
+    expected = expected_of(heads, causal, window)
     for attend in (block_attention, plain_attention):
         found = run(both_ways(attend, sight(causal, window)), made)
         for mine, theirs in zip(found, expected, strict=True):

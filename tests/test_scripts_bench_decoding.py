@@ -1,9 +1,7 @@
 """What decoding costs in memory and operations, which no clock is needed for."""
 
 import argparse
-import gc
 import json
-from collections.abc import Iterator
 
 import pytest
 from toys import save_target
@@ -18,15 +16,7 @@ def small_parts(monkeypatch) -> None:
     monkeypatch.setattr(TargetEnds, "prefill_chunk", 64)
 
 
-@pytest.fixture
-def collects_little() -> Iterator[None]:
-    """Only what is made from here on."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("small_parts", "collects_little")
+@pytest.mark.usefixtures("small_parts")
 def test_memory_beyond_the_cache_does_not_grow_with_a_prompt() -> None:
     sizes = argparse.Namespace(tokens=[64, 384], hidden=64, layers=4, vocab=128)
     target = bench_prompt.random_target(sizes)

@@ -222,13 +222,20 @@ def decoded(
 
 
 # How others go besides is as these go.
-BOTH = ("vanilla", "medusa_tree", "eagle_chain, EAGLE-3", "eagle_tree, EAGLE-3", "lookahead")
+BOTH = ("vanilla", "medusa_tree", "eagle_chain, EAGLE-3")
+# Of which another has the same lines: a hybrid of any head, blocks as a chain or a tree.
+SLOW = (
+    "medusa_suffix", "dflash_suffix", "dflash2_suffix", "dspark_suffix", "peagle_suffix",
+    "medusa_cut", "dflash_cut", "dflash2_cut", "eagle_tree, EAGLE-1", "dflash_chain",
+    "dflash2_tree", "dspark_chain", "peagle_chain", "draft_chain",
+    "draft_chain, by what was accepted", "early_exit",
+)  # fmt: skip
 
 
 def marked(name: str, how: str) -> Any:
     """Chains are drawn, trees and what is looked up are the same however the target chooses."""
     drawn = "chain" in name or name in ("early_exit", "skip_layers", "medusa_typical")
-    slow = name not in BOTH and drawn != (how == "sampled")
+    slow = name in SLOW or (name not in BOTH and drawn != (how == "sampled"))
     marks = [pytest.mark.slow] if slow else []
     return pytest.param(KINDS[name], SAMPLINGS[how], id=f"{how}-{name}", marks=marks)
 
