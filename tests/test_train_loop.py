@@ -157,6 +157,8 @@ def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> No
     wanted = {(step, i) for step in range(6) for i in schedule.sequences(step, 4, 7, seed=0)}
     assert len(set(drawn[0])) == len(wanted) > 20
     assert drawn[0] == drawn[1]
+    first = schedule.sequences(0, 4, 7, seed=0)
+    assert drawn[0][:4] == [schedule.draw_seed(0, 0, index) for index in first]
 
 
 def test_steps_are_adamws(tmp_path: Path) -> None:

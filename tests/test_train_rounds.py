@@ -151,7 +151,8 @@ def test_a_server_answers_in_place_of_the_target(
         found, figures = made.round(0, head)
         assert documents(found.data) == documents(here.data)
         assert server.most_at_once <= 2
-        assert len({body.pop("seed") for body in server.bodies}) == 4
+        seeds = {body.pop("seed") for body in server.bodies}
+        assert seeds == {schedule.draw_seed(SEED, 0, index) for index in range(4)}
         assert [body.pop("prompt")[:0] for body in server.bodies] == [[]] * 4
         assert server.bodies == 4 * [
             {"model": "toy", "max_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": 0,

@@ -18,6 +18,13 @@ def test_global_batches_are_the_same_for_any_number_of_processes() -> None:
         assert one == two == batch
 
 
+def test_seeds_of_draws_are_a_specified_hash_of_their_numbers() -> None:
+    """`printf '7 12 5' | b2sum -l 64`, without the last bit."""
+    assert schedule.draw_seed(0, 0, 0) == 0x6BC5B0BB356026A2 // 2
+    assert schedule.draw_seed(7, 12, 5) == 0xFA7381A2272F7FC1 // 2
+    assert schedule.draw_seed(71, 2, 5) != schedule.draw_seed(7, 12, 5)
+
+
 def test_an_epoch_draws_every_sequence_once() -> None:
     drawn = [i for step in range(7) for i in schedule.sequences(step, 4, 7, seed=3)]
     epochs = [drawn[start : start + 7] for start in range(0, 28, 7)]

@@ -1,5 +1,6 @@
 """What an optimizer step sees: which sequences, at which learning rate. Pure functions."""
 
+import hashlib
 import math
 from functools import lru_cache
 
@@ -38,6 +39,12 @@ def _permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
     """[num_sequences] int64."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(num_sequences, generator=generator)
+
+
+def draw_seed(*numbers: int) -> int:
+    """A seed, from 0 to 2^63 - 1, for what is drawn by numbers that decide it; alike everywhere."""
+    digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) -> list[list[int]]:

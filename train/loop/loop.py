@@ -255,7 +255,7 @@ class Run:
         size, objective = self.config.micro_batch_size, self.job.objective
         batches: list[Batch] = []
         for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
-            seeds = tuple(hash((self.job.seed, step, index)) % (1 << 63) for index in group)
+            seeds = tuple(schedule.draw_seed(self.job.seed, step, index) for index in group)
             batch = self.skipped.blanked(stacked(self.round.data, group), group)
             batches.append(objective.taught({**batch, NOISE_SEEDS: seeds}))
         return batches

@@ -221,7 +221,7 @@ class Rollouts:
     ) -> list[Generation]:
         """Of the prompts of a group, in their order."""
         requests = [
-            Request(prompts[index], hash((self.seed, number, index)) % (1 << 63)) for index in group
+            Request(prompts[index], schedule.draw_seed(self.seed, number, index)) for index in group
         ]
         if self.server is not None:
             return self._served(requests)
