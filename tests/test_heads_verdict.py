@@ -89,12 +89,19 @@ def other_versions(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
     return {}
 
 
+def other_processor(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
+    """As where machines of a cluster share a cache."""
+    patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    return {}
+
+
 CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], dict]] = {
     "a weight": other_weight,
     "dtype": lambda *_: {"dtype": Dtype.bfloat16},
     "attention": lambda *_: {"attention": "eager"},
     "code": other_code,
     "transformers": other_versions,
+    "processor": other_processor,
 }
 
 

@@ -60,11 +60,18 @@ def _file(target: Target, config: TargetConfig) -> Path | None:
         "versions": [torch.__version__, transformers.__version__],
         "attention": target.config._attn_implementation,
         "dtype": str(target.dtype),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
+        "device": _device(target.device),
         "device_map": config.device_map,
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return cache_dir() / "checks" / f"{key}.json"
+
+
+def _device(device: torch.device) -> str:
+    """Whose kernels run."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _write(file: Path, content: str) -> None:
