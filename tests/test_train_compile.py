@@ -3,8 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conf.schema import DataConfig, TrainConfig
-from conf.schema_eagle import EagleRun
+from conf.schema import TrainConfig
 from train.loop.command import LOGITS_THAT_PAY, wants_compile
 
 MILLION = 10**6
@@ -12,10 +11,9 @@ MILLION = 10**6
 
 def asked(device: str = "cpu", processes: int = 1, logits: int = 3, **train: object) -> bool:
     """Of a run of 1,000 steps of 10 sequences of 1,000 tokens."""
-    settings = {"max_steps": 1000, "batch_size": 10, "warmup_steps": 0, **train}
-    config = EagleRun(train=TrainConfig(**settings), data=DataConfig(max_length=1000))
+    config = TrainConfig(**{"max_steps": 1000, "batch_size": 10, "warmup_steps": 0, **train})
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
-    return wants_compile(config, SimpleNamespace(slow_logits=logits), accelerator)
+    return wants_compile(config, 1000, SimpleNamespace(slow_logits=logits), accelerator)
 
 
 def test_a_gpu_compiles_and_a_setting_has_the_last_word() -> None:

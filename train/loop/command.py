@@ -103,7 +103,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     config.train, optimizer = settled_optimizer(
         config.train, objective, deepspeed, trained=head.path is not None
     )
-    compiled = wants_compile(config, objective, accelerator)
+    compiled = wants_compile(config.train, length, objective, accelerator)
     if compiled:
         objective.compile_parts()
     if store is not None:
@@ -186,14 +186,23 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     return Source(target, identity, train_data, heldout, report, lines, replay)
 
 
-def wants_compile(config: TrainRun, objective: Objective, accelerator: Accelerator) -> bool:
-    """`train.compile`, or whether it pays: on CUDA always, on a CPU in a long run."""
-    if config.train.compile is not None:
-        return config.train.compile
+def wants_compile(
+    config: TrainConfig, length: int, objective: Objective, accelerator: Accelerator
+) -> bool:
+    """`train.compile`, or whether it pays: on CUDA always, on a CPU in a long run.
+
+    Args:
+        config: once `auto`, epochs and tokens are settled.
+        length: tokens of a sequence, which a feature store has its own of.
+        objective: what is trained.
+        accelerator: of the run.
+    """
+    if config.compile is not None:
+        return config.compile
     if accelerator.device.type == "cuda":
         return True
-    sequences = config.train.max_steps * config.train.batch_size // accelerator.num_processes
-    num_logits = sequences * config.data.max_length * objective.slow_logits
+    sequences = config.max_steps * config.batch_size // accelerator.num_processes
+    num_logits = sequences * length * objective.slow_logits
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return compiler is not None and num_logits > LOGITS_THAT_PAY
 
