@@ -162,7 +162,7 @@ class Rollouts:
         for step in range(first, last):
             found = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
             numbers |= dict.fromkeys(found)
-        window = getattr(self.target.config, "max_position_embeddings", None)
+        window = self.target.window
         room = None if window is None else window - self.config.max_new_tokens
         prompts = [prompt for number in numbers for prompt in prompts_of(self.data[number])]
         fitting = [each for each in prompts if room is None or len(each) <= room]
