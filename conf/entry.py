@@ -42,12 +42,14 @@ class Command(Generic[Config]):
         schema: the dataclass from `conf.schema` or a neighbour that its `main` takes.
         name: of the command.
         recipes: of `conf/head/` that its heads may have, first the one that argv need not name.
+        check: refuses, without heavy imports, what the settings name and is not there.
     """
 
     doc: str | None
     schema: type[Config]
     name: str
     recipes: tuple[str, ...] = ()
+    check: Callable[[Config], None] | None = None
 
     def begin(self) -> None:
         """Answers `--help`, or looks at the settings; returns where there is something to run.
@@ -66,6 +68,8 @@ class Command(Generic[Config]):
 
             def look(composed: DictConfig, number: int | None = number) -> None:
                 looked.append(_checked(composed, number if SWEEP & set(argv) else None))
+                if self.check is not None:
+                    self.check(looked[-1])
 
             self._hydra(look, job)
         if not looked:  # Hydra had something to show, such as `--cfg job`
@@ -88,7 +92,7 @@ class Command(Generic[Config]):
         """The settings before they are checked, with the recipe's and these."""
         self._register()
         with initialize(version_base=None, config_path=None):
-            return compose(self.name, overrides)
+            return compose(self._node, overrides)
 
     def _hydra(self, task: Callable[[DictConfig], None], argv: list[str]) -> None:
         self._register()
@@ -99,11 +103,16 @@ class Command(Generic[Config]):
             _refusing(partial(task, composed))
 
         try:
-            hydra.main(version_base=None, config_path=str(RECIPES), config_name=self.name)(
+            hydra.main(version_base=None, config_path=str(RECIPES), config_name=self._node)(
                 refusing
             )()
         finally:
             sys.argv = before
+
+    @property
+    def _node(self) -> str:
+        """Hydra's name of the settings; some commands are called like a recipe."""
+        return f"{self.name}_command"
 
     def _register(self) -> None:
         """Tells Hydra what the settings are composed from."""
@@ -117,7 +126,7 @@ class Command(Generic[Config]):
         silent = [{f"override hydra/{each}": "disabled"} for each in loggings]
         defaults = [f"{self.name}_schema", "_self_", *head, *silent]
         settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
-        store.store(name=self.name, node=settings)
+        store.store(name=self._node, node=settings)
 
     def _help(self, argv: list[str]) -> None:
         """Prints all settings, or those that argv names; overrides beside them show in values."""

@@ -7,6 +7,7 @@ command line. Entry scripts receive these dataclasses, never a `DictConfig`.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
@@ -153,6 +154,9 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         positive("target", self, "prefill_chunk")
+        for name in ("path", "adapter"):  # transformers knows no ~
+            if (path := getattr(self, name)) is not None and path.startswith("~"):
+                setattr(self, name, str(Path(path).expanduser()))
 
 
 @dataclass

@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import InputError
+from conf.places import here
+from conf.schema import DataConfig, InputError
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (".parquet", ".arrow")
@@ -62,15 +63,32 @@ def find_source(
     Raises:
         InputError: nothing is there, or no file of the split.
     """
-    local = Path(path).expanduser()
+    local = here("data.path", path, SUFFIXES)
+    if local is None:
+        return Source(path, (), subset=subset, split=split, streaming=streaming)
     if local.is_dir():
         return _folder(local, path, subset, split)
-    if local.is_file():
-        kind_of(local)
-        return Source(path, (local,))
-    if path.endswith(SUFFIXES) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise InputError(f"data.path={path}: no such file or folder")
-    return Source(path, (), subset=subset, split=split, streaming=streaming)
+    kind_of(local)
+    return Source(path, (local,))
+
+
+def check_data(config: DataConfig, section: str = "data") -> None:
+    """Refuses data that are not there, and files that are none of `SUFFIXES`.
+
+    Args:
+        config: the settings.
+        section: their name in the command.
+
+    Raises:
+        InputError: with the path.
+    """
+    for name in ("path", "eval_path"):
+        path = getattr(config, name)
+        local = None if path is None else here(f"{section}.{name}", path, SUFFIXES)
+        if local is not None and local.is_file():
+            kind_of(local)
+    if config.features is not None and not Path(config.features).expanduser().is_dir():
+        raise InputError(f"{section}.features={config.features}: no such folder")
 
 
 def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:

@@ -4,14 +4,17 @@
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_measure import AcceptanceRun
+from eval.refusals import check_measure
 
-COMMAND = Command(__doc__, AcceptanceRun, "acceptance")
+CHECK = partial(check_measure, result="acceptance.json")
+COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 

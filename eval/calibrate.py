@@ -8,14 +8,17 @@ the methods `eagle_cut`, `medusa_cut` and so on look for it.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_calibrate import CalibrateRun
+from eval.refusals import check_measure
 
-COMMAND = Command(__doc__, CalibrateRun, "calibrate")
+CHECK = partial(check_measure, result="calibrate.json")
+COMMAND = Command(__doc__, CalibrateRun, "calibrate", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 

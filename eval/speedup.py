@@ -5,14 +5,17 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_measure import SpeedupRun
+from eval.refusals import check_measure
 
-COMMAND = Command(__doc__, SpeedupRun, "speedup")
+CHECK = partial(check_measure, result="speedup.json", need_head=False)
+COMMAND = Command(__doc__, SpeedupRun, "speedup", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 

@@ -7,14 +7,17 @@ found, in real decoding. What is found is written into the head's folder, where 
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_measure import TreeSearchRun
+from eval.refusals import check_measure
 
-COMMAND = Command(__doc__, TreeSearchRun, "tree_search")
+CHECK = partial(check_measure, result="tree_search.json")
+COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 

@@ -20,6 +20,7 @@ from conf.schema import InputError
 from conf.schema_export import ExportFormat
 from heads.confidence import Calibration
 from heads.drafting import Drafter
+from heads.folders import other_target
 from heads.sampling import Sampling
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
@@ -340,10 +341,8 @@ def check_fits(head: DraftHead, target: TargetEnds, size: int, which: str = "hid
     for name, mine in needed.items():
         theirs = getattr(target, name)
         if mine != theirs:
-            raise InputError(
-                f"head.path: this head has {name}={mine} (trained for {head.config.target}) "
-                f"but target.path={target.name} has {theirs}; use the head's own target"
-            )
+            told = head.config.target
+            raise InputError(other_target(name, mine, told, target.name, theirs))
 
 
 def check_depth(depth: int | None, most: int | None, key: str = "depth") -> None:

@@ -12,11 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conf.places import here
 from conf.retry import retried
 from conf.schema import InputError
-
-PROVENANCE = "headsmith.json"
-"""Beside a head: how it was made."""
+from heads.folders import folder_with
 
 
 def locate(path: str, revision: str | None, weights: str | None = None) -> Path:
@@ -30,20 +29,14 @@ def locate(path: str, revision: str | None, weights: str | None = None) -> Path:
     Raises:
         InputError: nothing there, or a file is missing.
     """
-    folder = Path(path) if Path(path).is_dir() else _download(path, revision)
-    for name in ("config.json", weights):
-        if name is not None and not (folder / name).is_file():
-            found = sorted(p.name for p in folder.iterdir())
-            raise InputError(f"head.path={path}: no {name} there; found {found}")
-    return folder
+    folder = here("head.path", path) or _download(path, revision)
+    return folder_with("head.path", path, folder, *filter(None, ("config.json", weights)))
 
 
 def _download(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise InputError(f"head.path={path}: no such folder, and not a Hub id (user/name)")
     try:
         return Path(
             snapshot_download(

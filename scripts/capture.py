@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_capture import CaptureRun
+from eval.refusals import check_inputs
 
-COMMAND = Command(__doc__, CaptureRun, "capture")
+COMMAND = Command(__doc__, CaptureRun, "capture", check=check_inputs)
 if __name__ == "__main__":
     COMMAND.begin()
 
@@ -52,7 +53,6 @@ from scripts.store.states import (
     stored,
     token_fields,
 )
-from train.loop.command import check_data
 from train.loop.replay import greedy_answer
 
 ENDS_FOLDER = Path(ENDS).parent
@@ -65,7 +65,7 @@ def main(config: CaptureRun) -> None:
 
 def capture(config: CaptureRun, shard_bytes: int) -> None:
     """The same with shards of another size."""
-    check_data(config)
+    check_inputs(config)
     state = start()
     with state.main_process_first():
         fill_unset(config, progress=state.is_main_process)

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_contest import ContestRun
+from scripts.refusals import check_contest
 
-COMMAND = Command(__doc__, ContestRun, "contest")
+COMMAND = Command(__doc__, ContestRun, "contest", check=check_contest)
 if __name__ == "__main__":
     COMMAND.begin()
 
@@ -28,28 +29,11 @@ from conf.schema import DataRun, InputError
 from conf.schema_contest import ContestPart
 from data.embedded import fill_unset
 from data.journal import locked
-from data.sources import SUFFIXES
 from eval.compare.methods import check_methods
 from scripts.matches import plan, report
 from scripts.matches.parts import Part, Took, end_orphans
 from scripts.matches.parts import run as run_part
 from scripts.matches.recipes import read_recipes
-
-
-def check_paths(config: ContestRun) -> None:
-    """Fills in the embedded default.
-
-    Raises:
-        InputError: a path that can only be a local one is not there.
-    """
-    named = {"target": config.target.path, "data": config.data.path, "prompts": config.prompts.path}
-    for key, path in named.items():
-        if path is not None and not Path(path).expanduser().exists():
-            local = path.startswith((".", "/", "~")) or path.count("/") != 1
-            if local or path.endswith(SUFFIXES):
-                raise InputError(f"{key}.path={path}: no such file or folder")
-    fill_unset(config)
-    fill_unset(DataRun(config.target, config.prompts), prompts=True)
 
 
 def run_parts(todo: list[Part], out_dir: Path, took: Took, estimate: plan.Plan) -> None:
@@ -75,13 +59,11 @@ def stop_raises() -> Iterator[None]:
 
 def main(config: ContestRun) -> None:
     """Plans, trains, measures; writes `contest.md`, `contest.html`, `contest.json`, `winner`."""
-    if (config.tokens is None) == (config.minutes is None):
-        raise InputError(
-            f"tokens={config.tokens}, minutes={config.minutes}: set one of them, as the budget"
-        )
+    check_contest(config)
     recipes = read_recipes(config.recipes)
     check_methods(config.untrained)
-    check_paths(config)
+    fill_unset(config)
+    fill_unset(DataRun(config.target, config.prompts), prompts=True)
     out_dir = Path(config.out_dir).absolute()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_export import ExportRun
+from scripts.refusals import check_export
 
-COMMAND = Command(__doc__, ExportRun, "export")
+COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
 if __name__ == "__main__":
     COMMAND.begin()
 
@@ -22,9 +23,10 @@ import torch
 from conf.schema import InputError, TargetConfig
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
+from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead
 from heads.kinds import kind_of, read_head
-from heads.storage import PROVENANCE, locate
+from heads.storage import locate
 from heads.target.load import load_target
 from heads.target.model import Target
 from scripts.publish.staging import read_json
@@ -33,7 +35,7 @@ from scripts.publish.staging import read_json
 def main(config: ExportRun) -> None:
     """Writes `out_dir` whole or not at all, then reads it back as the engine would."""
     out_dir = Path(config.out_dir)
-    _check_out_dir(out_dir)
+    check_export(config)
     head, provenance = _load(config)
     target = load_target(_target_config(config, head), _device())
     _attach(head, target, config)
@@ -44,19 +46,9 @@ def main(config: ExportRun) -> None:
     print(f"wrote {out_dir}; serve it with\n\n{command}")
 
 
-def _check_out_dir(out_dir: Path) -> None:
-    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
-        return
-    if "export" not in (read_json(out_dir / PROVENANCE) or {}):
-        raise InputError(
-            f"out_dir={out_dir}: holds something that is no export; choose another or empty it"
-        )
-
-
 def _load(config: ExportRun) -> tuple[DraftHead, dict[str, Any]]:
     """The head and how it was trained; refuses here what no target could change."""
-    if config.head.path is None:
-        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+    assert config.head.path is not None
     folder = locate(config.head.path, config.head.revision)
     head = read_head(folder, config.head.path, config.head.layers)
     check_format(head, config.format)

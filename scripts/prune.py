@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_measure import PruneRun
+from scripts.refusals import check_prune
 
-COMMAND = Command(__doc__, PruneRun, "prune")
+COMMAND = Command(__doc__, PruneRun, "prune", check=check_prune)
 if __name__ == "__main__":
     COMMAND.begin()
 
@@ -40,12 +41,13 @@ from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, shown, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
+from heads.folders import PROVENANCE
 from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head
 from heads.lowrank import check_rank, reduce_rank
 from heads.packed import pack
 from heads.sampling import GREEDY
-from heads.storage import PROVENANCE, locate
+from heads.storage import locate
 from heads.target.load import load_target
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -54,7 +56,6 @@ from scripts.publish.staging import read_json
 from train.batch.prefetch import on_device
 from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
-from train.loop.command import check_data
 from train.loop.replay import heldout_prompts
 
 ROWS_PER_CHUNK = 256
@@ -67,7 +68,7 @@ Answered = tuple[list[int], list[int]]
 
 def main(config: PruneRun) -> None:
     """Prints a table; writes `{size}/head` for each size, `prune.json` and `prune.png`."""
-    check(config)
+    check_prune(config)
     folder = locate(str(config.head.path), config.head.revision)
     trained = read_json(folder / PROVENANCE) or {}
     head = load_head(str(folder), layers=config.head.layers)
@@ -113,24 +114,6 @@ def main(config: PruneRun) -> None:
     }
     show(result, Console())
     write(config, result, [head.pruned(vocab) for vocab in vocabs], trained)
-
-
-def check(config: PruneRun) -> None:
-    """Refuses what can be seen without loading anything.
-
-    Raises:
-        InputError: no head, sizes or ranks, no such data, or an earlier result in `out_dir`.
-    """
-    if config.head.path is None:
-        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
-    if not config.sizes and not config.ranks:
-        raise InputError(
-            "sizes=[]: name how many ids pruned heads draft, e.g. sizes=[8192,16384], or ranks"
-        )
-    out_dir = Path(config.out_dir)
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise InputError(f"out_dir={out_dir} is not an empty folder: choose another")
-    check_data(config)
 
 
 def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int]) -> None:

@@ -14,19 +14,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_push import PushRun
+from scripts.refusals import check_push
 
-COMMAND = Command(__doc__, PushRun, "push")
+COMMAND = Command(__doc__, PushRun, "push", check=check_push)
 if __name__ == "__main__":
     COMMAND.begin()
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 from conf.schema import InputError
 from conf.schema_push import Layout
+from heads.folders import PROVENANCE
 from heads.kind import DraftHead
 from heads.kinds import kind_of, load_head
-from heads.storage import PROVENANCE
 from scripts.publish import push_exports
 from scripts.publish.card_facts import CardFacts, ExportFacts, copied_weights, is_hub_id
 from scripts.publish.hub import Terms, ask_terms, files_of, upload
@@ -42,9 +41,9 @@ NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
 def main(config: PushRun) -> None:
     """Stages, then writes to `out_dir` (dry run) or uploads, in one commit per repository."""
-    _check(config)
+    check_push(config)
     exports = push_exports.open_exports(config.exports)
-    folder = _head_folder(config)
+    folder = Path(str(config.head.path)).expanduser()
     head = load_head(str(folder))
     for export in exports:
         push_exports.check_same(head, export)
@@ -64,37 +63,6 @@ def main(config: PushRun) -> None:
             print(f"dry run: nothing uploaded; what would be is in {config.out_dir}")
         else:
             print("\n".join(upload(repos, config.private)))
-
-
-def _check(config: PushRun) -> None:
-    form = f"repo_id={config.repo_id}: must be user/name"
-    if config.repo_id.count("/") != 1:
-        raise InputError(form)
-    try:
-        validate_repo_id(config.repo_id)
-    except HFValidationError as error:
-        raise InputError(f"{form}: {error}") from error
-    out_dir = Path(config.out_dir)
-    if config.dry_run and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise InputError(f"out_dir={out_dir}: is not an empty folder; choose another or empty it")
-    if config.measured is not None and not Path(config.measured).is_dir():
-        raise InputError(f"measured={config.measured}: no such folder")
-
-
-def _head_folder(config: PushRun) -> Path:
-    if config.head.path is None:
-        raise InputError("head.path is not set: name the folder of a trained head")
-    if config.head.layers is not None:
-        raise InputError(
-            f"head.layers={config.head.layers}: a head is published as it is; correct "
-            "eagle_aux_hidden_state_layer_ids in its config.json"
-        )
-    folder = Path(config.head.path).expanduser()
-    if not folder.is_dir():
-        raise InputError(
-            f"head.path={config.head.path}: no such folder (training writes out_dir/head)"
-        )
-    return folder
 
 
 def _terms(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:

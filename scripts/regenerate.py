@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_regenerate import RegenerateRun
+from eval.refusals import check_inputs
 
-COMMAND = Command(__doc__, RegenerateRun, "regenerate")
+COMMAND = Command(__doc__, RegenerateRun, "regenerate", check=check_inputs)
 if __name__ == "__main__":
     COMMAND.begin()
 

@@ -9,14 +9,17 @@ several that are as good as each other, the likeliest.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_repair import RepairRun
+from eval.refusals import check_measure
 
-COMMAND = Command(__doc__, RepairRun, "repair")
+CHECK = partial(check_measure, result="repair.json")
+COMMAND = Command(__doc__, RepairRun, "repair", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 

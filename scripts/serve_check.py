@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_measure import ServeCheckRun
+from eval.refusals import check_measure
 
-COMMAND = Command(__doc__, ServeCheckRun, "serve_check")
+CHECK = partial(check_measure, result="serve_check.json")
+COMMAND = Command(__doc__, ServeCheckRun, "serve_check", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 
@@ -31,7 +34,7 @@ from tqdm import tqdm
 from conf.schema import InputError
 from data.endpoint import Endpoint
 from data.engine_counts import DraftCounts, RunningEngine
-from eval.measure.bench import Bench, check_out_dir, open_bench, seed_of, write_result
+from eval.measure.bench import Bench, open_bench, seed_of, write_result
 from eval.measure.counts import Totals, divergences, drafted, problems
 
 RESULT = "serve_check.json"
@@ -39,7 +42,7 @@ RESULT = "serve_check.json"
 
 def main(config: ServeCheckRun) -> None:
     """Asks the server, decodes the same prompts, prints, writes `serve_check.json`."""
-    check_out_dir(config, RESULT)
+    CHECK(config)
     endpoint = Endpoint(config.endpoint, api_key=os.environ.get(config.api_key_env))
     with RunningEngine(endpoint) as engine:
         check_depth(config, engine)

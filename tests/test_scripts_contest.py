@@ -212,7 +212,7 @@ def test_a_folder_holds_one_contest(tmp_path: Path) -> None:
     [
         ({"tokens": None}, r"tokens=None, minutes=None: set one of them, as the budget"),
         ({"minutes": 1.0}, r"tokens=7680, minutes=1\.0: set one of them"),
-        ({"target": TargetConfig(path="/gone")}, r"target\.path=/gone: no such file or folder"),
+        ({"target": TargetConfig(path="/gone")}, r"target\.path=/gone: no such folder"),
         ({"data": DataConfig(path="gone/chat.jsonl")}, r"data\.path=gone/chat\.jsonl: no such"),
         ({"prompts": DataConfig(path="./gone")}, r"prompts\.path=\./gone: no such file or folder"),
         ({"untrained": ["magic"]}, r"methods=\['magic'\]: allowed: all"),
@@ -223,6 +223,8 @@ def test_what_cannot_begin_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "target/model.safetensors").touch()
     (tmp_path / "chat.jsonl").touch()
     with pytest.raises(InputError, match=message):
         contest.main(settings(tmp_path, **changes))

@@ -125,7 +125,9 @@ def test_an_earlier_export_is_replaced_and_nothing_else(
 def test_an_impossible_cell_is_refused_before_the_target_is_loaded(
     heads: Path, tmp_path: Path
 ) -> None:
-    target = TargetConfig(path="/nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
+    target = TargetConfig(path=str(tmp_path))
     with pytest.raises(InputError, match="format=tgi: TGI loads no EAGLE-3 heads; allowed"):
         run(heads, "eagle", "tgi", tmp_path / "out", target=target)
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_eagle import EagleRun
+from train.loop.refusals import check_training
 
-COMMAND = Command(__doc__, EagleRun, "eagle", ("eagle3", "eagle1", "eagle3_1", "hass"))
+COMMAND = Command(
+    __doc__, EagleRun, "eagle", ("eagle3", "eagle1", "eagle3_1", "hass"), check=check_training
+)
 if __name__ == "__main__":
     COMMAND.begin()
 

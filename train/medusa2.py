@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_medusa2 import Medusa2Run
+from train.loop.refusals import check_training
 
-COMMAND = Command(__doc__, Medusa2Run, "medusa2")
+COMMAND = Command(__doc__, Medusa2Run, "medusa2", check=check_training)
 if __name__ == "__main__":
     COMMAND.begin()
 

@@ -7,8 +7,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.entry import Command
 from conf.schema_peagle import PEagleRun
+from train.loop.refusals import check_training
 
-COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",))
+COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",), check=check_training)
 if __name__ == "__main__":
     COMMAND.begin()
 

@@ -25,6 +25,7 @@ from eval.measure import processes
 from eval.measure.asked import asked_of
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
+from eval.refusals import check_measure
 from heads.lowrank import reduce_rank
 from heads.packed import pack
 from heads.sampling import Sampling
@@ -76,9 +77,7 @@ def open_bench(
     Raises:
         InputError: see each part; nothing has been written when it is raised.
     """
-    if run.head.path is None and need_head:
-        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
-    check_out_dir(run, result_name)
+    check_measure(run, result_name, need_head)
     state = processes.start()
     with state.main_process_first():
         fill_unset(run, prompts=True)
@@ -167,16 +166,6 @@ def _tell_windows(
                 f"{len(prompts)} texts may go beyond, where it drafts nothing"
             )
             Console(stderr=True).print(line, highlight=False, markup=False)
-
-
-def check_out_dir(run: MeasureRun, result_name: str) -> None:
-    """Refuses to write over an earlier result.
-
-    Raises:
-        InputError: with what is there.
-    """
-    if (Path(run.out_dir) / result_name).exists():
-        raise InputError(f"out_dir={run.out_dir} already holds {result_name}: choose another")
 
 
 def _records(run: MeasureRun) -> Records:

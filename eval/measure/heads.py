@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from conf.places import here
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
 from data.journal import write_whole
@@ -148,7 +149,7 @@ def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: P
     Raises:
         InputError: it cannot be written.
     """
-    path = (Path(head.path) if Path(head.path).is_dir() else out_dir) / name
+    path = (here("head.path", head.path) or out_dir) / name
     try:
         write_whole(path, json.dumps(content) + "\n")
     except OSError as error:

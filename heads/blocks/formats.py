@@ -23,8 +23,9 @@ from transformers import LlamaConfig
 from conf.schema import InputError
 from heads.blocks.config import BlockHeadConfig
 from heads.blocks.head import BlockHead
+from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN
-from heads.storage import PROVENANCE, load_tensors
+from heads.storage import load_tensors
 from heads.vocab import DraftVocab
 
 SIZES = (

@@ -23,10 +23,11 @@ from heads.blocks.attention import Sight
 from heads.blocks.config import BlockHeadConfig, check_layers
 from heads.blocks.layer import BlockLayer
 from heads.drafting import PAD
+from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead, check_fits
 from heads.llama import RmsNorm
 from heads.projection import Projection
-from heads.storage import PROVENANCE, save_head
+from heads.storage import save_head
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
 from heads.vocab import DraftVocab

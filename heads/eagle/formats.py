@@ -24,8 +24,9 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import LAYER_NAMES, EagleHead
+from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN
-from heads.storage import PROVENANCE, load_tensors, locate
+from heads.storage import load_tensors, locate
 from heads.vocab import DraftVocab
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -24,10 +24,11 @@ from heads.drafting import PAD
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import EagleHeadConfig, config_json, default_layers, eagle_config
 from heads.eagle.layer import EagleLayer
+from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead, check_fits
 from heads.llama import RmsNorm, normed
 from heads.projection import Projection
-from heads.storage import PROVENANCE, save_head
+from heads.storage import save_head
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
 from heads.vocab import DraftVocab

@@ -15,9 +15,10 @@ from conf.schema import InputError
 from conf.schema_export import ExportFormat
 from heads.engines import ENGINES, dtype_of
 from heads.export.serve import readme
+from heads.folders import PROVENANCE
 from heads.kind import DraftHead
 from heads.kinds import kind_of
-from heads.storage import PROVENANCE, write_folder
+from heads.storage import write_folder
 
 PARITY = Path("parity") / "parity.safetensors"
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conf.schema import InputError
+from heads.folders import PROVENANCE
 from heads.kind import DraftHead, check_fits
 from heads.projection import Projection
-from heads.storage import PROVENANCE, load_tensors, locate, save_head
+from heads.storage import load_tensors, locate, save_head
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, TargetOutput
 from heads.vocab import DraftVocab

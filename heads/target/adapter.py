@@ -13,7 +13,8 @@ from torch import nn
 
 from conf.schema import InputError
 from conf.schema_medusa2 import AdapterConfig
-from heads.storage import PROVENANCE, write_folder
+from heads.folders import PROVENANCE
+from heads.storage import write_folder
 from heads.target.model import Target
 
 WEIGHTS = "adapter_model.safetensors"

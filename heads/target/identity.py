@@ -10,7 +10,8 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from conf.schema import InputError, TargetConfig
-from heads.storage import PROVENANCE, locate
+from heads.folders import PROVENANCE
+from heads.storage import locate
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096

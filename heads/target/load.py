@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
+from conf.places import here
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
 from heads.processor import tell_if_slow
 from heads.target.decoder import EVERY_WAY
@@ -244,7 +245,8 @@ def with_adapter(model: Any, adapter: str) -> Any:
     """
     from peft import PeftModel
 
-    if Path(adapter).is_dir() and not (Path(adapter) / "adapter_model.safetensors").is_file():
+    folder = here("target.adapter", adapter)
+    if folder is not None and not (folder / "adapter_model.safetensors").is_file():
         raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
     try:
         return PeftModel.from_pretrained(model, adapter)

@@ -14,7 +14,8 @@ from conf.schema import InputError
 from data.journal import check_unchanged, write_whole
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.page import Axis
-from heads.storage import PROVENANCE, write_folder
+from heads.folders import PROVENANCE
+from heads.storage import write_folder
 from scripts import compare
 from scripts.matches.parts import Took, bytes_of, device_memory
 from scripts.matches.recipes import Recipe, methods_of

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from conf.places import here
+from conf.schema import InputError
 from data.sources import SUFFIXES
 from heads.kind import DraftHead, HeadFacts
 from heads.kinds import kind_of
@@ -63,13 +64,14 @@ class CardFacts:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be a Hub repository and is not a local path."""
-    return (
-        name.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and not name.endswith(("/", *SUFFIXES))
-        and not Path(name).exists()
-    )
+    """Whether a name can be a Hub repository, of an owner, and is not a local path.
+
+    One without an owner, on a card of what was made elsewhere, was more likely a folder there.
+    """
+    try:
+        return "/" in name and here("a name", name, SUFFIXES) is None
+    except InputError:
+        return False
 
 
 def copied_weights(

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from conf.schema import InputError
 from data.provenance import plain
-from heads.storage import PROVENANCE
+from heads.folders import PROVENANCE
 
 # What a head's repository holds of an earlier head; exports are told by their own `headsmith.json`.
 OF_A_HEAD = ["*.safetensors", "*.safetensors.index.json", "*.png", "draft_*.json"]

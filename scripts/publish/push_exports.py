@@ -11,9 +11,9 @@ from conf.schema import InputError
 from conf.schema_export import ExportDtype, ExportFormat
 from eval.parity.gate import check_parity
 from heads.engines import LOADERS
+from heads.folders import PROVENANCE
 from heads.kind import DraftHead
 from heads.kinds import load_head
-from heads.storage import PROVENANCE
 from scripts.publish.card_facts import ExportFacts
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 

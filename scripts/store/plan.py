@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from conf.places import here
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data.feature_writer import Shard, plan_shards
@@ -129,9 +130,9 @@ def target_json(
     target = config.target
     identity = identify(target, tokenizer)
     # The commit says as much; an adapter's is not known.
-    if not (loaded or Path(str(target.path)).is_dir()):
+    if not (loaded or here("target.path", str(target.path))):
         identity = replace(identity, weights=None)
-    if not (loaded or Path(str(target.adapter)).is_dir()):
+    if not (loaded or here("target.adapter", str(target.adapter))):
         identity = replace(identity, adapter_weights=None)
     dtype = str(resolve_dtype(target.dtype, device)).removeprefix("torch.")
     return {**asdict(identity), "dtype": dtype, "by_engine": config.engine is not None}

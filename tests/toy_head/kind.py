@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from conf.schema_export import ExportFormat
 from heads.confidence import Calibration
 from heads.drafting import Draft, Draws, Roots, Seen
+from heads.folders import PROVENANCE
 from heads.kind import Drafted, DraftHead, Files, HeadFacts, Kind
 from heads.projection import Projection
 from heads.sampling import GREEDY, Generators, Sampling
-from heads.storage import PROVENANCE, load_tensors, save_head
+from heads.storage import load_tensors, save_head
 from heads.target.ends import TargetEnds
 from heads.target.model import Reads, Target, TargetOutput
 from heads.tree import Shape, Tree

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
-from conf.schema import DataRun, InputError, TrainConfig, TrainRun
+from conf.schema import TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.endpoint import Endpoint
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import plain, provenance
-from data.sources import SUFFIXES
 from heads.target.ends import TargetEnds
 from heads.target.identity import Identity, identify, told_of_another
 from heads.target.load import load_target
 from heads.target.model import Reads, Target
-from train.dist import launch, processes
+from train.dist import processes
 from train.dist.placement import strategy_name
 from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
+from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rounds import API_KEY, Rollouts
 from train.loop.settle import described, settled_length, settled_optimizer
@@ -82,8 +82,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         measure: makes what evaluations add to the objective's own figures.
     """
     out_dir = Path(config.out_dir)
-    launch.check_out_dir(out_dir, config.train.resume)
-    check_data(config)
+    check_training(config)
     store = None if config.data.features is None else open_store(config.data, config.target)
     accelerator = processes.start(config.train)
     source = (
@@ -217,21 +216,6 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> S
     return Source(
         ends, identity, store.train, store.heldout, report, [*lines, *report.lines()], replay
     )
-
-
-def check_data(config: DataRun) -> None:
-    """Refuses a missing file before anything heavy is loaded.
-
-    Raises:
-        InputError: a path that can only be a local one is not there.
-    """
-    for key in ("path", "eval_path"):
-        path = getattr(config.data, key)
-        if path is None or Path(path).expanduser().exists():
-            continue
-        local = path.startswith((".", "/", "~")) or path.count("/") != 1
-        if local or path.endswith(SUFFIXES):
-            raise InputError(f"data.{key}={path}: no such file or folder")
 
 
 def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:

@@ -1,0 +1,141 @@
+"""What the configs of a target and a head tell, before anything heavy is imported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conf.places import here
+from conf.schema import HeadRef, InputError, TargetConfig
+
+PROVENANCE = "headsmith.json"
+"""Beside a head: how it was made."""
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_target(config: TargetConfig) -> None:
+    """Refuses a target, or an adapter of one, that is not there or not whole.
+
+    Raises:
+        InputError: what is missing.
+    """
+    for key, path, revision, name in (
+        ("target.path", config.path, config.revision, "config.json"),
+        ("target.adapter", config.adapter, None, "adapter_config.json"),
+    ):
+        if path is None:
+            continue
+        found = _config(key, path, revision, name)
+        folder = here(key, path)
+        if folder is not None:
+            _check_weights(f"{key}={path}", folder)
+        if key == "target.path" and found is not None and "model_type" not in found:
+            raise InputError(f"{key}={path}: its {name} names no model_type, as transformers needs")
+
+
+def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "head.path") -> None:
+    """Refuses a head that is not there, or that was trained for a target of other sizes.
+
+    Args:
+        head: with `path` and `revision`; nothing is looked at where `path` is unset.
+        target: that it is to draft for; None where that is not known yet.
+        key: the setting that names the head.
+
+    Raises:
+        InputError: what is missing, or both sizes.
+    """
+    if head.path is None:
+        return
+    mine = _config(key, head.path, head.revision, "config.json")
+    folder = here(key, head.path)
+    if mine is None or folder is None or target is None or target.path is None:
+        return
+    theirs = _config("target.path", target.path, target.revision, "config.json")
+    if theirs is None or not (folder / PROVENANCE).is_file():  # others' configs have other rules
+        return
+    theirs = theirs.get("text_config") or theirs
+    for name in ("hidden_size", "vocab_size"):
+        read = mine.get("target_hidden_size", mine.get(name)) if name == "hidden_size" else None
+        sizes = {mine.get(name), read} - {None}
+        if sizes and theirs.get(name) and theirs[name] not in sizes:
+            told = str(mine.get("target", "another target"))
+            raise InputError(other_target(name, mine[name], told, target.path, theirs[name]))
+
+
+def other_target(name: str, mine: object, told: str, path: str, theirs: object) -> str:
+    """The words for a head whose sizes are not the target's.
+
+    Args:
+        name: of the size.
+        mine: the head's.
+        told: the target that the head names.
+        path: of the target that it is to draft for.
+        theirs: its size.
+    """
+    return (
+        f"head.path: this head has {name}={mine} (trained for {told}) but target.path={path} has "
+        f"{theirs}; use the head's own target"
+    )
+
+
+def folder_with(key: str, path: str, folder: Path, *names: str) -> Path:
+    """A folder that holds files of these names.
+
+    Raises:
+        InputError: it is a file, or one is missing.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{key}={path}: is a file; name the folder")
+    for name in names:
+        if not (folder / name).is_file():
+            found = sorted(each.name for each in folder.iterdir())
+            raise InputError(f"{key}={path}: no {name} there; found {found}")
+    return folder
+
+
+def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, Any] | None:
+    """A config that can be read without asking the Hub; None where that has to be asked.
+
+    Raises:
+        InputError: it is not there, not in the Hub's cache and cannot be asked for, or no JSON.
+    """
+    folder = here(key, path)
+    file = _cached(key, path, revision, name) if folder is None else None
+    if folder is not None:
+        file = folder_with(key, path, folder, name) / name
+    if file is None:
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{key}={path}: cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{key}={path}: {file} holds no JSON object")
+    return found
+
+
+def _cached(key: str, path: str, revision: str | None, name: str) -> Path | None:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, name, revision=revision)
+    if isinstance(found, str):
+        return Path(found)
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(
+            f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
+            "HF_HUB_OFFLINE forbids to ask for it"
+        )
+    return None
+
+
+def _check_weights(what: str, folder: Path) -> None:
+    if not any(file for kind in WEIGHTS for file in folder.glob(kind)):
+        raise InputError(f"{what}: no weights there ({' or '.join(WEIGHTS)})")
+    for index in folder.glob("*.index.json"):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"{what}: cannot read {index}: {error!r}") from error
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise InputError(f"{what}: {len(missing)} of {len(names)} files of weights are "
+                             f"missing, e.g. {missing[0]}")  # fmt: skip

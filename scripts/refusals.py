@@ -1,0 +1,123 @@
+"""What of the settings of scripts is refused before anything heavy is imported."""
+
+from pathlib import Path
+
+from conf.schema import InputError, Quantization
+from conf.schema_contest import ContestRun
+from conf.schema_export import ExportRun
+from conf.schema_measure import PruneRun
+from conf.schema_medusa2 import MergeAdapterRun
+from conf.schema_push import PushRun
+from data.sources import check_data
+from eval.refusals import check_inputs
+from heads.folders import PROVENANCE, check_head
+from scripts.publish.staging import read_json
+
+
+def taken(out_dir: str) -> bool:
+    """Whether it is a file, or a folder that holds something."""
+    path = Path(out_dir)
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def check_contest(config: ContestRun) -> None:
+    """Refuses two budgets or none, and what is not there.
+
+    Raises:
+        InputError: which setting, and what it may be.
+    """
+    if (config.tokens is None) == (config.minutes is None):
+        raise InputError(
+            f"tokens={config.tokens}, minutes={config.minutes}: set one of them, as the budget"
+        )
+    check_data(config.prompts, "prompts")
+    check_inputs(config)
+
+
+def check_export(config: ExportRun) -> None:
+    """Refuses to write over what is no export, and a head that is not there.
+
+    Raises:
+        InputError: which setting, and what it may be.
+    """
+    made = read_json(Path(config.out_dir) / PROVENANCE) or {}
+    if taken(config.out_dir) and "export" not in made:
+        raise InputError(
+            f"out_dir={config.out_dir}: holds something that is no export; choose another or "
+            "empty it"
+        )
+    if config.head.path is None:
+        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+    check_inputs(config)
+
+
+def check_prune(config: PruneRun) -> None:
+    """Refuses a run without a head or sizes, data that are not there, and an earlier result.
+
+    Raises:
+        InputError: which setting, and what it may be.
+    """
+    if config.head.path is None:
+        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+    if not config.sizes and not config.ranks:
+        raise InputError(
+            "sizes=[]: name how many ids pruned heads draft, e.g. sizes=[8192,16384], or ranks"
+        )
+    if taken(config.out_dir):
+        raise InputError(f"out_dir={config.out_dir} is not an empty folder: choose another")
+    check_inputs(config)
+
+
+def check_merge(config: MergeAdapterRun) -> None:
+    """Refuses what cannot be merged.
+
+    Raises:
+        InputError: which setting, and what it may be.
+    """
+    for name in ("path", "adapter"):
+        if getattr(config.target, name) is None:
+            raise InputError(f"target.{name} is unset: name what is merged, a folder or Hub id")
+    if config.target.quantization is not Quantization.none:
+        raise InputError(
+            f"target.quantization={config.target.quantization.value}: merged weights are written "
+            "whole; leave it unset"
+        )
+    if taken(config.out_dir):
+        raise InputError(f"out_dir={config.out_dir} is there and not empty: name another folder")
+    check_inputs(config)
+
+
+def check_push(config: PushRun) -> None:
+    """Refuses a name that the Hub would not take, a head that is no folder, and a full `out_dir`.
+
+    Raises:
+        InputError: which setting, and what it may be.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    form = f"repo_id={config.repo_id}: must be user/name"
+    if config.repo_id.count("/") != 1:
+        raise InputError(form)
+    try:
+        validate_repo_id(config.repo_id)
+    except HFValidationError as error:
+        raise InputError(f"{form}: {error}") from error
+    if config.dry_run and taken(config.out_dir):
+        raise InputError(
+            f"out_dir={config.out_dir}: is not an empty folder; choose another or empty it"
+        )
+    if config.measured is not None and not Path(config.measured).is_dir():
+        raise InputError(f"measured={config.measured}: no such folder")
+    if config.head.path is None:
+        raise InputError("head.path is not set: name the folder of a trained head")
+    if config.head.layers is not None:
+        raise InputError(
+            f"head.layers={config.head.layers}: a head is published as it is; correct "
+            "eagle_aux_hidden_state_layer_ids in its config.json"
+        )
+    if not Path(config.head.path).expanduser().is_dir():
+        raise InputError(
+            f"head.path={config.head.path}: no such folder (training writes out_dir/head)"
+        )
+    check_head(config.head, None)

@@ -1,0 +1,203 @@
+"""What is refused at the door: with what is here alone, before anything is loaded or made."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doors import COMMANDS
+
+from conf import places
+from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
+from data.sources import check_data, find_source
+from heads.folders import check_head, check_target
+from heads.storage import locate
+from scripts.publish.card_facts import is_hub_id
+
+SIZES = {"model_type": "llama", "hidden_size": 8, "vocab_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an empty folder, at home there, without the Hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def folder(name: str, config: dict[str, Any], *files: str) -> str:
+    path = Path(name)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    for file in files:
+        (path / file).touch()
+    return name
+
+
+def test_what_is_here_is_meant_and_else_an_id_of_the_hub() -> None:
+    Path("gpt2").mkdir()
+    Path("chat.jsonl").touch()
+    assert places.here("k", "gpt2") == Path("gpt2")
+    assert places.here("k", "~/gpt2") == Path.home() / "gpt2"
+    assert places.here("k", "chat.jsonl", (".jsonl",)) == Path("chat.jsonl")
+    for path in ("gpt3", "openai-community/gpt2", "a-b.c_d/e.f-1_2"):
+        assert places.here("k", path) is None
+
+
+@pytest.mark.parametrize("path", ["./gpt2", "/gone", "~/gone", "../gone", "a/b/c", "a b", "a/", ""])
+def test_what_is_neither_here_nor_an_id_is_refused(path: str) -> None:
+    with pytest.raises(InputError, match=r"^k=.*: no such folder, and not a Hub id \(name"):
+        places.here("k", path)
+    assert not is_hub_id(path)
+
+
+def test_every_judge_of_paths_takes_both_forms_of_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heads.storage._download", lambda path, _: Path(folder(f"got/{path}", {})))
+    for path in ("gpt2", "openai-community/gpt2"):
+        assert find_source(path).files == ()
+        check_data(DataConfig(path=path))
+        assert locate(path, None) == Path("got") / path
+        assert is_hub_id(path) == ("/" in path)
+        with pytest.raises(InputError, match=f"target.path={path}: no such folder here, no config"):
+            check_target(TargetConfig(path))
+
+
+def test_data_that_are_not_there_are_refused() -> None:
+    Path("rows.txt").touch()
+    for config, message in (
+        (DataConfig(path="gone.jsonl"), r"data\.path=gone\.jsonl: no such file or folder"),
+        (DataConfig(eval_path="./gone"), r"data\.eval_path=\./gone: no such file or folder"),
+        (DataConfig(path="rows.txt"), r"rows\.txt: ends in '\.txt'; allowed"),
+        (DataConfig(features="gone"), r"data\.features=gone: no such folder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_data(config)
+    with pytest.raises(InputError, match=r"^prompts\.path=gone\.json: "):
+        check_data(DataConfig(path="gone.json"), "prompts")
+
+
+def test_a_target_is_whole_or_refused() -> None:
+    check_target(TargetConfig(folder("whole", SIZES, "model.safetensors")))
+    check_target(TargetConfig("~/whole"))
+    assert TargetConfig("~/whole").path == str(Path.home() / "whole")
+    Path("file").touch()
+    Path("empty").mkdir()
+    Path(folder("broken", SIZES, "model.safetensors"), "config.json").write_text("{")
+    folder("parts", SIZES, "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    Path("parts/model.safetensors.index.json").write_text(json.dumps(index))
+    folder("bare", SIZES)
+    folder("nameless", {}, "model.safetensors")
+    for path, message in (
+        ("file", r"target\.path=file: is a file; name the folder"),
+        ("empty", r"target\.path=empty: no config\.json there; found \[\]"),
+        ("broken", r"target\.path=broken: cannot read broken/config\.json: "),
+        ("bare", r"target\.path=bare: no weights there \(\*\.safetensors or \*\.bin\)"),
+        ("parts", r"target\.path=parts: 1 of 2 files of weights are missing, e\.g\. model-2\.saf"),
+        ("nameless", r"names no model_type"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_target(TargetConfig(path))
+    with pytest.raises(InputError, match=r"target\.adapter=bare: no adapter_config\.json there"):
+        check_target(TargetConfig(adapter="bare"))
+
+
+def test_without_the_hub_a_target_of_it_must_be_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE forbids"):
+        check_target(TargetConfig("me/model"))
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache",
+        lambda *_, **__: folder("cached", SIZES) + "/config.json",
+    )
+    check_target(TargetConfig("me/model"))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    check_target(TargetConfig("me/model"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 8, "vocab_size": 32}, None),
+        ({"hidden_size": 4, "target_hidden_size": 8}, None),
+        ({"hidden_size": 8, "target_hidden_size": 4}, None),
+        (
+            {"hidden_size": 16, "vocab_size": 32, "target": "a/b"},
+            "hidden_size=16 (trained for a/b)",
+        ),
+        ({"hidden_size": 8, "vocab_size": 31}, "vocab_size=31 (trained for another target)"),
+    ],
+)
+@pytest.mark.parametrize("outer", [{}, {"text_config": SIZES}])
+def test_a_head_of_another_target_is_refused(
+    config: dict[str, Any], message: str | None, outer: dict[str, Any]
+) -> None:
+    target = TargetConfig(folder("target", outer or SIZES))
+    head = HeadRef(folder("head", config))
+    check_head(head, target)  # somebody else's: its config may count otherwise
+    Path("head/headsmith.json").touch()
+    check_head(head, None)
+    if message is None:
+        check_head(head, target)
+        return
+    with pytest.raises(InputError) as refused:
+        check_head(head, target)
+    assert f"head.path: this head has {message} but target.path=target has" in str(refused.value)
+
+
+def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.check_room("new/folder")
+    Path("file").touch()
+    with pytest.raises(InputError, match=r"out_dir=file/x: .*file is a file: name a folder"):
+        places.check_room("file/x")
+    full = SimpleNamespace(free=2e6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(InputError, match=r"out_dir=new: 2 MB are free there; make room for 50"):
+        places.check_room("new")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match=r"cannot be written; name another folder"):
+        places.check_room("new")
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "message"),
+    [
+        ("train/medusa.py", "target.path=./nowhere", "target.path=./nowhere: no such folder"),
+        ("train/eagle.py", "out_dir=.", "out_dir=. is not empty: name another folder"),
+        ("train/medusa2.py", "train.resume=gone", "train.resume=gone: no such folder"),
+        ("train/dflash.py", "head.path=./gone", "head.path=./gone: no such folder"),
+        ("eval/acceptance.py", "seed=1", "head.path is unset: a folder with a trained head"),
+        ("eval/speedup.py", "heads=[./gone]", "heads=./gone: no such folder"),
+        ("eval/speedup.py", "draft.path=./gone", "draft.path=./gone: no such folder"),
+        ("eval/tree_search.py", "out_dir=done", "out_dir=done already holds tree_search.json"),
+        ("scripts/capture.py", "data.path=gone.csv", "data.path=gone.csv: no such file or folder"),
+        ("scripts/regenerate.py", "data.path=gone.csv", "data.path=gone.csv: no such file"),
+        ("scripts/contest.py", "tokens=null", "tokens=None, minutes=None: set one of them"),
+        ("scripts/export.py", "format=vllm", "head.path is unset"),
+        ("scripts/prune.py", "sizes=[8]", "head.path is unset"),
+        ("scripts/merge_adapter.py", "seed=null", None),
+        ("scripts/push.py", "repo_id=head", "repo_id=head: must be user/name"),
+        ("scripts/repair.py", "head.path=./gone", "head.path=./gone: no such folder"),
+    ],
+)
+def test_refused_at_the_door(
+    entry: str, given: str, message: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done/tree_search.json").touch()
+    there = sorted(tmp_path.rglob("*"))
+    more = ["head.path=./gone"] if entry == "eval/tree_search.py" else []
+    if message is None:
+        given, message = "target.adapter=x", "target.path is unset: name what is merged"
+    monkeypatch.setattr(sys, "argv", [entry, given, *more])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        COMMANDS[entry].begin()
+    assert f"error: {message}" in capfd.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == there
