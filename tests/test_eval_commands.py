@@ -77,7 +77,8 @@ def test_trees_are_searched_on_recurrent_layers(tmp_path: Path) -> None:
 
 
 def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys) -> None:
-    speedup.main(SpeedupRun(**settings(setting, tmp_path), num_repeats=1, num_warmups=0))
+    own = settings(setting, tmp_path) | {"max_new_tokens": 12}
+    speedup.main(SpeedupRun(**own, num_repeats=1, num_warmups=0))
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert list(result["methods"]) == [
         "vanilla", "generate", "generate_lookup", "medusa_chain", "medusa_tree", "medusa_suffix",
@@ -106,7 +107,8 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
 
 
 def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
-    run = SpeedupRun(**settings(setting, tmp_path), methods=["medusa_tree"], num_repeats=1)
+    own = settings(setting, tmp_path) | {"max_new_tokens": 4}
+    run = SpeedupRun(**own, methods=["medusa_tree"], num_repeats=1, num_warmups=0)
     speedup.main(run)
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert list(result["methods"]) == ["vanilla", "generate", "medusa_tree"]

@@ -15,9 +15,9 @@ WARM = Sampling(temperature=0.7, top_k=8)
 def test_a_text_is_drafted_in_a_batch_as_it_is_alone(name: str, sampling: Sampling) -> None:
     """Texts and steps; what others of the batch draft, and for how long, is their own affair."""
     target, make, seeds = small_target(), EVERY_DRAFTER[name], [7, 8, 9]
-    together = decode_batch(target, make(sampling, seeds), PROMPTS, 30, sampling, seeds)
+    together = decode_batch(target, make(sampling, seeds), PROMPTS, 20, sampling, seeds)
     for prompt, seed, found in zip(PROMPTS, seeds, together, strict=True):
-        alone = decode(target, make(sampling, [seed]), prompt, 30, sampling, seed)
+        alone = decode(target, make(sampling, [seed]), prompt, 20, sampling, seed)
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
 
 

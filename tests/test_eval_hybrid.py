@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from pytest import approx
@@ -112,12 +115,10 @@ def test_a_batch_has_chains_beside_trees() -> None:
     assert drafter.means == [approx(1.0), 1.0]
 
 
-def heads(target: Target) -> dict[str, Drafter]:
-    eagle = eagle_head(target, EagleForm.eagle3)
-    return {
-        "eagle": EagleTree(eagle, DynamicShape(3, 3, 8)),
-        "medusa": MedusaDrafter(noisy_head(target), default_tree(3, 8)),
-    }
+def making(target: Target, kind: str) -> Callable[[], Drafter]:
+    if kind == "eagle":
+        return partial(EagleTree, eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8))
+    return partial(MedusaDrafter, noisy_head(target), default_tree(3, 8))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
@@ -130,8 +131,9 @@ def test_a_batch_gives_the_targets_texts_by_both(kind: str) -> None:
     target.model.generation_config.eos_token_id = [stop]
     expected = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in prompts]
     assert len({len(text) for text in expected}) > 1
+    make = making(target, kind)
     for how in (Sampling(), Sampling(temperature=0.7, top_k=1)):
-        drafter = Hybrid(heads(target)[kind], Suffix(SuffixTree(24)), 1.5)
+        drafter = Hybrid(make(), Suffix(SuffixTree(24)), 1.5)
         chosen: list[list[bool]] = []
         watch(drafter, chosen)
         found = decode_batch(target, drafter, prompts, 40, how, [0, 1, 2])

@@ -68,7 +68,7 @@ def given(folder: Path, family: str) -> dict:
         "head": HeadRef(path=str(folder / "medusa")),
         "heads": [str(folder / "eagle")],
         "draft": DraftModelConfig(path=str(folder / "draft")),
-        "max_new_tokens": 16,
+        "max_new_tokens": 12,
         "num_repeats": 1,
         "num_warmups": 0,
     }
@@ -77,6 +77,11 @@ def given(folder: Path, family: str) -> dict:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return given(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedup, "plot_speedup", lambda *_: None)
 
 
 def measured(settings: dict, out_dir: Path, **changes) -> dict:
@@ -161,7 +166,7 @@ def test_a_draft_model_with_another_tokenizer(llama: dict, tmp_path: Path) -> No
     swapped = {"a": words["b"], "b": words["a"]}
     content["model"]["vocab"] = {token: swapped.get(token, i) for token, i in words.items()}
     (tmp_path / "draft/tokenizer.json").write_text(json.dumps(content))
-    result = measured(settings, tmp_path / "o", methods=["draft_chain"])
+    result = measured(settings, tmp_path / "o", methods=["draft_chain"], max_new_tokens=6)
     assert result["lossless"]["num_equal"] == 5
     with pytest.raises(InputError, match=r"needs draft_tree .draft\.path with the target's tok"):
         measured(settings, tmp_path / "p", methods="draft_tree")
@@ -192,7 +197,7 @@ def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(methods, "search_layers", watch)
-        result = measured(llama, tmp_path / "o", methods="skip_layers")
+        result = measured(llama, tmp_path / "o", methods="skip_layers", max_new_tokens=6)
     token_ids = [llama_ids(llama, f"so {word}?") for word in ("there", "you")]
     assert seen == [token_ids]
     row = result["methods"]["skip_layers"]
@@ -212,7 +217,7 @@ def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) ->
         InputError, match=r"needs skip_layers \(as early_exit; prompts beyond data\.num_prompts"
     ):
         measured(every, tmp_path / "o", methods="skip_layers")
-    given_layers = every | {"self_draft": SelfDraftConfig(skip=[1])}
+    given_layers = every | {"self_draft": SelfDraftConfig(skip=[1]), "max_new_tokens": 4}
     result = measured(given_layers, tmp_path / "p", methods="skip_layers")
     assert result["methods"]["skip_layers"]["skip"] == [1]
 
@@ -229,7 +234,8 @@ def test_target_heads_and_draft_model_multiply_over_packed_weights(
         return usual(layer)
 
     monkeypatch.setattr(packed, "_can_be_packed", can_be_packed)
-    measured(llama, tmp_path, methods=["medusa_chain", "eagle_chain", "draft_chain"])
+    names = ["medusa_chain", "eagle_chain", "draft_chain"]
+    measured(llama, tmp_path, methods=names, max_new_tokens=2)
     targets = llama["target"].path, llama["draft"].path
     models = [load_target(TargetConfig(path), torch.device("cpu")).model for path in targets]
     models += [load_head(path) for path in (llama["head"].path, *llama["heads"])]

@@ -38,7 +38,7 @@ def killed_after(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, mode) -> None:
     def run(name: str) -> dict:
         own = settings(setting, tmp_path / name)
-        own["data"].num_prompts = 2
+        own["data"].num_prompts, own["max_new_tokens"] = 2, 12
         acceptance.main(AcceptanceRun(**own, mode=mode))
         return json.loads((tmp_path / name / "acceptance.json").read_text())
 

@@ -30,6 +30,8 @@ ASKED = {
     "sequence_bias": [[[149], -8.0], [[241, 241], -5.0]],
 }
 
+TREES = ["none", "medusa tree", "eagle tree", "draft tree", "lookahead", "self draft"]
+
 
 @pytest.fixture
 def target() -> Target:
@@ -51,13 +53,22 @@ def asks(target: Target, **settings: object) -> None:
     target.asked = asked_of(target)
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_generate_and_every_drafter_follow_the_generation_config(target: Target, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafters"),
+    [
+        (name, TREES if name == "no_repeat_ngram_size" else ["none", "medusa tree"])
+        for name in ASKED
+    ],
+)
+def test_generate_and_every_drafter_follow_the_generation_config(
+    target: Target, name: str, drafters: list[str]
+) -> None:
+    """A rule sees nodes and texts, whoever drafted them."""
     plain = [text.token_ids for text in decode_batch(target, NoDraft(), PROMPTS, 24)]
     asks(target, **{name: ASKED[name]})
     alone = [hf_generate(target, [prompt], 24, GREEDY, 0)[0].token_ids for prompt in PROMPTS]
     assert alone != plain
-    for drafter in ("none", "medusa tree", "eagle tree", "draft tree", "lookahead", "self draft"):
+    for drafter in drafters:
         found = decode_batch(target, EVERY_DRAFTER[drafter](GREEDY, [1, 2, 3]), PROMPTS, 24)
         assert [text.token_ids for text in found] == alone
 
@@ -81,7 +92,9 @@ def test_all_of_it_together(target: Target) -> None:
         )
 
 
-@pytest.mark.parametrize("shape", ["draft chain", "draft tree", "medusa tree"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("draft chain", marks=pytest.mark.slow), "draft tree", "medusa tree"]
+)
 def test_sampled_text_has_the_distribution_of_rules_and_min_p(target: Target, shape: str) -> None:
     asks(target, repetition_penalty=3.0, no_repeat_ngram_size=2)
     how, draws, prompt = Sampling(8.0, top_k=4, min_p=0.05), 1500, PROMPTS[2]
@@ -169,7 +182,7 @@ def test_a_text_ends_with_a_string(target: Target) -> None:
     pieces = [target.tokenizer.decode([token]) for token in whole]
     assert pieces[17:19] == ["=", " there"]
     target.stop_strings = ("= th", "no such text")
-    for name in EVERY_DRAFTER:
+    for name in ("none", "medusa tree", "lookahead"):
         found = decode_batch(target, EVERY_DRAFTER[name](GREEDY, [1, 2]), prompts, 30)[0]
         assert found.token_ids == whole[:19]
         assert sum(step.num_emitted for step in found.steps) == 18

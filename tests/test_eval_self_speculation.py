@@ -45,7 +45,7 @@ def agreeing_target(family: str = "llama") -> Target:
     return Target(model, None, family)
 
 
-QUICK = {"gemma2", "gpt_neox", "lfm2", "llama"}
+QUICK = {"gemma2", "lfm2", "llama"}
 FITTING = sorted(set(FAMILIES) - {"gemma4_text"})  # whose layers use keys of each other
 EACH = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FITTING]
 

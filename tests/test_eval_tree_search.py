@@ -24,7 +24,7 @@ from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, Costs
-from eval.tune import cost
+from eval.tune import advice, cost
 from eval.tune.cost import CostCurve
 from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.blocks.drafter import BlockTree
@@ -93,7 +93,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def eagle(target):
-    return eagle_head(target, EagleForm.eagle3, num_updates=40)
+    return eagle_head(target, EagleForm.eagle3, num_updates=20)
 
 
 def test_static_steps_are_those_of_decoding(target) -> None:
@@ -124,7 +124,7 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
 MADE = {
     "dflash": lambda target: partial(BlockTree, block_head(target, "dflash", 40)),
     "dflash2": lambda target: partial(BlockTree, block_head(target, "dflash2", 40)),
-    "dspark": lambda target: partial(BlockTree, block_head(target, "dspark, rnn", 40)),
+    "dspark": lambda target: partial(BlockTree, block_head(target, "dspark, rnn", 20)),
     "peagle": lambda target: partial(PEagleTree, peagle_head(target, 40)),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dflash2", "peagle")]
@@ -139,7 +139,7 @@ def make(request, target, eagle):
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     """Of blocks too, which draft other tokens where fewer are asked for."""
     texts = DynamicTexts.read(target, make, PROMPTS, 24, 4, [top_k])
-    for depth, num_tokens in [(1, 1), (3, 5), (4, 12), (4, 100)]:
+    for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
         found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
         assert texts.steps(shape) == [each.steps for each in found]
@@ -219,6 +219,8 @@ def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
 def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     monkeypatch.setattr(cost, "NUM_PLAIN", 1)
+    monkeypatch.setattr(tree_search, "time_steps", partial(cost.time_steps, sizes=(2, 4, 12)))
+    monkeypatch.setattr(advice, "SIZES", (2, 4))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +229,7 @@ def setting(tmp_path_factory) -> dict:
     path = str(save_target(folder / "target", num_hidden_layers=4))
     toy = load_target(TargetConfig(path=path), torch.device("cpu"))
     noisy_head(toy).save(folder / "medusa")
-    eagle_head(toy, EagleForm.eagle3, 150, num_updates=40).save(folder / "eagle")
+    eagle_head(toy, EagleForm.eagle3, 150, num_updates=10).save(folder / "eagle")
     words = ("there", "you", "today", "how are you")
     rows = [{"category": "all", "turns": [f"hello {word}"]} for word in words]
     prompts = folder / "prompts.jsonl"
@@ -236,7 +238,7 @@ def setting(tmp_path_factory) -> dict:
 
 
 def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
-    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 12}
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 8}
     small = {"max_nodes": 12, "top_ks": [4], "num_repeats": 1, "batch_sizes": [1, 4]}
     tree_search.main(TreeSearchRun(**{**own, **small, **changes}))
     assert (out_dir / "tree_search.png").is_file()
@@ -285,7 +287,7 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
 
 
 def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -> None:
-    """Both turns of a dialogue stand on one side."""
+    """Both turns of a dialogue stand on one side; what is found may be left unwritten."""
     prompts = tmp_path / "turns.jsonl"
     rows = [{"category": "chat", "turns": [f"hello {n}?", "and now?"]} for n in range(4)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -304,37 +306,26 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
 
     for name, place in (("read_texts", 2), ("advise", 0), ("measure", 2), ("check", 3)):
         watch(name, place)
-    own = {**setting, "data": str(prompts)}
-    searched(own, setting["folder"] / "medusa", tmp_path / "o", num_turns=2, write=False)
+    own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
+    few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
+    assert searched(own, head, tmp_path / "o", **few)["measured_gain"]
+    assert not (head / "draft_tree.json").exists()
     assert seen["read_texts"] == seen["advise"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
     assert seen["measure"] == seen["check"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
 
 
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
-    head = setting["folder"] / "medusa"
-    for name, curve in (("free", FREE), ("dear", DEAR)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(asdict(curve)))
-        result = searched(setting, head, tmp_path / name, curve=str(tmp_path / f"{name}.json"))
-        assert not (head / "draft_tree.json").exists()
-        assert result["curve"] == asdict(curve)
-        assert result["measured"] is result["measured_gain"] is result["advice"] is None
-        found = result["found"]
-        assert found["measured_tau"] is found["measured_speedup"] is None
-        taus = [each["tau"] for each in result["candidates"]]
-        if name == "free":
-            assert found["tau"] == max([*taus, result["default"]["tau"]])
-            assert found["step_s"] == 1.0
-        else:
-            assert found["num_tokens"] == 1
-        gain = result["simulated_gain"]
-        assert gain == found["simulated_speedup"] / result["default"]["simulated_speedup"]
-
-
-def test_what_is_found_may_be_left_unwritten(setting, tmp_path) -> None:
-    head = setting["folder"] / "medusa"
-    result = searched(setting, head, tmp_path / "o", write=False, batch_sizes=[1])
-    assert result["measured_gain"]
+    head, curve = setting["folder"] / "medusa", tmp_path / "dear.json"
+    curve.write_text(json.dumps(asdict(DEAR)))
+    result = searched(setting, head, tmp_path / "o", curve=str(curve))
     assert not (head / "draft_tree.json").exists()
+    assert result["curve"] == asdict(DEAR)
+    assert result["measured"] is result["measured_gain"] is result["advice"] is None
+    found = result["found"]
+    assert found["measured_tau"] is found["measured_speedup"] is None
+    assert found["num_tokens"] == 1
+    gain = result["simulated_gain"]
+    assert gain == found["simulated_speedup"] / result["default"]["simulated_speedup"]
 
 
 def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:

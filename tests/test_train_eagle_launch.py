@@ -6,11 +6,16 @@ import signal
 import sys
 from pathlib import Path
 
+import doors
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from test_train_launch import ROOT, TWO, begin, curve, inputs, run, trained, wait_for
+from test_train_launch import ROOT, TWO, begin, curve, inputs, trained, wait_for
 from toys import random_model
+
+from conf.schema import InputError
+from train import eagle
 
 SCRIPT = str(ROOT / "train" / "eagle.py")
 EAGLE3 = ["head=eagle3", "head.layers=[0,1,2]", "head.num_steps=3"]
@@ -24,6 +29,11 @@ def arguments(inputs: Path, out_dir: Path, *more: str) -> list[str]:
         "train.batch_size=4", "train.warmup_steps=2", "train.max_steps=12", "train.save_steps=2",
         "train.eval_steps=6", "train.log_steps=1", "train.learning_rate=0.01", *more,
     ]  # fmt: skip
+
+
+def here(command: list[str]) -> None:
+    """The command in this process."""
+    eagle.main(OmegaConf.to_object(doors.COMMANDS["train/eagle.py"].composed(command[1:])))
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
@@ -66,16 +76,18 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
 
 
 def test_a_trained_head_is_gone_on_from_with_its_own_vocabulary(
-    straight: Path, inputs: Path, tmp_path: Path
+    straight: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     more = [f"head.path={straight / 'head'}", "head.draft_vocab_size=8", "train.max_steps=3"]
-    trained([sys.executable, *arguments(inputs, tmp_path / "out", "head=eagle3", *more)], tmp_path)
+    here(arguments(inputs, tmp_path / "out", "head=eagle3", *more))
     assert weights(tmp_path / "out")["d2t"].equal(weights(straight)["d2t"])
     assert curve(tmp_path / "out", "train/loss_d1")[0] < curve(straight, "train/loss_d1")[0]
     other = arguments(inputs, tmp_path / "other", "head=eagle1", *more)
-    refused = run([sys.executable, *other], tmp_path)
-    assert refused.returncode == 2
-    assert "is an eagle3 head, but the recipe is for head.form=eagle1" in refused.stderr
+    with pytest.raises(
+        InputError, match=r"is an eagle3 head, but the recipe is for head\.form=eagle1"
+    ):
+        here(other)
 
 
 @pytest.mark.slow

@@ -132,6 +132,7 @@ def test_head_learns_and_says_where_it_is_from(straight: Path, inputs: Path) -> 
     assert {"argv", "git", "data"} <= set(origin)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_accumulation(
     straight: Path, inputs: Path, tmp_path: Path
 ) -> None:

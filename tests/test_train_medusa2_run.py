@@ -88,7 +88,7 @@ def test_the_heads_learn_alone_until_the_joint_steps(straight: Path) -> None:
     assert not any(after[name].equal(before[name]) for name in before)
 
 
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_resumed_equals_uninterrupted(
     straight: Path, inputs: Path, tmp_path: Path, step: int
 ) -> None:

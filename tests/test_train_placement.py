@@ -91,6 +91,9 @@ def fsdp2(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fsdp2_equals_one_process(straight: Path, fsdp2: Path) -> None:
     assert_same_run(fsdp2, straight)
+    for name in ("train/loss", "train/tokens", "eval/loss", "eval/top1_d1"):
+        found, expected = eagle.curve(fsdp2, name), eagle.curve(straight, name)
+        assert found == pytest.approx(expected, abs=1e-5), name
 
 
 @pytest.mark.slow
