@@ -1,14 +1,17 @@
+import copy
 import re
 import shlex
 import sys
 from dataclasses import is_dataclass
 from enum import EnumMeta
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import doors
 import pytest
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from data.engine_states import EngineTaps
 from data.forms import SHAPES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
@@ -64,9 +67,21 @@ def keys(schema: Any, prefix: str = "") -> set[str]:
     return found
 
 
+@cache
+def composed(name: str, *recipe: str) -> DictConfig:
+    """The settings of a command as nobody has changed them, which takes Hydra a while."""
+    return DOORS[name].composed([*recipe])
+
+
 def composes(name: str, overrides: list[str]) -> None:
     """Raises where the command refuses these settings."""
-    OmegaConf.to_object(DOORS[name].composed(overrides))
+    changes = OverridesParser.create().parse_overrides(overrides)
+    recipe = [each.input_line for each in changes if each.key_or_group == "head"]
+    settings = copy.deepcopy(composed(name, *recipe))
+    for each in changes:
+        if each.key_or_group != "head":
+            OmegaConf.update(settings, each.key_or_group, each.value())
+    OmegaConf.to_object(settings)
 
 
 def slug(heading: str) -> str:
