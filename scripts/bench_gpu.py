@@ -187,8 +187,8 @@ def capture(small: bool) -> Figures:
 
 def _inputs(folder: Path, small: bool) -> tuple[str, str]:
     """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
-    from data.embedded_corpus import find_source_files, read_source, train_tokenizer
     from scripts import bench_train
+    from scripts.embedded.corpus import find_source_files, read_source, train_tokenizer
 
     files = find_source_files(8 if small else 150)
     texts = list(read_source(files, files.train).values())

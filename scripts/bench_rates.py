@@ -1,7 +1,7 @@
 """Whether the rates that a run takes itself are the best: tau over multiples of them, by width.
 
 `python scripts/bench_rates.py [--widths 128 256 512] [--heads medusa eagle1 eagle3_1]`
-makes the embedded default with targets of these widths, or takes `--target` and `--data`, trains
+takes the embedded default, makes its like in other widths, or takes `--target` and `--data`, trains
 each head at each multiple of both its rates on the same tokens, and prints tau on held-out prompts
 and the share of the best that the rates as they are reach. A second start goes on.
 """
@@ -28,10 +28,12 @@ from tqdm import tqdm
 from conf.entry import head_recipe
 from conf.schema import Optimizer, TargetConfig
 from conf.schema_eagle import EagleConfig
-from data.embedded import Recipe, ensure_embedded
+from data.embedded import CONVERSATIONS, TARGET
 from heads.target.load import load_target
 from heads.vocab import DraftVocab
 from scripts.bench.objectives import fresh_objective
+from scripts.embedded.target import Recipe
+from scripts.make_embedded import make
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIM = 32
@@ -67,20 +69,23 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def recipe(width: int) -> Recipe:
-    """The embedded default's; of another width, with a target that was trained a third as long."""
-    if width == Recipe.hidden_size:
-        return Recipe()
+    """The embedded default's in another width; its target is trained for a fifth as long."""
     num_heads = max(2, width // HEAD_DIM)
     shape = {"hidden_size": width, "intermediate_size": width * 11 // 4}
-    return Recipe(**shape, num_heads=num_heads, num_kv_heads=num_heads // 2, num_steps=300)
+    return Recipe(**shape, num_heads=num_heads, num_kv_heads=num_heads // 2, num_steps=480)
 
 
 def places(options: argparse.Namespace) -> list[Place]:
     """Every target, made where it must be."""
     found = []
     for width in options.widths:
-        made = ensure_embedded(recipe=recipe(width))
-        found.append(Place(made.target_path, made.train_path, width))
+        if width == Recipe.hidden_size:
+            found.append(Place(TARGET, CONVERSATIONS, width))
+            continue
+        folder = options.out_dir / f"embedded-{width}"
+        if not (folder / "recipe.json").exists():
+            make(folder, recipe(width))
+        found.append(Place(str(folder / "target"), str(folder / "train.jsonl"), width))
     if options.target is not None:
         target = load_target(TargetConfig(options.target), torch.device("cpu"))
         found.append(Place(options.target, options.data, target.hidden_size))

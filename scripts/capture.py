@@ -67,8 +67,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     """The same with shards of another size."""
     check_inputs(config)
     state = start()
-    with state.main_process_first():
-        fill_unset(config, progress=state.is_main_process)
+    fill_unset(config)
     work = prepared(config, state, shard_bytes)
     check_plan(work.folder, work.plan)
     check_disk(work, say=state.is_main_process)

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from conf.schema import InputError
 from conf.schema_push import Layout
+from data.embedded import TARGET
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead
 from heads.kinds import kind_of, load_head
@@ -177,7 +178,7 @@ def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:
 
 def _target_name(provenance: dict[str, Any], target: str) -> str | None:
     """Returns the target as others can name it, or None for the embedded default."""
-    if _target_settings(provenance).get("path", target) is None:
+    if _target_settings(provenance).get("path") == TARGET:
         return None
     return target if is_hub_id(target) else Path(target).name
 

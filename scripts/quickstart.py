@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+from time import monotonic
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from eval.clock import Stopwatch
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = [
@@ -22,11 +22,19 @@ TRAIN = [
     "data.max_length=512", "train.batch_size=8", "train.micro_batch_size=8", "train.max_steps=150",
     "train.warmup_steps=20", "train.save_steps=50",
 ]  # fmt: skip
-
+ACCEPTANCE = ["data.num_prompts=32"]
 SPEEDUP = [
-    "data.num_prompts=32", "num_repeats=2",
-    "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,prompt_lookup,suffix]",
+    "data.num_prompts=16", "num_repeats=2",
+    "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,suffix]",
 ]  # fmt: skip
+NUM_ANSWERS = 3
+"""That are shown."""
+NEXT = """
+On your own model and conversations (source .venv/bin/activate):
+  accelerate launch train/eagle.py target.path=MODEL data.path=CHATS.jsonl out_dir=outputs/mine
+  python eval/speedup.py head.path=outputs/mine/head target.path=MODEL data.path=PROMPTS.jsonl
+  python scripts/export.py head.path=outputs/mine/head format=vllm out_dir=outputs/mine-vllm
+"""
 
 
 def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
@@ -37,7 +45,7 @@ def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
         train.append("train.resume=auto")  # an earlier start was interrupted
     return [
         ("train", out_dir / "head/config.json", ["-m", *LAUNCH, *train]),
-        ("acceptance", out_dir / "acceptance.json", ["eval/acceptance.py", *measure]),
+        ("acceptance", out_dir / "acceptance.json", ["eval/acceptance.py", *measure, *ACCEPTANCE]),
         ("speedup", out_dir / "speedup.json", ["eval/speedup.py", *measure, *SPEEDUP]),
     ]
 
@@ -56,37 +64,48 @@ def run(arguments: list[str]) -> None:
         sys.exit(code)
 
 
-def summary(out_dir: Path, seconds: dict[str, str]) -> Table:
-    """The figures of both result files, and what each stage took."""
-    keys = ("tau", "tokens_per_s", "speedup", "efficiency")
-    speedup = json.loads((out_dir / "speedup.json").read_text())
-    title = f"Medusa on the embedded default, held-out prompts; speed-up over {speedup['baseline']}"
-    table = Table("method", *keys, title=title)
+def summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
+    """The figures of both result files."""
+    keys = ("tau", "tokens_per_s", "speedup")
+    title = f"Held-out prompts; speed-up over {speedup['baseline']}"
+    table = Table("method", "tau", "tokens/s", "speed-up", title=title)
     for name, row in speedup["methods"].items():
         table.add_row(name, *(f"{row[key]:.2f}" for key in keys))
-    acceptance = json.loads((out_dir / "acceptance.json").read_text())
     alpha = " ".join(f"{rate:.2f}" for rate in acceptance["alpha"])
-    times = ", ".join(f"{name} {value}" for name, value in seconds.items())
-    table.caption = f"replayed tau {acceptance['tau']:.3f}, alpha per depth {alpha}\n{times}"
+    table.caption = f"replayed tau {acceptance['tau']:.3f}, alpha per depth {alpha}"
     return table
+
+
+def answers(speedup: dict[str, Any]) -> Iterator[Text]:
+    """Prompts, and what the target answers, with and without drafts alike."""
+    for row in speedup["texts"][:NUM_ANSWERS]:
+        answer = "".join(piece for piece, _ in row["methods"]["vanilla"]).removesuffix("<|end|>")
+        yield Text.assemble((row["question"], "dim"), "\n", answer.rstrip(), "\n")
 
 
 def main(out_dir: Path) -> None:
     """Runs what is missing, then sums up."""
     seconds = {}
     for name, result, arguments in stages(out_dir):
-        watch = Stopwatch()
+        started = monotonic()
         seconds[name] = "done before"
         if not result.exists():
             print(f"== {name}: python {' '.join(arguments)}", flush=True)
             run(arguments)
-            seconds[name] = f"{watch.seconds():.0f} s"
+            seconds[name] = f"{monotonic() - started:.0f} s"
         if not result.exists():
             sys.exit(f"{name} was stopped: `make quickstart` again continues")
-    Console().print(summary(out_dir, seconds))
-    print(f"in {out_dir}: head/, acceptance.json, speedup.json, pictures, speedup.html. Next:")
-    print("  accelerate launch train/medusa.py target.path=MODEL data.path=CHATS.jsonl")
-    print(f"  python scripts/push.py head.path={out_dir / 'head'} repo_id=YOU/NAME dry_run=true")
+    console = Console()
+    speedup, acceptance = (
+        json.loads((out_dir / f"{name}.json").read_text()) for name in ("speedup", "acceptance")
+    )
+    console.print("\nThe embedded target goes on with code. A prompt (dim), and its answer:\n")
+    console.print(*answers(speedup), sep="\n")
+    console.print(summary(speedup, acceptance))
+    print(", ".join(f"{name} {value}" for name, value in seconds.items()))
+    print(f"pictures: {out_dir / 'speedup.png'}, {out_dir / 'acceptance.png'}")
+    print(f"every token of every answer: {out_dir / 'speedup.html'}")
+    print(NEXT, end="")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from conf.schema import Form, InputError, OnBadRow
 from data.chat import Encoder
-from data.embedded import ensure_embedded
+from data.embedded import fill_unset
 from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Records, load_data
@@ -90,6 +90,7 @@ class Tally:
 
 def main(config: RegenerateRun) -> None:
     """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
+    fill_unset(config)
     records = _load(config)
     dialogues = _dialogues(records, config)
     endpoint = _endpoint(config)
@@ -119,7 +120,7 @@ def main(config: RegenerateRun) -> None:
 
 
 def _load(config: RegenerateRun) -> Records:
-    path = config.data.path or str(ensure_embedded().train_path)
+    path = str(config.data.path)
     records = load_data(path, config.data)
     if records.form is Form.text:
         raise InputError(
@@ -181,7 +182,7 @@ def _source(config: RegenerateRun, endpoint: Endpoint | None) -> dict[str, objec
         return {"source": "endpoint", "model": endpoint.model}
     return {
         "source": "in process",
-        "model": config.target.path or str(ensure_embedded().target_path),
+        "model": config.target.path,
         "revision": config.target.revision,
         "adapter": config.target.adapter,
         "dtype": str(resolve_dtype(config.target.dtype, _device())),
@@ -196,8 +197,7 @@ def _device() -> torch.device:
 def _in_process(
     dialogues: list[Dialogue], config: RegenerateRun, done: set[int], report: Report
 ) -> None:
-    path = config.target.path or str(ensure_embedded().target_path)
-    target = load_target(replace(config.target, path=path), _device())
+    target = load_target(config.target, _device())
     pack(target.model, target.output_head)
     encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
     local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)

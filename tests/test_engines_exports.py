@@ -12,7 +12,7 @@ from environments import VLLM, counts_of_vllm, needs, opened
 from conf.schema import HeadRef, TargetConfig
 from conf.schema_export import ExportFormat, ExportRun
 from data.chat import Encoder
-from data.embedded import ensure_embedded
+from data.embedded import PROMPTS, TARGET
 from data.records import load_records
 from eval.measure.counts import drafted
 from eval.measure.prompts import first_turns
@@ -54,7 +54,7 @@ def trained(command: list[str], out_dir: Path) -> Path:
 
 def exported(head: Path, engine: str, out_dir: Path) -> Path:
     config = ExportRun(
-        target=TargetConfig(path=ensure_embedded().target_path),
+        target=TargetConfig(path=TARGET),
         head=HeadRef(path=str(head)),
         format=ExportFormat(engine),
         out_dir=str(out_dir),
@@ -71,14 +71,13 @@ def chain(head: DraftHead) -> Drafter:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return opened(Path(ensure_embedded().target_path))
+    return opened(Path(TARGET))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    embedded = ensure_embedded()
-    _, tokenizer = load_tokenizer(TargetConfig(path=embedded.target_path))
-    records = load_records(embedded.prompts_path).records[:8]
+    _, tokenizer = load_tokenizer(TargetConfig(path=TARGET))
+    records = load_records(PROMPTS).records[:8]
     return [prompt.token_ids for prompt in first_turns(records, Encoder(tokenizer))]
 
 

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 from toys import save_target
 
-from data.embedded import Recipe
 from scripts import bench_rates
 from scripts.bench_rates import Place, arguments, recipe, usual_rates
 
@@ -20,7 +19,6 @@ def test_a_target_of_another_width_has_heads_of_the_same_size() -> None:
     wide = recipe(512)
     assert (wide.hidden_size, wide.intermediate_size) == (512, 1408)
     assert (wide.num_heads, wide.num_kv_heads) == (16, 8)
-    assert recipe(256) == Recipe()
 
 
 def test_the_table_holds_the_usual_rates_against_the_best(monkeypatch, capsys) -> None:

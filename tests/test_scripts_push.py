@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from conf.schema import HeadRef, InputError
 from conf.schema_export import ExportFormat
 from conf.schema_push import PushRun
+from data.embedded import TARGET
 from heads.export.serve import readme
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead, MedusaHeadConfig
@@ -299,7 +300,7 @@ def test_scrubbed(text: str, expected: str) -> None:
 def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:
     for name in ("acceptance.json", "speedup.json", "acceptance.png"):
         (run_dir / name).unlink()
-    embedded = {**PROVENANCE, "config": {"target": {"path": None}}}
+    embedded = {**PROVENANCE, "config": {"target": {"path": TARGET}}}
     (run_dir / "head" / "headsmith.json").write_text(json.dumps(embedded))
     card = (dry(run_dir, tmp_path) / "README.md").read_text()
     assert "Nothing was measured" in card

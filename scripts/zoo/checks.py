@@ -16,7 +16,6 @@ from conf.schema import InputError, TargetConfig
 from conf.schema_eagle import EagleConfig
 from conf.schema_medusa import MedusaConfig
 from data.chat import Sample
-from data.embedded_corpus import SPECIAL_TOKENS
 from data.pack import PackedDataset
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import decode_batch
@@ -36,6 +35,7 @@ from heads.target.load import load_model, load_target, load_tokenizer
 from heads.target.model import Target
 from heads.tree import DynamicShape, Tree
 from heads.vocab import DraftVocab
+from scripts.embedded.corpus import SPECIAL_TOKENS
 from scripts.zoo.sizes import NUM_TOKENS, PAD
 from scripts.zoo.tiny import MADE
 from train.eagle import EagleObjective

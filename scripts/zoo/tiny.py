@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from data.embedded_corpus import train_tokenizer
+from scripts.embedded.corpus import train_tokenizer
 from scripts.zoo.families import BY_HAND
 from scripts.zoo.sizes import BOS, CONTEXT, EOS, FIRST_OTHER, NUM_TOKENS, PAD, TOKENS, tiny_sizes
 

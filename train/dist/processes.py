@@ -2,8 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -69,17 +67,6 @@ def wait() -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.barrier(_patient_group(torch.distributed.group.WORLD))
-
-
-@contextmanager
-def main_first() -> Iterator[None]:
-    """The first process goes through the block before all others, however long it takes."""
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if not first:
-        wait()
-    yield
-    if first:
-        wait()
 
 
 @lru_cache(maxsize=1)

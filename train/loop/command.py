@@ -171,8 +171,7 @@ def memory_of(
 
 def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
-    with processes.main_first():
-        fill_unset(config, progress=accelerator.is_main_process)
+    fill_unset(config)
     target = load_target(config.target, accelerator.device)
     train_data, heldout, report = prepare(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process

@@ -1,11 +1,15 @@
-"""The text of the embedded default: standard-library source as chats, and its tokenizer."""
+"""The text of the embedded default: Python source as chats, and its tokenizer."""
 
 import hashlib
+import importlib.util
+import random
 import re
 import sysconfig
 import textwrap
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,14 +27,28 @@ CHAT_TEMPLATE = """\
 ' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
 ' }}{% endif %}"""
 
+CATEGORIES = ("function", "method", "class", "module")
+_FEWEST_PROMPT_TOKENS = 8
+
 # A line break is always a token of its own: the one after <|assistant|> must not merge
 # with the indentation that an answer starts with, or prompts would end in half a token.
 _WORDS = r"\n| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 _EXCLUDED = {
     "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
-    "site-packages", "test", "tests",
+    "_vendor", "site-packages", "test", "tests",
 }  # fmt: skip
+PACKAGES = {
+    "accelerate": "Apache-2.0", "datasets": "Apache-2.0", "filelock": "MIT", "fontTools": "MIT",
+    "fsspec": "BSD-3-Clause", "huggingface_hub": "Apache-2.0", "hydra": "MIT",
+    "jinja2": "BSD-3-Clause", "networkx": "BSD-3-Clause", "numpy": "BSD-3-Clause",
+    "omegaconf": "BSD-3-Clause", "pandas": "BSD-3-Clause", "peft": "Apache-2.0", "pip": "MIT",
+    "pydantic": "MIT", "requests": "Apache-2.0", "rich": "MIT", "setuptools": "MIT",
+    "trio": "MIT OR Apache-2.0",
+}  # fmt: skip
+"""Installed packages whose source the target reads beside the standard library's, by licence."""
+_FEWEST_BYTES_OF_TEN = 3.6
+"""A piece that zlib packs below so many bytes of ten is a table: it teaches to repeat."""
 _CONSTRUCT = re.compile(r" *(?:@|(?:async )?def |class )")
 _HELD_OUT_IN = 10  # one file of so many
 _MIN_FILES = 50
@@ -80,14 +98,38 @@ def find_source_files(num_files: int | None = None) -> SourceFiles:
             f"{root}: {len(names)} source files of the standard library, the embedded default "
             f"needs {_MIN_FILES}: set target.path and data.path, or use a Python with its source"
         )
-    if num_files is not None:
-        names = names[:: max(1, len(names) // num_files)][:num_files]
+    names = _spread(names, num_files)
     held_out = [name for name in names if _side(name) == 0]
     return SourceFiles(root, [name for name in names if _side(name) != 0], held_out)
 
 
+def _spread(names: list[str], count: int | None) -> list[str]:
+    return names if count is None else names[:: max(1, len(names) // count)][:count]
+
+
 def _side(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _HELD_OUT_IN
+
+
+def find_packages(num_files: int | None = None) -> SourceFiles:
+    """List the modules of `PACKAGES`; all are for training.
+
+    Args:
+        num_files: keep only so many, evenly spread.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    names: list[str] = []
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise InputError(f"{package}: not installed; `make setup` installs what is read")
+        folder = Path(spec.origin).parent
+        root = folder.parent
+        found = (path.relative_to(root) for path in folder.rglob("*.py"))
+        names += sorted(path.as_posix() for path in found if _EXCLUDED.isdisjoint(path.parts))
+    return SourceFiles(root, _spread(names, num_files), [])
 
 
 def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
@@ -104,8 +146,8 @@ def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
 def cut_pieces(file: str, text: str, max_chars: int) -> Iterator[Piece]:
     """Cut a file into chats: at every def and class, and where one exceeds `max_chars`.
 
-    Dropped are blocks of fewer than three lines, and lines that are only a comment: licence
-    headers and rulers teach a small model to repeat `#` for ever.
+    Dropped are blocks of fewer than three lines, tables, and lines that are only a comment:
+    licence headers and rulers teach a small model to repeat `#` for ever.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     starts = [0]
@@ -120,10 +162,15 @@ def cut_pieces(file: str, text: str, max_chars: int) -> Iterator[Piece]:
             # at least, eight lines at most.
             head = next((i for i, x in enumerate(clean) if not x.startswith("@")), 0)
             cut = max(head + 1, min(len(clean) // 3, 8))
-            if len(clean) > max(cut, 2):
+            if len(clean) > max(cut, 2) and not _is_table("\n".join(clean)):
                 prompt, continuation = "\n".join(clean[:cut]), "\n".join(clean[cut:])
                 yield Piece(category, file, prompt.rstrip(), continuation)
             category = "body"
+
+
+def _is_table(text: str) -> bool:
+    code = text.encode()
+    return len(code) >= 200 and 10 * len(zlib.compress(code)) < _FEWEST_BYTES_OF_TEN * len(code)
 
 
 def _category(block: list[str]) -> str:
@@ -145,6 +192,27 @@ def _split(lines: list[str], max_chars: int) -> Iterator[list[str]]:
         block.append(line.rstrip()[: max_chars // 2])
         size += len(line.strip()) + 1
     yield block
+
+
+def choose(
+    pieces: list[Piece],
+    count: int,
+    tokenizer: PreTrainedTokenizerFast,
+    max_prompt_tokens: int,
+    rng: random.Random,
+) -> list[Piece]:
+    """Choose prompts in equal shares of the categories, in turn, short enough and distinct."""
+    lengths = tokenizer([p.prompt for p in pieces], add_special_tokens=False)["input_ids"]
+    unique = {
+        piece.prompt: piece
+        for piece, ids in zip(pieces, lengths, strict=True)
+        if _FEWEST_PROMPT_TOKENS <= len(ids) <= max_prompt_tokens
+    }
+    columns = [[p for p in unique.values() if p.category == name] for name in CATEGORIES]
+    for column in columns:
+        rng.shuffle(column)
+    in_turn = [p for row in zip_longest(*columns) for p in row if p is not None]
+    return in_turn[:count]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:

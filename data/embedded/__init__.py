@@ -1,0 +1,27 @@
+"""The embedded default: a small target and its conversations, which lie in this folder.
+
+`scripts/make_embedded.py` made them; `README.md` beside says of which text.
+"""
+
+from pathlib import Path
+
+from conf.schema import DataRun
+
+_FOLDER = Path(__file__).parent
+TARGET = str(_FOLDER / "target")
+CONVERSATIONS = str(_FOLDER / "train.jsonl")
+PROMPTS = str(_FOLDER / "prompts.jsonl")
+"""Held out: from files that the target was not trained on."""
+
+
+def fill_unset(run: DataRun, *, prompts: bool = False) -> None:
+    """Puts the embedded default where paths are unset.
+
+    Effects: sets `target.path` and `data.path` of the run.
+
+    Args:
+        run: whose paths may be unset.
+        prompts: its data are prompts to measure on, not conversations to learn from.
+    """
+    run.target.path = run.target.path or TARGET
+    run.data.path = run.data.path or (PROMPTS if prompts else CONVERSATIONS)
