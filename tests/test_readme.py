@@ -23,8 +23,8 @@ FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}}
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
 DOORS = {command.name: command for command in doors.COMMANDS.values()}
-# Without Hydra: one has a test of its own that runs it, the other takes three numbers.
-PLAIN = {"verify_export", "bench_engine"}
+# Without Hydra: they have tests of their own, or take three numbers.
+PLAIN = {"verify_export", "bench_engine", "make_embedded"}
 # What has no default.
 REQUIRED = {
     "push": ["repo_id=me/head"],
