@@ -50,7 +50,13 @@ class Adapted:
         return list(found)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+# A family of each kind of layer; what differs in the others is not run again.
+OFTEN = ("llama", "gemma4_text", "gpt_oss", "mixtral", "lfm2", "qwen3_next", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in OFTEN else [pytest.mark.slow]) for f in FAMILIES]
+)
 def test_layers_that_are_run_again_give_the_same_gradients(family: str) -> None:
     kept, again = (adapted(family, recompute).gradients() for recompute in (False, True))
     assert any(each.any() for each in kept)

@@ -51,7 +51,7 @@ class Heads(dict[str, BlockHead]):
 
     def __missing__(self, name: str) -> BlockHead:
         with torch.inference_mode(mode=False):
-            self[name] = block_head(self.target, name, num_updates=40, num_texts=2)
+            self[name] = block_head(self.target, name, num_updates=30, num_texts=2)
         return self[name]
 
 

@@ -49,6 +49,7 @@ from scripts import compare, merge_adapter, prune, push
 from tests.hub_server import HubServer
 from tests.test_scripts_push import ACCEPTANCE, PROVENANCE, hub
 from train import dflash, dflash2, dspark, peagle
+from train.loop import replay
 
 __all__ = ["hub"]
 slow = pytest.mark.slow
@@ -182,6 +183,7 @@ def test_what_is_pushed_says_what_it_is_and_comes_back_the_same(
 def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
         yield
 
 

@@ -41,7 +41,7 @@ def answers(target: Target, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def head(target: Target) -> PEagleHead:
-    return peagle_head(target)
+    return peagle_head(target, num_updates=40, num_texts=2)
 
 
 @pytest.mark.parametrize("depth", [4, pytest.param(2, marks=pytest.mark.slow), 1])

@@ -9,7 +9,7 @@ from toys import eagle_head, noisy_head, packed, random_target, save_target, tex
 
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
 from conf.schema_eagle import EagleForm
-from conf.schema_measure import AcceptanceRun, PruneRun
+from conf.schema_measure import AcceptanceRun, DynamicTreeConfig, PruneRun
 from eval import acceptance
 from heads.kinds import load_head
 from heads.target.load import load_target
@@ -55,6 +55,7 @@ def accepted(setting: Path, head: Path, out_dir: Path, **changes) -> dict:
         max_new_tokens=16,
         depth=3,
         num_turns=1,
+        dynamic_tree=DynamicTreeConfig(1, 1, 1),  # chains are compared
         out_dir=str(out_dir),
         **changes,
     )

@@ -69,7 +69,7 @@ def eagle(form: EagleForm, drafter: Callable[[Any, list[int]], Drafter]) -> Lear
 
 def blocks(name: str, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
     return Learnt(
-        lambda target: block_head(target, name, 40, **FEATURES),
+        lambda target: block_head(target, name, 40, 5, **FEATURES),
         lambda target: fresh(target, settings_of(name, **FEATURES)),
         drafter,
     )
