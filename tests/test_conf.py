@@ -17,7 +17,7 @@ ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # re
 ONE_OF_EACH_FOLDER = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
 PLAIN = ("scripts/quickstart.py", "scripts/verify_export.py")
 BENCH_NAMES = (
-    "capture", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses", "memory",
+    "capture", "cpu", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses", "memory",
     "operations", "peers", "products", "prompt", "rates", "train", "unroll",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)

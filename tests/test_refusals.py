@@ -170,6 +170,7 @@ def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("train/medusa.py", "target.path=./nowhere", "target.path=./nowhere: no such folder"),
         ("train/eagle.py", "out_dir=.", "out_dir=. is not empty: name another folder"),
+        ("train/peagle.py", "out_dir=done/tree_search.json/x", "out_dir=done/tree_search.json/x: "),
         ("train/medusa2.py", "train.resume=gone", "train.resume=gone: no such folder"),
         ("train/dflash.py", "head.path=./gone", "head.path=./gone: no such folder"),
         ("eval/acceptance.py", "seed=1", "head.path is unset: a folder with a trained head"),

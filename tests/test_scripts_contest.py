@@ -80,6 +80,14 @@ def settings(folder: Path, **changes: Any) -> ContestRun:
     return ContestRun(**{**own, **changes})
 
 
+def begin_inputs(folder: Path) -> None:
+    """A target and data, as far as they are looked at before anything begins."""
+    (folder / "target").mkdir()
+    (folder / "target/config.json").write_text('{"model_type": "llama"}')
+    (folder / "target/model.safetensors").touch()
+    (folder / "chat.jsonl").touch()
+
+
 def test_a_budget_buys_steps(tmp_path: Path) -> None:
     in_tokens, in_minutes = settings(tmp_path), settings(tmp_path, tokens=None, minutes=3.0)
     assert plan.num_steps(in_tokens, "medusa", 100.0, 2) == 15
@@ -222,10 +230,7 @@ def test_a_folder_holds_one_contest(tmp_path: Path) -> None:
 def test_what_cannot_begin_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target/config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "target/model.safetensors").touch()
-    (tmp_path / "chat.jsonl").touch()
+    begin_inputs(tmp_path)
     with pytest.raises(InputError, match=message):
         contest.main(settings(tmp_path, **changes))
 
@@ -290,8 +295,7 @@ def test_a_contest_that_is_stopped_stops_its_part(
 def test_a_contest_first_ends_what_a_killed_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "target").mkdir()
-    (tmp_path / "chat.jsonl").touch()
+    begin_inputs(tmp_path)
     folders: list[Path] = []
     monkeypatch.setattr(contest, "end_orphans", folders.append)
     with pytest.raises(InputError, match=r"run the part plan first"):
