@@ -3,7 +3,7 @@
 Letters: B texts, N tree nodes (root included), P nodes that have children, D hidden, V vocab.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol, Self
 
@@ -255,6 +255,18 @@ class Seen:
         found = tokens.gather(1, index), self.counts + later.counts
         return Seen(token_ids, output.at(index), later.cache, later.logits, found)
 
+    def hand_on(self, later: "Seen") -> tuple["Seen", "Seen"]:
+        """This part of prompts and the next, to which texts that end here give their last token.
+
+        So the very last part has the last token of every text.
+        """
+        mine, after, last = list(self.token_ids), list(later.token_ids), self.last
+        for row, tokens in enumerate(self.token_ids):
+            if tokens and not after[row]:
+                mine[row], after[row] = tokens[:-1], tokens[-1:]
+                later.output.put(row, last.rows(upload([row], last.hidden_states.device)))
+        return replace(self, token_ids=mine), replace(later, token_ids=after)
+
     def put(self, row: int, other: "Seen") -> "Seen":
         """With nothing but the last token of another text in a row, which is written over."""
         last = other.token_ids[0][-1:]
@@ -300,7 +312,10 @@ class Drafter(Protocol):
         """
 
     def observe(self, seen: Seen) -> None:
-        """Takes what was committed, first the prompts."""
+        """Takes what was committed, first the prompts.
+
+        Long prompts come in parts, of which a text may have nothing; of the last all have some.
+        """
 
     def propose(self, roots: Roots) -> Draft:
         """Trees below `roots`, the tokens that the target has chosen but not read yet."""

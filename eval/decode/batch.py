@@ -24,7 +24,7 @@ from heads.cache import Kept, TreeCache, upload
 from heads.drafting import Draft, Drafter, Roots, Seen
 from heads.sampling import Generators, Sampling, sample_tokens
 from heads.target.model import Reads, Target, TargetOutput
-from heads.target.prefill import parts, prefill
+from heads.target.prefill import parts
 
 
 @dataclass
@@ -130,10 +130,7 @@ class Batch:
             drafter, generators = self.make(seeds), Generators.seeded(seeds, self.target.device)
             rows = [self.prompts[text] for text in texts]
             cache = self.target.new_cache(len(rows))
-            if len(rows) == 1:
-                seen = self._in_parts(cache, rows, drafter)
-            else:
-                seen = Seen(rows, prefill(self.target, cache, rows, drafter.reads), cache)
+            seen = self._in_parts(cache, rows, drafter)
             logits = self.target.logits(seen.last.hidden_states[:, 0])
             logits = self.rules.begin(logits, rows)
             roots = sample_tokens(logits, self.sampling, generators)
@@ -141,12 +138,14 @@ class Batch:
         return Begun(texts, drafter, seen, roots, generators), new
 
     def _in_parts(self, cache: TreeCache, rows: list[list[int]], drafter: Drafter) -> Seen:
-        """The last part of a prompt; the drafter has seen the others, and nobody keeps them."""
+        """The last part of prompts; the drafter has seen the others, and nobody keeps them."""
         found: list[Seen] = []
         for tokens, output in parts(self.target, cache, rows, drafter.reads):
+            seen = Seen(tokens, output, cache)
             if found:
-                drafter.observe(found.pop())
-            found.append(Seen(tokens, output, cache))
+                before, seen = found.pop().hand_on(seen)
+                drafter.observe(before)
+            found.append(seen)
         return found.pop()
 
     def _read(self, draft: Draft, cache: TreeCache) -> "Nodes":

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.cache import TreeCache
 from heads.drafting import PAD
 from heads.target.model import Target
-from heads.target.prefill import prefill
+from heads.target.prefill import last_states
 
 
 class Crossing:
@@ -44,7 +44,7 @@ class Crossing:
             if length >= self.switch and text not in self.long:
                 self.long.add(text)
                 anew = self.target.new_cache(1)
-                prefill(self.target, anew, [texts[row][: length + 1]])
+                last_states(self.target, anew, [texts[row][: length + 1]])
                 cache.replace(row, anew)
 
     def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:

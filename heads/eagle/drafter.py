@@ -45,8 +45,8 @@ class EagleMemory(ABC):
             self.seen = seen
         elif seen.logits is None:
             # The parts of a prompt are read as they come, which bounds what is kept.
-            before, self.seen = self.seen, seen
-            first = [tokens[0] for tokens in seen.token_ids]
+            before, self.seen = self.seen.hand_on(seen)
+            first = [tokens[0] if tokens else 0 for tokens in self.seen.token_ids]
             self._read(before, upload(first, seen.output.hidden_states.device))
         else:
             self.seen = self.seen.then(seen)
@@ -94,6 +94,8 @@ class EagleMemory(ABC):
             self.slots = Slots(num_texts, features.device)
         self.slots.hold_as(seen.cache.slots)
         last = seen.counts.unsqueeze(1) - 1
+        if not all(seen.token_ids):
+            last = last.clamp_min(0)  # of a text that has nothing in a part, which is forgotten
         ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
         return fused, ids.flatten(), self.slots.place(length, length)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from heads.cache import Kept, TreeCache, upload
 from heads.target.model import Reads, Target, TargetOutput
@@ -24,6 +25,18 @@ def prefill(
         The states [B, n, D]; a shorter row is filled up.
     """
     return TargetOutput.joined([output for _, output in parts(target, cache, rows, reads)])
+
+
+def last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
+    """`prefill` that keeps the last hidden states [B, 1, D] of each text alone."""
+    found: Tensor | None = None
+    before = cache.slots.committed
+    for _, output in parts(target, cache, rows):
+        counts, before = cache.slots.committed - before, cache.slots.committed
+        states = output.at(counts - 1).hidden_states
+        found = states if found is None else torch.where(counts.unsqueeze(2) > 0, states, found)
+    assert found is not None
+    return found
 
 
 def parts(

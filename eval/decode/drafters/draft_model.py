@@ -20,7 +20,7 @@ from heads.cache import Kept, TreeCache, upload
 from heads.drafting import PAD, Draft, Roots, Seen, tree_layout
 from heads.sampling import GREEDY, Generators, Sampling
 from heads.target.model import Reads, Target
-from heads.target.prefill import prefill
+from heads.target.prefill import last_states
 from heads.tree import Tree
 
 
@@ -213,10 +213,7 @@ def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     rows = [row[:most] for row, most in zip(rows, rooms, strict=True)]
     # A token that only the target knows may lie beyond the draft model's vocabulary.
     known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
-    before = cache.slots.committed
-    output = prefill(model, cache, known)
-    last = cache.slots.committed - before - 1
-    return model.logits(output.at(last).hidden_states)
+    return model.logits(last_states(model, cache, known))
 
 
 def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:

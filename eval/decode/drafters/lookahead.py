@@ -68,7 +68,8 @@ class _Window:
     def __init__(self, prompt: list[int], size: tuple[int, int], num_guesses: int) -> None:
         self.width, self.level = size
         rng = random.Random(0)
-        self.rows = [[rng.choice(prompt) for _ in range(self.width)] for _ in range(self.level - 1)]
+        known = prompt or [0]
+        self.rows = [[rng.choice(known) for _ in range(self.width)] for _ in range(self.level - 1)]
         self.pool = _Pool(num_guesses)
         self.tail: list[int] = []
         self.last: list[int] = []
