@@ -10,6 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.threads import rest_while_waiting
+
+rest_while_waiting()
+
 import hashlib
 import json
 import random

@@ -18,6 +18,7 @@ import torch
 from stores import SHARD_BYTES, captured, files, save_inputs, settings
 from test_train_launch import ENV, TWO
 
+from conf import places
 from conf.schema import DataConfig, Dtype, InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
 from data import shard
@@ -315,6 +316,7 @@ def test_too_small_a_disk_is_refused_before_the_target_is_loaded(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20 // 2))
+    monkeypatch.setattr(places, "LEAST_FREE", 0)
     config = settings(inputs, tmp_path / "store")
     with pytest.raises(InputError, match=r"needs 0\.00 GiB more, of which 0\.00 GiB are free"):
         capture(config, SHARD_BYTES)

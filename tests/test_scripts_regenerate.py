@@ -277,11 +277,9 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
     good = chats(tmp_path / "in.jsonl")
 
     def refused(match: str, data: Path = good, **settings: Any) -> None:
-        config = RegenerateRun(
-            data=DataConfig(path=str(data)), out_dir=str(tmp_path / "out"), **settings
-        )
+        own = {"data": DataConfig(path=str(data)), "out_dir": str(tmp_path / "out")}
         with pytest.raises(InputError, match=match):
-            regenerate.main(config)
+            regenerate.main(RegenerateRun(**own, **settings))
 
     refused("plain text has no questions", text)
     refused("concurrency=0: must be above 0", concurrency=0)
