@@ -32,8 +32,11 @@ check: setup  ## formatting, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Of the tests: half as many again as cores, as some wait for commands that they start.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2 or 1)')
+
 test: check  ## the default test suite
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the long tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow

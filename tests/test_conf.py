@@ -14,12 +14,15 @@ from conf import schema, schema_measure, schema_medusa
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root"
-ONE_OF_EACH_FOLDER = ("train/medusa2.py", "eval/acceptance.py", "scripts/export.py")
+ONE_OF_EACH_FOLDER = (
+    "train/medusa2.py",
+    *(pytest.param(e, marks=pytest.mark.slow) for e in ("eval/acceptance.py", "scripts/export.py")),
+)
 PLAIN = ("scripts/make_embedded.py", "scripts/verify_export.py")
-OF_PROCESSES = "scripts/quickstart.py"  # starts others, imports nothing of the repository
+OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
 BENCH_NAMES = (
-    "capture", "cpu", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses", "memory",
-    "operations", "peers", "products", "prompt", "rates", "train", "unroll",
+    "capture", "cpu", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses",
+    "memory", "operations", "peers", "products", "prompt", "rates", "train", "unroll",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench_{name}.py" for name in BENCH_NAMES)
 

@@ -67,7 +67,8 @@ def written(target: Target, make: Callable[[], Drafter], num_texts: int) -> Writ
     return [(text.token_ids, text.steps) for text in found]
 
 
-@pytest.mark.parametrize("num_texts", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_texts", [1, 3])
 def test_heads_join_a_compiled_target_in_any_order(num_texts: int) -> None:
     target = target_of()
     makes = drafters(target)
