@@ -27,6 +27,12 @@ print([name for name in {HEAVY} if name in sys.modules])
 """
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Literal pages are of lines of 100, whatever runs the tests."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def shown(entry: str, *overrides: str) -> list[words.Setting]:
     command = COMMANDS[entry]
     return words.settings(command.schema, command.composed(list(overrides)))

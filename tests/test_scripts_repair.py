@@ -48,7 +48,7 @@ def target(folder: Path) -> Target:
     return load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
 
 
-def trained(target: Target, objective: Any, num_updates: int = 40) -> Any:
+def trained(target: Target, objective: Any, num_updates: int = 80) -> Any:
     """On the very answers that are replayed."""
     encoder = Encoder(target.tokenizer, None)
     prompts = [encoder.prompt([user(each)], None, {}) for each in QUESTIONS]

@@ -45,7 +45,7 @@ TOKENIZER = tokenizer()
 VOCAB_SIZE = len(TOKENIZER)
 PROMPTS = [[5, 17, 40, 8, 77, 23, 61], [9, 77, 31], [5, 17, 5, 17, 5]]
 SEEDS = [3, 4, 5]
-NUM_TOKENS = 12
+NUM_TOKENS = 14
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_k=40, top_p=0.9)}
 
 
