@@ -1,14 +1,18 @@
 """What the configs of a target and a head tell, before anything heavy is imported."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from conf.places import here
 from conf.schema import HeadRef, InputError, TargetConfig
 
 PROVENANCE = "headsmith.json"
 """Beside a head: how it was made."""
+SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -124,6 +128,27 @@ def _cached(key: str, path: str, revision: str | None, name: str) -> Path | None
             f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
             "HF_HUB_OFFLINE forbids to ask for it"
         )
+    if (error := _unreachable(constants.ENDPOINT)) is not None:
+        raise InputError(
+            f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
+            f"{constants.ENDPOINT} cannot be reached ({error}): name a folder, or connect"
+        )
+    return None
+
+
+def _unreachable(url: str) -> OSError | None:
+    """Why a server cannot be reached; libraries find out only after half a minute of attempts.
+
+    Behind a proxy it is not asked for, as only the proxy can tell.
+    """
+    place = urlsplit(url)
+    if getproxies() or place.hostname is None:
+        return None
+    port = place.port or (80 if place.scheme == "http" else 443)
+    try:
+        socket.create_connection((place.hostname, port), timeout=SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        return error
     return None
 
 

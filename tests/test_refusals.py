@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,14 @@ def test_without_the_hub_a_target_of_it_must_be_in_the_cache(
     check_target(TargetConfig("me/model"))
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("heads.folders.getproxies", dict)
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        url = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        check_target(TargetConfig("me/model"))  # whether it is there is asked later
+    with pytest.raises(InputError, match=rf"{url} cannot be reached .*: name a folder, or connect"):
+        check_target(TargetConfig("me/model"))
+    monkeypatch.setattr("heads.folders.getproxies", lambda: {"https": "http://proxy"})
     check_target(TargetConfig("me/model"))
 
 
