@@ -77,7 +77,7 @@ def test_speedup_runs_eagles_methods_and_is_lossless(setting, tmp_path) -> None:
     own["head"] = HeadRef(path=str(setting["folder"] / "eagle3"))
     tree = DynamicTreeConfig(depth=3, top_k=2, num_tokens=5)
     methods = ["eagle_chain", "eagle_tree"]
-    run = SpeedupRun(**own, num_repeats=1, dynamic_tree=tree, methods=methods)
+    run = SpeedupRun(**own, num_repeats=1, num_warmups=0, dynamic_tree=tree, methods=methods)
     speedup.main(run)
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert list(result["methods"]) == ["vanilla", "generate", "eagle_chain", "eagle_tree"]

@@ -81,7 +81,7 @@ def test_heads_join_a_compiled_target_in_any_order(num_texts: int) -> None:
 
 
 def test_on_a_cpu_one_graph_is_for_drafts_and_texts_of_any_length() -> None:
-    target = target_of()
+    target = target_of(num_layers=1)
     target.compile(64, backend="eager")
 
     def graphs(num_tokens: int, length: int) -> int:
@@ -94,7 +94,7 @@ def test_on_a_cpu_one_graph_is_for_drafts_and_texts_of_any_length() -> None:
 
 
 def test_a_target_that_needs_masks_is_compiled_with_them() -> None:
-    target = target_of()
+    target = target_of(num_layers=1)
     expected = written(target, NoDraft, 3)
     target.needs_masks = "a test"
     target.compile(64, backend="eager")
@@ -103,7 +103,7 @@ def test_a_target_that_needs_masks_is_compiled_with_them() -> None:
 
 
 def test_generate_is_compiled_beside_it_over_a_static_cache(monkeypatch) -> None:
-    target = target_of()
+    target = target_of(num_layers=1)
     expected = [text.token_ids for text in hf_generate(target, PROMPTS, 20, GREEDY, 0)]
     seen = {}
     usual = target.model.generate

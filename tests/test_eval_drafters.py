@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drafters import EVERY_DRAFTER, each_way, small_target
+from drafters import EVERY_DRAFTER, small_target
 
 from eval.decode.drafters.draft_model import read_rows
 from eval.decode.engine import decode, decode_batch
@@ -13,16 +13,6 @@ from heads.target.model import TargetOutput
 
 PROMPTS = [[90, 17, 240, 8, 77, 123, 61], [105, 17], [61, 23, 77, 8, 40, 17, 5] * 2]
 WARM = Sampling(temperature=0.7, top_k=8)
-
-
-@pytest.mark.parametrize(("name", "sampling"), each_way(EVERY_DRAFTER, WARM))
-def test_a_text_is_drafted_in_a_batch_as_it_is_alone(name: str, sampling: Sampling) -> None:
-    """Texts and steps; what others of the batch draft, and for how long, is their own affair."""
-    target, make, seeds = small_target(), EVERY_DRAFTER[name], [7, 8, 9]
-    together = decode_batch(target, make(sampling, seeds), PROMPTS, 20, sampling, seeds)
-    for prompt, seed, found in zip(PROMPTS, seeds, together, strict=True):
-        alone = decode(target, make(sampling, [seed]), prompt, 20, sampling, seed)
-        assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
 
 
 @pytest.mark.parametrize("name", EVERY_DRAFTER)

@@ -145,7 +145,7 @@ def test_a_drafter_goes_on_with_some_texts() -> None:
 
 def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_path) -> None:
     assert {"toy_chain", "toy_tree", "toy_typical"} <= known_methods().keys()
-    speedup.main(SpeedupRun(**measuring(inputs, head, tmp_path), num_repeats=1))
+    speedup.main(SpeedupRun(**measuring(inputs, head, tmp_path), num_repeats=1, num_warmups=0))
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert {"toy_chain", "toy_tree", "prompt_lookup"} <= result["methods"].keys()
     assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
@@ -155,7 +155,9 @@ def test_it_is_calibrated_and_cut(inputs: Path, head: Path, tmp_path, monkeypatc
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     own = Path(shutil.copytree(head, tmp_path / "head"))
     calibrate.main(CalibrateRun(**measuring(inputs, own, tmp_path / "c"), num_repeats=1))
-    run = SpeedupRun(**measuring(inputs, own, tmp_path / "s"), num_repeats=1, methods="toy_cut")
+    run = SpeedupRun(
+        **measuring(inputs, own, tmp_path / "s"), methods="toy_cut", num_repeats=1, num_warmups=0
+    )
     speedup.main(run)
     result = json.loads((tmp_path / "s/speedup.json").read_text())
     assert result["lossless"]["num_equal"] == 3
@@ -197,7 +199,7 @@ def test_pruning_refuses_it_with_its_own_words(inputs: Path, head: Path, tmp_pat
 
 
 def test_benchmarks_find_it(head: Path) -> None:
-    target = bench_engine.random_target(torch.float32)
+    target = bench_engine.random_target(torch.float32, num_layers=4, width=128, vocab=512)
     makes = bench_engine.drafters(target, list(range(3, 40)), 0.5)
     assert {"toy chain of 1", "toy tree of 8", "medusa chain of 4"} <= makes.keys()
     objective = fresh_objective("toy", target, load_head(str(head)).vocab)

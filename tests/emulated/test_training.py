@@ -41,8 +41,8 @@ class Ran:
 
 
 # `test_targets.py` holds the same of the first three; HASS steps as EAGLE-1 does, and what DFlash
-# has of its own DFlash-2 and DSpark have too.
-SLOW = ("medusa, soft labels", "eagle-1", "eagle-3", "hass", "dflash")
+# has of its own DFlash-2 and DSpark have too; Medusa-2 is Medusa with an adapted target.
+SLOW = ("medusa, soft labels", "medusa-2", "eagle-1", "eagle-3", "hass", "dflash", "dflash-2")
 
 
 def marked(names: Iterable[str], slow: Sequence[str]) -> list[Any]:
