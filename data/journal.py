@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from conf.schema import InputError
+from conf.statement import check_unchanged
 
 ROWS_NAME = "conversations.jsonl"
 MANIFEST_NAME = "manifest.json"
@@ -151,29 +152,6 @@ def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}): choose another out_dir") from error
     check_unchanged(f"out_dir={out_dir} holds rows", before, manifest)
-
-
-def check_unchanged(holds: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuses to continue with other settings.
-
-    Args:
-        holds: which folder holds what, the beginning of the message.
-        before: what decided the content so far.
-        now: what would decide the rest.
-
-    Raises:
-        InputError: naming each value that differs.
-    """
-    differ = [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
-    ]
-    if differ:
-        raise InputError(
-            f"{holds} made in another way: {'; '.join(differ)}. Name another out_dir, or restore "
-            "the setting to continue"
-        )
 
 
 def locked(path: Path) -> FileLock:

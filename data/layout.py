@@ -59,7 +59,7 @@ class Contents:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Contents":
-        """What `data.provenance.plain` made of one."""
+        """What `conf.statement.plain` made of one."""
         kinds = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
         return cls(**{**stored, **kinds, "layers": tuple(stored["layers"])})
 

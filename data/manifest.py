@@ -8,10 +8,10 @@ from typing import Any
 
 from conf.retry import retried
 from conf.schema import Form, InputError
-from data.journal import check_unchanged, write_whole
+from conf.statement import check_unchanged, flat, plain
+from data.journal import write_whole
 from data.layout import Contents
 from data.pack import DataReport
-from data.provenance import plain
 from data.shard import repair
 
 VERSION = 1
@@ -166,8 +166,8 @@ def check_plan(folder: Path, plan: Plan) -> None:
                 f"out_dir={folder} is not empty and holds no capture to continue: name another"
             )
         return
-    before = _flat(read_json(folder / PLAN, f"out_dir={folder}"))
-    check_unchanged(f"out_dir={folder} holds a capture", before, _flat(plan.as_json()))
+    before = flat(read_json(folder / PLAN, f"out_dir={folder}"))
+    check_unchanged(f"out_dir={folder} holds a capture", before, flat(plan.as_json()))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -183,12 +183,3 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise InputError(f"{what}: {path.name} is damaged: not a JSON object")
     return stored
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values under dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        nested = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{name}.") if nested else {prefix + name: value}
-    return found

@@ -29,13 +29,13 @@ from transformers import PreTrainedTokenizerBase
 from conf.code import code_key
 from conf.places import cache_dir
 from conf.schema import DataConfig, Form, InputError, OnBadRow
+from conf.statement import plain
 from data import chat, files, forms, messages, preparing, sources, template, turns, values
 from data.chat import Encoder
 from data.files import read_rows
 from data.forms import NUM_LOOKED_AT, detect
 from data.heartbeat import held
 from data.preparing import BadRow, Rule, Shard, make_shards, num_cores, write
-from data.provenance import plain
 from data.samples import Piece, Samples
 from data.shard import SUFFIX
 from data.sources import Source, find_source
@@ -152,7 +152,7 @@ def _contents(source: Source, root: Path) -> str:
     if known.is_file():
         return str(json.loads(known.read_bytes()))
     digest = hashlib.sha256()
-    for path, (name, size, _) in zip(source.files, facts, strict=True):
+    for path, (name, size, *_) in zip(source.files, facts, strict=True):
         digest.update(json.dumps([name, size]).encode())
         with path.open("rb") as file:
             for chunk in iter(partial(file.read, READ_BYTES), b""):
@@ -174,20 +174,25 @@ def _hub_fingerprint(source: Source) -> str:
     return str(loaded._fingerprint)
 
 
-def _facts(source: Source) -> list[tuple[str, int, int]]:
-    """Name, size and time of every file; of a single one only how its name ends."""
+def _facts(source: Source) -> list[tuple[str, int, int, int]]:
+    """Name, size and times of every file; of a single one only how its name ends.
+
+    Who copies a file with the time of another (rsync -t, cp -p, tar) leaves it the time at which
+    its inode changed.
+    """
     local = Path(source.path).expanduser()
     return [
         (
             str(file.relative_to(local)) if file != local else "".join(file.suffixes[-2:]),
             file.stat().st_size,
             file.stat().st_mtime_ns,
+            file.stat().st_ctime_ns,
         )
         for file in source.files
     ]
 
 
-def _check_unchanged(source: Source, facts: list[tuple[str, int, int]]) -> None:
+def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> None:
     if _facts(source) != facts:
         raise InputError(
             f"{source.path}: changed while it was being read: start again once it is whole"

@@ -1,41 +1,14 @@
 """What a head or a result was made from and with; `headsmith.json` beside a head."""
 
-import re
 import subprocess
 import sys
-from dataclasses import asdict, is_dataclass
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from conf.statement import plain
+
 _PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
-_SECRET = re.compile(r"\b(hf_|sk-|wandb_v1_)[\w-]{8,}")
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, enums and paths as what JSON holds; anything that looks like a key masked."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [plain(item) for item in value]
-    if isinstance(value, str | Path):
-        return _SECRET.sub(r"\1***", str(value))
-    return value if value is None or isinstance(value, bool | int | float) else repr(value)
-
-
-def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Nested settings by dotted keys."""
-    if not isinstance(value, dict):
-        return {key: value}
-    found: dict[str, Any] = {}
-    for name, item in value.items():
-        found |= flat(item, f"{key}.{name}" if key else name)
-    return found
 
 
 def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:

@@ -32,13 +32,15 @@ import torch
 from tqdm import tqdm
 
 from conf.schema import Form, InputError, OnBadRow
+from conf.statement import stated
 from data.chat import Encoder
 from data.embedded import fill_unset
 from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Records, load_data
 from heads.packed import pack
-from heads.target.load import load_target, resolve_dtype
+from heads.target.identity import identify
+from heads.target.load import load_target, resolve_dtype, tokenizer_of
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
 
@@ -180,13 +182,10 @@ async def _with_first_model(endpoint: Endpoint) -> Endpoint:
 def _source(config: RegenerateRun, endpoint: Endpoint | None) -> dict[str, object]:
     if endpoint is not None:
         return {"source": "endpoint", "model": endpoint.model}
+    dtype = resolve_dtype(config.target.dtype, _device())
     return {
         "source": "in process",
-        "model": config.target.path,
-        "revision": config.target.revision,
-        "adapter": config.target.adapter,
-        "dtype": str(resolve_dtype(config.target.dtype, _device())),
-        "quantization": config.target.quantization.value,
+        **stated(target=identify(config.target, tokenizer_of(config.target), dtype)),
     }
 
 

@@ -118,12 +118,29 @@ def test_a_second_start_tokenises_nothing(config: DataConfig, tokenised: list[st
     assert contents(again) == contents(first)
 
 
-def test_a_second_start_does_not_read_the_data(config: DataConfig) -> None:
-    path, first = Path(str(config.path)), opened(config)
-    before = path.stat()
-    path.write_bytes(b" " * before.st_size)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+def test_a_second_start_does_not_read_the_data(config: DataConfig, monkeypatch) -> None:
+    first, usual, read = opened(config), Path.open, []
+
+    def noted(path: Path, *how: Any, **more: Any) -> Any:
+        read.append(str(path))
+        return usual(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", noted)
     assert contents(opened(config)) == contents(first)
+    assert read
+    assert config.path not in read
+
+
+def test_other_data_of_the_same_size_and_time_are_read(config: DataConfig) -> None:
+    """As `rsync -t`, `cp -p` and `tar` leave them."""
+    path, first = Path(str(config.path)), opened(config)
+    before, text = path.stat(), path.read_text()
+    path.write_text(text.replace("ask", "say"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    found = opened(config)
+    assert found.folder != first.folder
+    assert contents(found) != contents(first)
 
 
 def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:

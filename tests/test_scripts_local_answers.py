@@ -128,6 +128,15 @@ def test_rows_that_do_not_fit_the_window(
         run_local(target_path, data, tmp_path / "out2", max_new_tokens=256)
 
 
+def test_other_weights_do_not_go_on_with_the_answers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "target", "llama")
+    data = chats(tmp_path / "in.jsonl", num_rows=2)
+    run_local(folder, data, tmp_path / "out")
+    random_model("llama", vocab_size=len(tokenizer()), seed=1).save_pretrained(folder)
+    with pytest.raises(InputError, match=r"in another way: target\.weights was \w{12}, is"):
+        run_local(folder, data, tmp_path / "out")
+
+
 def test_gumbel_noise_samples_the_softmax() -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
     num_draws, temperature = 4000, 0.7

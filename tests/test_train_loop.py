@@ -244,9 +244,9 @@ def test_resume_auto_with_nothing_there_starts_fresh(tmp_path: Path) -> None:
 
 def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, settings())
-    with pytest.raises(InputError, match="packed sequences=7, now it is 5"):
+    with pytest.raises(InputError, match="packed sequences was 7, is 5"):
         fit(tmp_path, settings(resume="auto"), train=rows(5))
-    with pytest.raises(InputError, match=r"learning_rate=0.05, now it is 0.1"):
+    with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
         fit(tmp_path, settings(resume="auto", learning_rate=0.1))
 
 

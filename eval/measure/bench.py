@@ -15,10 +15,11 @@ from transformers import GenerationConfig
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
+from conf.statement import flat, plain
 from data.chat import Encoder
 from data.embedded import fill_unset
 from data.journal import Journal, write_whole
-from data.provenance import flat, plain, provenance
+from data.provenance import provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
@@ -96,7 +97,7 @@ def open_bench(
     check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
     if state.is_main_process:
         _tell_windows(heads, prompts, run.max_new_tokens)
-        _tell_other_targets(refs, identify(run.target, target.tokenizer))
+        _tell_other_targets(refs, identify(run.target, target.tokenizer, target.dtype))
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
@@ -254,7 +255,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
     manifest: dict[str, object] = flat(
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
-            "target": plain(identify(run.target, bench.target.tokenizer)),
+            "target": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
             "heads": [_checksums(each.path) for each in bench.heads],
             "generation_config": bench.target.asked,
             "stop": [*bench.target.stop_ids, *bench.target.stop_strings],
@@ -302,7 +303,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     result = {
         **result,
         "head": run.head.path,
-        "target_identity": plain(identify(run.target, bench.target.tokenizer)),
+        "target_identity": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
         "target_dtype": str(bench.target.dtype).removeprefix("torch."),
         "target_attention": bench.target.attention,
         "target_state_bytes": bench.target.state_bytes,

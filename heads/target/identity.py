@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from conf.schema import InputError, TargetConfig
+from conf.statement import changed, differences, stated
 from heads.folders import PROVENANCE
 from heads.storage import locate
 
@@ -32,6 +34,7 @@ class Identity:
         adapter: Hub id or folder.
         adapter_weights: like `weights`.
         quantization: of the weights.
+        dtype: of what is computed, e.g. `float32`.
     """
 
     name: str
@@ -43,28 +46,16 @@ class Identity:
     adapter: str | None
     adapter_weights: str | None
     quantization: str
-
-    def differences(self, other: "Identity") -> list[str]:
-        """The attributes in which the other is another target.
-
-        A model may lie in several places: names count only where nothing says more.
-        """
-        unlike = {f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)}
-        optional = ("revision", "weights", "adapter_weights")
-        unknown = {n for n in optional if None in (getattr(self, n), getattr(other, n))}
-        if "weights" not in unknown or "revision" not in unknown:
-            unlike.discard("name")
-        if self.adapter and other.adapter and "adapter_weights" not in unknown:
-            unlike.discard("adapter")
-        return sorted(unlike - unknown)
+    dtype: str
 
 
-def identify(config: TargetConfig, tokenizer: Any) -> Identity:
+def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identity:
     """The identity of a target.
 
     Args:
         config: where it is; `path` is set.
         tokenizer: its tokenizer, loaded.
+        dtype: that it is loaded in.
 
     Raises:
         InputError: there is no config at `config.path` or `config.adapter`.
@@ -87,6 +78,7 @@ def identify(config: TargetConfig, tokenizer: Any) -> Identity:
         adapter=config.adapter,
         adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
         quantization=config.quantization.value,
+        dtype=str(dtype).removeprefix("torch."),
     )
 
 
@@ -103,13 +95,15 @@ def told_of_another(key: str, path: str, revision: str | None, found: Identity) 
     noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
     if noted is None:
         return None
-    known = Identity(**noted)
-    differ = known.differences(found)
-    if not differ:
+    before, now = stated(target=noted), stated(target=found)
+    # Of what rounds otherwise, no head need know.
+    keys = [each for each in changed(before, now) if each != "target.dtype"]
+    if not keys:
         return None
     return (
-        f"{key}={path} was trained for {known.name} with other {', '.join(differ)}: less of its "
-        "drafts may be accepted here; go on training it (data/README.md, A target that has changed)"
+        f"{key}={path} was trained for another target ({differences(before, now, keys)}): less of "
+        "its drafts may be accepted here; go on training it (data/README.md, A target that has "
+        "changed)"
     )
 
 
@@ -130,10 +124,13 @@ def _tokenizer(tokenizer: Any) -> Any:
 
 
 def weights_checksum(folder: Path, name: str) -> str | None:
-    """Checksum of a sample of the weight files in a folder; None if they are not all there."""
+    """Checksum of a sample of the weight files in a folder; None if they are not all there.
+
+    Like transformers, which reads one file before it looks for shards.
+    """
     index = folder / f"{name}.safetensors.index.json"
     names = {f"{name}.safetensors"}
-    if index.is_file():
+    if index.is_file() and not (folder / f"{name}.safetensors").is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
     files = [folder / each for each in sorted(names)]
     if not all(file.is_file() for file in files):

@@ -50,7 +50,7 @@ def check_once(target: Target, config: TargetConfig) -> None:
 
 def _file(target: Target, config: TargetConfig) -> Path | None:
     """Of a verdict, named for all that it depends on; None where weights cannot be told apart."""
-    identity = identify(config, target.tokenizer)
+    identity = identify(config, target.tokenizer, target.dtype)
     if identity.weights is None:
         return None
     code = sorted([*Path(__file__).parent.glob("*.py"), *Path(__file__).parents[1].glob("*.py")])
@@ -59,7 +59,6 @@ def _file(target: Target, config: TargetConfig) -> Path | None:
         "code": code_key(code),
         "versions": [torch.__version__, transformers.__version__],
         "attention": target.config._attn_implementation,
-        "dtype": str(target.dtype),
         "device": _device(target.device),
         "device_map": config.device_map,
     }

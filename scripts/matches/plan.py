@@ -9,7 +9,8 @@ from typing import Any
 
 from conf.schema import InputError
 from conf.schema_contest import ContestRun
-from data.journal import check_unchanged, write_whole
+from conf.statement import check_unchanged
+from data.journal import write_whole
 from data.records import load_data
 from scripts.matches import parts
 from scripts.matches.parts import Part, Took

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from conf.schema import DataConfig, InputError, TargetConfig
 from conf.schema_contest import ContestRun
-from data.provenance import flat, plain
+from conf.statement import flat, plain
 from heads.kinds import KINDS, forms
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from conf.schema import InputError
-from data.journal import check_unchanged, write_whole
+from conf.statement import check_unchanged
+from data.journal import write_whole
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.page import Axis
 from heads.folders import PROVENANCE

@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, er
 from huggingface_hub.utils import filter_repo_objects
 
 from conf.schema import InputError
-from data.provenance import plain
+from conf.statement import plain
 from heads.folders import PROVENANCE
 
 # What a head's repository holds of an earlier head; exports are told by their own `headsmith.json`.

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from conf.schema import InputError
-from data.provenance import plain
+from conf.statement import plain
 
 LOCAL_PATH = re.compile(
     r"""(?:(?:file:/*|(?<![\w./:-])~?)/|(?<!\w)[A-Za-z]:[/\\])   # where an absolute path starts

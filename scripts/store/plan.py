@@ -11,13 +11,13 @@ from accelerate import PartialState
 from conf.places import here
 from conf.schema import InputError
 from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
+from conf.statement import plain
 from data.feature_writer import Shard, plan_shards
 from data.features import SPLITS
 from data.layout import Contents
 from data.manifest import Plan, Split
 from data.pack import DataReport, PackedDataset, prepare
 from data.prepared import HOW
-from data.provenance import plain
 from heads.kinds import KINDS
 from heads.target import sizes
 from heads.target.identity import identify
@@ -128,14 +128,13 @@ def target_json(
         loaded: whether weights from the Hub are on this machine by now.
     """
     target = config.target
-    identity = identify(target, tokenizer)
+    identity = identify(target, tokenizer, resolve_dtype(target.dtype, device))
     # The commit says as much; an adapter's is not known.
     if not (loaded or here("target.path", str(target.path))):
         identity = replace(identity, weights=None)
     if not (loaded or here("target.adapter", str(target.adapter))):
         identity = replace(identity, adapter_weights=None)
-    dtype = str(resolve_dtype(target.dtype, device)).removeprefix("torch.")
-    return {**asdict(identity), "dtype": dtype, "by_engine": config.engine is not None}
+    return {**asdict(identity), "by_engine": config.engine is not None}
 
 
 def check_disk(work: Work, say: bool) -> None:

@@ -12,11 +12,12 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from conf.schema import TrainConfig, TrainRun
+from conf.statement import plain, stated
 from data.embedded import fill_unset
 from data.endpoint import Endpoint
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, PackedDataset, prepare
-from data.provenance import plain, provenance
+from data.provenance import provenance
 from heads.target.ends import TargetEnds
 from heads.target.identity import Identity, identify, told_of_another
 from heads.target.load import load_target
@@ -48,6 +49,7 @@ class Source:
     Attributes:
         target: the whole of it, or its ends beside a feature store.
         identity: of the target.
+        checksum: of all training data.
         train: packed sequences, with the target's states or without.
         heldout: the same, to evaluate on.
         report: what became of the data.
@@ -57,6 +59,7 @@ class Source:
 
     target: TargetEnds
     identity: Identity
+    checksum: str
     train: TrainingData
     heldout: TrainingData
     report: DataReport
@@ -123,6 +126,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         heldout=source.heldout,
         provenance=provenance(config, source.target.name, source.report)
         | {"target_identity": plain(source.identity), "about_head": lines},
+        made_of=stated(target=source.identity, data={"checksum": source.checksum}),
         goes_on=head.path is not None,
         rollouts=rollouts_of(config, source),
         evaluate=measure(config, source, objective),
@@ -180,8 +184,9 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
     lines = [*report.lines(), f"attention of the target: {target.attention}"]
-    identity = identify(config.target, target.tokenizer)
-    return Source(target, identity, train_data, heldout, report, lines, replay)
+    identity = identify(config.target, target.tokenizer, target.dtype)
+    checksum = train_data.checksum
+    return Source(target, identity, checksum, train_data, heldout, report, lines, replay)
 
 
 def wants_compile(
@@ -211,10 +216,11 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> S
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
     report = store.manifest.report
-    identity = identity_of(store.manifest.plan)
+    plan = store.manifest.plan
     return Source(
-        ends, identity, store.train, store.heldout, report, [*lines, *report.lines()], replay
-    )
+        ends, identity_of(plan), plan.splits["train"].checksum, store.train, store.heldout, report,
+        [*lines, *report.lines()], replay,
+    )  # fmt: skip
 
 
 def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:

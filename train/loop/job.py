@@ -26,6 +26,7 @@ class Job:
         train: packed sequences, each a dict of [T] tensors.
         heldout: the same, to evaluate on.
         provenance: written as `head/headsmith.json`.
+        made_of: the statement of the target and of the training data.
         goes_on: the head was trained before, so it is evaluated before its first step too.
         rollouts: answers of the target that are learnt in place of those of `train`.
         evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
@@ -40,6 +41,7 @@ class Job:
     train: Dataset
     heldout: Dataset
     provenance: dict[str, Any] = field(default_factory=dict)
+    made_of: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     rollouts: Rollouts | None = None
     evaluate: Evaluate | None = None

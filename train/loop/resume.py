@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import InputError, Schedule, TrainConfig
-from data.provenance import plain
+from conf.statement import changed, differences, plain
 from train.batch.prefetch import Dataset
 from train.loop.job import Job
 from train.schedule import rate
@@ -50,6 +50,7 @@ def of_run(job: Job) -> dict[str, Any]:
         "seed": job.seed,
         **settings("train", job.config),
         **({} if job.rollouts is None else settings("rollout", job.rollouts.config)),
+        **job.made_of,
         "packed sequences": len(job.train),
         "checksum of the first sequence": _checksum(job.train),
         **job.objective.resume_settings,
@@ -78,20 +79,23 @@ def check(
         Keys that the checkpoint, of an earlier version, says nothing about.
 
     Raises:
-        InputError: naming the first key that differs.
+        InputError: naming each key that differs.
     """
+    unknown = [key for key in now if key not in then]
     same_rates = _same_rates(config, then, step)
-    for key, value in now.items():
-        if key not in then or then[key] == value:
-            continue
-        if key.removeprefix("train.") in SCHEDULE and same_rates:
-            continue
+    keys = [
+        key
+        for key in changed(then, now)
+        if key in then and key in now
+        and not (key.removeprefix("train.") in SCHEDULE and same_rates)
+    ]  # fmt: skip
+    if keys:
         raise InputError(
-            f"train.resume: {path} was made with {key}={then[key]}, now it is {value}: continue "
-            "with what it was made with, or begin another run in another out_dir, from the head "
-            "of this one if you like (head.path)"
+            f"train.resume: {path} was made in another way: {differences(then, now, keys)}. "
+            "Continue with what it was made with, or begin another run in another out_dir, from "
+            "the head of this one if you like (head.path)"
         )
-    return [key for key in now if key not in then]
+    return unknown
 
 
 def _same_rates(config: TrainConfig, then: Mapping[str, Any], step: int) -> bool:

@@ -9,10 +9,10 @@ import torch
 
 from conf.schema import DataConfig, Dtype, InputError, TargetConfig
 from conf.schema_capture import TeacherKind
+from conf.statement import changed, differences, plain, stated
 from data.features import FeatureStore
 from data.manifest import ENDS, Plan
 from data.prepared import HOW
-from data.provenance import plain
 from heads.target.ends import TargetEnds
 from heads.target.identity import Identity, identify
 from heads.target.load import load_tokenizer
@@ -87,15 +87,13 @@ def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
     if target.path is None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
-    found, known = identify(target, load_tokenizer(target)[1]), identity_of(plan)
-    differ = known.differences(found)
+    found = identify(target, load_tokenizer(target)[1], getattr(torch, dtype))
+    before, now = stated(target=identity_of(plan)), stated(target=found)
+    differ = changed(before, now)
     if differ:
-        said = "; ".join(
-            f"{name} {_short(getattr(found, name))}, not {_short(stored[name])}" for name in differ
-        )
         raise InputError(
             f"target.path={target.path} is not the target that data.features={folder} was "
-            f"captured from ({stored['name']}): it has {said}. Leave target.* unset to train for "
+            f"captured from: {differences(before, now, differ)}. Leave target.* unset to train for "
             "that one, or capture again"
         )
 
@@ -111,8 +109,3 @@ def _check_unset(
                 f"{group}.{name}={plain(given)}: data.features={folder} was captured with "
                 f"{group}.{name}={stored[name]}: leave it unset, or capture again"
             )
-
-
-def _short(value: str | None) -> str:
-    """A checksum or a name, such that it can be compared by eye."""
-    return "none" if value is None else value if len(value) < 40 else value[:12]
