@@ -12,7 +12,7 @@ from toys import save_target
 
 from conf.schema import InputError, TargetConfig
 from conf.statement import changed, check_unchanged, differences, stated
-from heads.target.identity import Identity, identify
+from heads.target.identity import Identity, identify, weights_checksum
 from heads.target.load import tokenizer_of
 
 KNOWN = Identity(
@@ -74,3 +74,27 @@ def test_weights_are_those_that_are_loaded(tmp_path: Path) -> None:
     assert identity(folder) == before  # and of files that are not read
     one.unlink()
     assert identity(folder).weights not in (before.weights, None)
+    save_file(weights, folder / shard)
+    assert identity(folder) == before  # the same weights in another file
+
+
+@pytest.mark.parametrize("change", ["renamed", "one value", "dtype", "shape"])
+def test_one_tensor_makes_other_weights(tmp_path: Path, change: str) -> None:
+    weights = {f"w{n}": torch.full((128, 128), float(n)) for n in range(40)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    before = weights_checksum(tmp_path, "model")
+    save_file(dict(reversed(weights.items())), tmp_path / "model.safetensors")
+    assert weights_checksum(tmp_path, "model") == before
+    last = weights.pop("w39")
+    if change == "one value":
+        last[64, 5] += 1
+    name = "other" if change == "renamed" else "w39"
+    other = {"dtype": last.half(), "shape": last.view(256, 64)}.get(change, last)
+    save_file(weights | {name: other}, tmp_path / "model.safetensors")
+    assert weights_checksum(tmp_path, "model") != before
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"a large number of something")
+    with pytest.raises(InputError, match=r"model\.safetensors: not a safetensors file"):
+        weights_checksum(tmp_path, "model")

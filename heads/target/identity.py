@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from conf.statement import changed, differences, stated
 from heads.folders import PROVENANCE
 from heads.storage import locate
 
-NUM_SAMPLES = 64
-SAMPLE_BYTES = 4096
+SAMPLE_BYTES = 2048
+MAX_HEADER_BYTES = 100_000_000
+"""As the format's own reader has it."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Identity:
         config: checksum of `config.json`.
         tokenizer: checksum of the tokenizer.
         template: checksum of its chat template; None without one.
-        weights: checksum of the names, sizes and some bytes of the weight files; None if they are
-            not on this machine.
+        weights: checksum of the names, shapes, dtypes and some bytes of the tensors in the weight
+            files, in however many; None if they are not on this machine.
         adapter: Hub id or folder.
         adapter_weights: like `weights`.
         quantization: of the weights.
@@ -124,9 +126,9 @@ def _tokenizer(tokenizer: Any) -> Any:
 
 
 def weights_checksum(folder: Path, name: str) -> str | None:
-    """Checksum of a sample of the weight files in a folder; None if they are not all there.
+    """Checksum of a sample of every tensor in a folder; None if its files are not all there.
 
-    Like transformers, which reads one file before it looks for shards.
+    Of the files that transformers reads: one of all weights comes before shards.
     """
     index = folder / f"{name}.safetensors.index.json"
     names = {f"{name}.safetensors"}
@@ -135,22 +137,27 @@ def weights_checksum(folder: Path, name: str) -> str | None:
     files = [folder / each for each in sorted(names)]
     if not all(file.is_file() for file in files):
         return None
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        digest.update(_sample(file))
-    return digest.hexdigest()
+    samples = sorted(each for file in files for each in _samples(file))
+    return hashlib.sha256(b"".join(samples)).hexdigest()
 
 
-def _sample(file: Path) -> bytes:
-    """Bytes from places spread evenly over a file, its beginning and end among them."""
-    last = max(0, file.stat().st_size - SAMPLE_BYTES)
-    parts = []
+def _samples(file: Path) -> Iterator[bytes]:
+    """Of every tensor in a safetensors file its name, dtype, shape and bytes of three places."""
     with file.open("rb") as stream:
-        for number in range(NUM_SAMPLES):
-            stream.seek(last * number // (NUM_SAMPLES - 1))
-            parts.append(stream.read(SAMPLE_BYTES))
-    return b"".join(parts)
+        size = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(min(size, MAX_HEADER_BYTES)))
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                begin, end = tensor["data_offsets"]
+                found = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
+                last = max(begin, end - SAMPLE_BYTES)
+                for place in sorted({begin, (begin + last) // 2, last}):
+                    stream.seek(8 + size + place)
+                    found.append(stream.read(min(SAMPLE_BYTES, end - begin)))
+                yield b"".join(found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{file}: not a safetensors file ({error!r})") from error
 
 
 def _sha256(content: Any) -> str:
