@@ -27,6 +27,7 @@ from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead
 from heads.kinds import kind_of, read_head
 from heads.storage import locate
+from heads.target.identity import identify, told_of_another
 from heads.target.load import load_target
 from heads.target.model import Target
 from scripts.publish.staging import read_json
@@ -37,7 +38,12 @@ def main(config: ExportRun) -> None:
     out_dir = Path(config.out_dir)
     check_export(config)
     head, provenance = _load(config)
-    target = load_target(_target_config(config, head), _device())
+    where = _target_config(config, head)
+    target = load_target(where, _device())
+    identity = identify(where, target.tokenizer, target.dtype)
+    other = told_of_another("head.path", str(config.head.path), config.head.revision, identity)
+    if other is not None:
+        print(other, file=sys.stderr)
     _attach(head, target, config)
     check_target(head, config.format)
     export_head(head, config.format, golden(head, target), out_dir, provenance)

@@ -48,6 +48,7 @@ from heads.lowrank import check_rank, reduce_rank
 from heads.packed import pack
 from heads.sampling import GREEDY
 from heads.storage import locate
+from heads.target.identity import identify, told_of_another
 from heads.target.load import load_target
 from heads.target.model import Reads, Target
 from heads.tree import Tree
@@ -79,6 +80,10 @@ def main(config: PruneRun) -> None:
         raise InputError(f"{state.num_processes} processes: one prunes; start just that")
     fill_unset(config)
     target = load_target(config.target, state.device)
+    identity = identify(config.target, target.tokenizer, target.dtype)
+    other = told_of_another("head.path", str(config.head.path), config.head.revision, identity)
+    if other is not None:
+        print(other, file=sys.stderr)
     # Still float32: what is saved must not be rounded to the target's dtype.
     head.attach(target)
     check_sizes(config.sizes, head.vocab, target.special_ids)

@@ -1,5 +1,7 @@
 import json
+import shutil
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,10 @@ from toys import noisy_head, save_target
 
 from conf.schema import HeadRef, InputError, TargetConfig
 from conf.schema_export import ExportDtype, ExportFormat, ExportRun
+from heads.folders import PROVENANCE
 from heads.kinds import load_head
-from heads.target.load import load_target
+from heads.target.identity import identify
+from heads.target.load import load_target, tokenizer_of
 from scripts import export
 
 PASSED = SimpleNamespace(lines=["model.safetensors: 15 tensors"], max_difference=3e-6, scale=12.0)
@@ -48,6 +52,20 @@ def run(heads: Path, kind: str, engine: str, out_dir: Path, **settings: Any) -> 
     ref = HeadRef(str(heads / kind))
     chosen = {"head": ref, "format": ExportFormat(engine), "out_dir": str(out_dir)}
     export.main(ExportRun(**(chosen | settings)))
+
+
+def test_a_head_of_another_target_is_told_of(
+    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    where = TargetConfig(path=str(heads / "target"))
+    made_for = identify(where, tokenizer_of(where), torch.float32)
+    for weights, told in ((made_for.weights, False), ("0" * 64, True)):
+        copy = shutil.copytree(heads / "eagle", tmp_path / str(weights))
+        noted = {"target_identity": asdict(replace(made_for, weights=weights, dtype="bfloat16"))}
+        (copy / PROVENANCE).write_text(json.dumps(noted))
+        run(copy.parent, copy.name, "vllm", tmp_path / f"{weights}-out")
+        said = capsys.readouterr().err
+        assert ("for another target (target.weights was 000000000000, is" in said) == told
 
 
 def test_a_head_is_written_verified_and_its_serve_command_printed(
