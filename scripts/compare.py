@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from conf.schema import InputError
+from conf.statement import changed, differences, stated
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.figures import plot_comparison
 
 # What must agree for two rows to say anything about each other.
 SAME = (
-    "target_dtype", "mode", "num_prompts", "num_turns",
-    "max_new_tokens", "temperature", "top_p", "top_k",
+    "mode", "num_prompts", "num_turns", "max_new_tokens", "temperature", "top_p", "top_k", "min_p",
+    "stop", "ignore_eos", "generation_config",
 )  # fmt: skip
 
 
@@ -59,26 +60,23 @@ def load_results(folders: list[str]) -> dict[str, dict[str, Any]]:
 
 def _check_alike(results: dict[str, dict[str, Any]]) -> None:
     (first, reference), *others = results.items()
-    wanted = _facts(reference)
+    before = _statement(reference)
     for name, result in others:
-        differ = [
-            f"{first} has {key}={wanted.get(key)}, {name} has {found}"
-            for key, found in _facts(result).items()
-            if found != wanted.get(key)
-        ]
-        if differ:
-            raise InputError(f"results: not of the same thing: {'; '.join(differ)}")
+        now = _statement(result)
+        keys = changed(before, now)
+        if keys:
+            raise InputError(
+                f"results: {first} and {name} are not of the same thing: "
+                f"{differences(before, now, keys)}"
+            )
 
 
-def _facts(result: dict[str, Any]) -> dict[str, Any]:
+def _statement(result: dict[str, Any]) -> dict[str, Any]:
     data, config = result.get("data") or {}, result.get("config") or {}
     rendered = (config.get("data") or {}).get("chat_template_kwargs")
-    target = result.get("target_identity") or {}
-    # The same target may lie in several places; its checksums say more than its name.
-    names = ("config", "tokenizer", "template", "weights", "adapter_weights", "quantization")
-    known = {f"target.{name}": target[name] for name in names} if target.get("weights") else {}
+    target = result.get("target_identity") or {"name": result.get("target")}
     return {
-        **(known or {"target": result.get("target")}),
+        **stated(target={**target, "dtype": result.get("target_dtype")}),
         **{key: result.get(key) for key in SAME},
         "seed": result.get("seed") if result.get("temperature") else None,
         "data.sha256": data.get("sha256"),

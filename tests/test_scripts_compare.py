@@ -69,19 +69,22 @@ def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 9}, r"a has max_new_tokens=8, b has 9"),
-        ({"data": {"sha256": "cd"}}, r"a has data\.sha256=ab, b has cd"),
-        ({"mode": "decode", "top_p": 0.5}, r"a has mode=replay, b has decode; a has top_p=1\.0, b"),
-        ({"num_turns": 2}, r"a has num_turns=1, b has 2"),
-        ({"num_prompts": 3}, r"a has num_prompts=2, b has 3"),
-        ({"top_k": 5}, r"a has top_k=None, b has 5"),
+        ({"max_new_tokens": 9}, r"max_new_tokens was 8, is 9"),
+        ({"data": {"sha256": "cd"}}, r"data\.sha256 was 'ab', is 'cd'"),
+        ({"mode": "decode", "top_p": 0.5}, r"mode was 'replay', is 'decode'; top_p was 1\.0, is 0"),
+        ({"num_turns": 2}, r"num_turns was 1, is 2"),
+        ({"num_prompts": 3}, r"num_prompts was 2, is 3"),
+        ({"top_k": 5}, r"top_k was None, is 5"),
+        ({"stop": ["#"]}, r"stop was None, is \['#'\]"),
+        ({"target_dtype": "bfloat16"}, r"target\.dtype was 'float32', is 'bfloat16'"),
+        ({"generation_config": {"a": 1}}, r"generation_config was None, is \{'a': 1\}"),
         (
             {"config": {"data": {"chat_template_kwargs": {"enable_thinking": False}}}},
-            r"a has data\.chat_template_kwargs=None, b has \{'enable_thinking': False\}",
+            r"data\.chat_template_kwargs was None, is \{'enable_thinking': False\}",
         ),
         (
             {"target_identity": {**dict.fromkeys(CHECKSUMS, "ab"), "weights": "cd"}},
-            r"a has target\.weights=ab, b has cd",
+            r"a and b are not of the same thing: target\.weights was 'ab', is 'cd'",
         ),
     ],
 )
@@ -105,7 +108,7 @@ def test_a_target_is_known_by_its_checksums_not_by_its_place(tmp_path: Path) -> 
     nameless = {key: {"target": name} for key, name in (("c", "one"), ("d", "two"))}
     for each in nameless.values():
         each["target_identity"] = {**dict.fromkeys(CHECKSUMS), "name": each["target"]}
-    with pytest.raises(InputError, match=r"c has target=one, d has two"):
+    with pytest.raises(InputError, match=r"target\.name was 'one', is 'two'"):
         compare.load_results(
             folders(tmp_path, **{k: result(1.5, **v) for k, v in nameless.items()})
         )
@@ -114,7 +117,7 @@ def test_a_target_is_known_by_its_checksums_not_by_its_place(tmp_path: Path) -> 
 def test_sampled_results_are_of_one_seed(tmp_path: Path) -> None:
     sampled = {"temperature": 0.5, "mode": "decode"}
     paths = folders(tmp_path, a=result(1.5, **sampled), b=result(2.0, **sampled, seed=3))
-    with pytest.raises(InputError, match=r"a has seed=0, b has 3"):
+    with pytest.raises(InputError, match=r"seed was 0, is 3"):
         compare.load_results(paths)
 
 
