@@ -29,7 +29,7 @@ from eval.compare.methods import build_methods, check_methods, choose_methods
 from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
 from eval.decode.captured import slots_for
-from eval.measure.bench import open_bench, open_journal, write_result
+from eval.measure.bench import checksums, open_bench, open_journal, write_result
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
@@ -66,7 +66,8 @@ def main(config: SpeedupRun) -> None:
     check_methods(config.methods)
     bench = open_bench(config, "speedup.json", config.heads, need_head=False)
     chosen = choose_methods(bench, config)
-    with open_journal(config, "speedup.json", bench) as journal:
+    draft = checksums(config.draft.path) if config.draft.path else None
+    with open_journal(config, "speedup.json", bench, draft_weights=draft) as journal:
         methods = build_methods(bench, config, chosen, journal)
         if config.compile:
             longest = max(len(prompt.token_ids) for prompt in bench.prompts)

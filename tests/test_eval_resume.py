@@ -1,13 +1,14 @@
 """A measurement that was killed goes on; one of something else does not."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from test_eval_commands import made, settings
 
 from conf.schema import InputError
-from conf.schema_measure import AcceptanceRun, Mode, SpeedupRun
+from conf.schema_measure import AcceptanceRun, DraftModelConfig, Mode, SpeedupRun
 from data.journal import Journal
 from eval import acceptance, speedup
 
@@ -66,8 +67,10 @@ def test_speedup_goes_on_with_the_same_layers(setting, tmp_path, monkeypatch, ca
         own = settings(setting, tmp_path)
         own["data"].num_prompts = 2
         own |= {"methods": "skip_layers", "num_turns": 1, "num_repeats": 1, "num_warmups": 0}
+        own["draft"] = DraftModelConfig(path=str(draft))
         speedup.main(SpeedupRun(**own | changes))
 
+    draft = shutil.copytree(setting["target"], tmp_path / "draft")
     with monkeypatch.context() as patch:
         killed_after(3, patch)
         with pytest.raises(KilledError):
@@ -76,13 +79,13 @@ def test_speedup_goes_on_with_the_same_layers(setting, tmp_path, monkeypatch, ca
     assert json.loads(before[0])["id"] == -1
     with pytest.raises(InputError, match=r"config\.max_new_tokens was 24, is 25"):
         run(max_new_tokens=25)
-    head = Path(setting["head"])
-    weights = next(head.glob("*.safetensors"))
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + b"x")
-    with pytest.raises(InputError, match=r"heads was \[\['[0-9a-f]{64}'\]\], is "):
-        run()
-    weights.write_bytes(content)
+    for folder, what in ((setting["head"], r"heads was \[\["), (draft, r"draft_weights was \[")):
+        weights = next(Path(folder).glob("*.safetensors"))
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + b"x")
+        with pytest.raises(InputError, match=rf"in another way: {what}'[0-9a-f]{{64}}'\]+, is "):
+            run()
+        weights.write_bytes(content)
     monkeypatch.setattr("eval.compare.methods.search_layers", None)  # not searched again
     run()
     assert "continues with 3 runs of an earlier start" in " ".join(capsys.readouterr().err.split())

@@ -256,7 +256,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
             "target": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
-            "heads": [_checksums(each.path) for each in bench.heads],
+            "heads": [checksums(each.path) for each in bench.heads],
             "generation_config": bench.target.asked,
             "stop": [*bench.target.stop_ids, *bench.target.stop_strings],
             "device": device_name(),
@@ -277,8 +277,8 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
     return journal
 
 
-def _checksums(path: str) -> list[str | None]:
-    """Of a head's weight files, where it lies in a folder; a revision of the Hub stays as it is."""
+def checksums(path: str) -> list[str | None]:
+    """Of the weight files in a folder; none of a Hub id, whose revision stays as it is."""
     files = sorted(Path(path).glob("*.safetensors"))
     return [weights_checksum(file.parent, file.stem) for file in files]
 
