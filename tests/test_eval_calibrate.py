@@ -146,7 +146,7 @@ def setting(tmp_path_factory) -> dict:
 
 
 def calibrated(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
-    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 14}
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 8}
     calibrate.main(CalibrateRun(**{**own, "num_repeats": 1, **changes}))
     assert (out_dir / "calibrate.png").is_file()
     return json.loads((out_dir / "calibrate.json").read_text())

@@ -30,7 +30,16 @@ def worst(kind: str, device: str, dtype: Dtype, tmp_path: Path, compiled: bool =
     return max(each.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Without instructions for bfloat16 each takes long; what these have, others have too.
+        pytest.param(
+            kind, marks=pytest.mark.slow if kind in ("eagle1", "dflash", "dflash2") else []
+        )
+        for kind in KINDS
+    ],
+)
 def test_bfloat16_on_the_cpu_gives_the_gradients_of_float32(kind: str, tmp_path: Path) -> None:
     assert worst(kind, "cpu", Dtype.bfloat16, tmp_path) < OF_BFLOAT16
 
