@@ -258,7 +258,7 @@ def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:
 
     def from_pretrained(path: str, device_map: object = None, **_options: object) -> object:
         asked.append(device_map)
-        return random_model(vocab_size=300), {"missing_keys": set()}
+        return random_model(vocab_size=300), {"missing_keys": set(), "unexpected_keys": set()}
 
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
     gpu = torch.device("cuda", 1)

@@ -15,10 +15,9 @@ from conf.schema import InputError, TargetConfig
 from conf.statement import changed, differences, stated
 from heads.folders import PROVENANCE
 from heads.storage import locate
+from heads.target.weight_files import tensors, weight_files
 
 SAMPLE_BYTES = 2048
-MAX_HEADER_BYTES = 100_000_000
-"""As the format's own reader has it."""
 
 
 @dataclass(frozen=True)
@@ -128,36 +127,28 @@ def _tokenizer(tokenizer: Any) -> Any:
 def weights_checksum(folder: Path, name: str) -> str | None:
     """Checksum of a sample of every tensor in a folder; None if its files are not all there.
 
-    Of the files that transformers reads: one of all weights comes before shards.
+    Args:
+        folder: of a model or an adapter.
+        name: `model` or `adapter_model`.
     """
-    index = folder / f"{name}.safetensors.index.json"
-    names = {f"{name}.safetensors"}
-    if index.is_file() and not (folder / f"{name}.safetensors").is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    files = [folder / each for each in sorted(names)]
-    if not all(file.is_file() for file in files):
+    files = weight_files(folder, name)
+    if files is None:
         return None
     samples = sorted(each for file in files for each in _samples(file))
     return hashlib.sha256(b"".join(samples)).hexdigest()
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """Of every tensor in a safetensors file its name, dtype, shape and bytes of three places."""
+    """Of every tensor its name, dtype, shape and some bytes of three places."""
     with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(min(size, MAX_HEADER_BYTES)))
-            header.pop("__metadata__", None)
-            for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                found = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
-                last = max(begin, end - SAMPLE_BYTES)
-                for place in sorted({begin, (begin + last) // 2, last}):
-                    stream.seek(8 + size + place)
-                    found.append(stream.read(min(SAMPLE_BYTES, end - begin)))
-                yield b"".join(found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{file}: not a safetensors file ({error!r})") from error
+        for name, tensor in tensors(file).items():
+            begin, end = tensor["data_offsets"]
+            found = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
+            last = max(begin, end - SAMPLE_BYTES)
+            for place in sorted({begin, (begin + last) // 2, last}):
+                stream.seek(place)
+                found.append(stream.read(min(SAMPLE_BYTES, end - begin)))
+            yield b"".join(found)
 
 
 def _sha256(content: Any) -> str:

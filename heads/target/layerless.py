@@ -20,6 +20,7 @@ from heads.target.load import (
     resolve_dtype,
     tokenizer_of,
 )
+from heads.target.unused import check_used
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
@@ -77,7 +78,11 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
             ignore_mismatched_sizes=True,  # of what all layers share, and nobody runs
             **hub_options(config),
         )
-    model = complete(config, *loaded)
+    model, info = loaded
+    modules = dict(model.named_modules())
+    of_ends = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
+    check_used(config, model, of_ends)
+    complete(config, model, info)
     model.config = whole
     return model.to(device).eval().requires_grad_(False)
 

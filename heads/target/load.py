@@ -19,6 +19,7 @@ from heads.processor import tell_if_slow
 from heads.target.decoder import EVERY_WAY
 from heads.target.language import language_class
 from heads.target.model import Target
+from heads.target.unused import check_codes, check_used, reads_codes
 from heads.target.verdict import check_once
 
 LONGEST_REASON = 300
@@ -189,6 +190,7 @@ def load_model(
         # Straight from the files: no process holds a copy of its own on the host.
         options["device_map"] = {"": device}
     assert config.path is not None
+    knows_codes = reads_codes(config, model_config)
     with naming_target(config):
         loaded: Any = language_class(model_config, towers).from_pretrained(
             config.path,
@@ -198,7 +200,14 @@ def load_model(
             **options,
             **hub_options(config),
         )
-    return complete(config, *loaded)
+    model, info = loaded
+    unexpected = info["unexpected_keys"]
+    if knows_codes:  # and which scales it does without
+        unexpected = [key for key in unexpected if key.endswith((".weight", ".bias"))]
+    else:
+        check_codes(config)
+    check_used(config, model, unexpected)
+    return complete(config, model, info)
 
 
 def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
