@@ -20,7 +20,8 @@ import torch
 
 from conf.schema import Dtype
 from heads.storage import write_folder
-from heads.target.load import load_model, load_tokenizer, resolve_dtype, with_adapter
+from heads.target.load import load_model, load_tokenizer, resolve_dtype
+from heads.target.saved_adapter import merged, with_adapter
 
 
 def main(config: MergeAdapterRun) -> None:
@@ -30,11 +31,10 @@ def main(config: MergeAdapterRun) -> None:
     model_config, tokenizer = load_tokenizer(target)
     dtype = "auto" if target.dtype is Dtype.auto else resolve_dtype(target.dtype, device)
     model = load_model(target, model_config, dtype, device, towers=True)
-    adapted = with_adapter(model, str(target.adapter))
-    merged = adapted.merge_and_unload()
+    whole = merged(with_adapter(model, str(target.adapter)), str(target.adapter))
 
     def fill(staging: Path) -> None:
-        merged.save_pretrained(staging)
+        whole.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
 
     write_folder(out_dir, fill)

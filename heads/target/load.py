@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
-from conf.places import here
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
 from heads.processor import tell_if_slow
 from heads.target.decoder import EVERY_WAY
 from heads.target.language import language_class
 from heads.target.model import Target
+from heads.target.saved_adapter import with_adapter
 from heads.target.unused import check_codes, check_used, reads_codes
 from heads.target.verdict import check_once
 
@@ -103,6 +103,8 @@ def load_config(config: TargetConfig) -> Any:
 def tokenizer_of(config: TargetConfig) -> Any:
     """The tokenizer of a target, with the chat template of its processor if it has none itself.
 
+    An adapter's own come first: who trains one writes them beside it.
+
     Args:
         config: where it is; `path` is set.
 
@@ -111,7 +113,12 @@ def tokenizer_of(config: TargetConfig) -> Any:
     """
     assert config.path is not None
     with naming_target(config):
-        tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
+        tokenizer = _of_adapter(config)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
+        template = _beside_adapter(config, "chat_template.jinja")
+        if template is not None:
+            tokenizer.chat_template = template.read_text()
         if tokenizer.chat_template is None:
             file = cached_file(
                 config.path,
@@ -122,6 +129,24 @@ def tokenizer_of(config: TargetConfig) -> Any:
             if file is not None:
                 tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
     return tokenizer
+
+
+def _of_adapter(config: TargetConfig) -> Any:
+    """The tokenizer beside an adapter; None where there is none."""
+    assert config.path is not None
+    if _beside_adapter(config, "tokenizer_config.json") is None:
+        return None
+    model_config = AutoConfig.from_pretrained(config.path, **hub_options(config))
+    return AutoTokenizer.from_pretrained(
+        config.adapter, config=model_config, trust_remote_code=config.trust_remote_code
+    )
+
+
+def _beside_adapter(config: TargetConfig, name: str) -> Path | None:
+    if config.adapter is None:
+        return None
+    found = cached_file(config.adapter, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -240,24 +265,3 @@ def _quantization(kind: Quantization, dtype: torch.dtype | str) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-
-
-def with_adapter(model: Any, adapter: str) -> Any:
-    """The peft model of a target and a saved adapter.
-
-    Args:
-        model: the transformers model, changed in place.
-        adapter: folder or Hub id.
-
-    Raises:
-        InputError: an adapter that is not there or does not fit.
-    """
-    from peft import PeftModel
-
-    folder = here("target.adapter", adapter)
-    if folder is not None and not (folder / "adapter_model.safetensors").is_file():
-        raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
-    try:
-        return PeftModel.from_pretrained(model, adapter)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
