@@ -15,7 +15,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from conf.schema import InputError
 from data.forms import Record
 from data.messages import Messages
+from data.rendered import Markers
 from data.template import ChatTemplate, Tools
-from data.turns import Turn, find_turns, is_shown
+from data.turns import Turn, cut_off, find_turns, is_shown, says_nothing
 
 Span = tuple[int, int]
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -97,12 +98,36 @@ class Encoder:
         if record.tokens is not None:
             return [Sample(*record.tokens)]
         if record.messages is None:
-            ids = self.tokenizer(record.text, verbose=False)["input_ids"]
+            ids = self._text_ids(record.text)
             return [Sample(ids, [True] * len(ids))]
         try:
             return self._encode_chat(record, record.messages)
         except InputError as error:
             raise InputError(f"{record.where}: {error}") from None
+
+    @cached_property
+    def markers(self) -> Markers:
+        """What a text has that is a dialogue, rendered for the target; none without a template."""
+        try:
+            return Markers.of(self.template({}, None))
+        except InputError:
+            return Markers()
+
+    def _text_ids(self, text: str | None) -> list[int]:
+        """Tokenises a plain text; what begins and ends any text stands there once."""
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        begin, end = self._added
+        ids = ids[1:] if begin and ids[:2] == 2 * begin else ids
+        return ids[:-1] if end and ids[-2:] == 2 * end else ids
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and behind any text, one or none of each."""
+        ids: list[int] = self.tokenizer("")["input_ids"]
+        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return [each for each in ids[:1] if each == begin], [
+            each for each in ids[-1:] if each == end
+        ]
 
     def _make_template(self, kwargs: str, with_tools: bool) -> ChatTemplate:
         if not self.tokenizer.is_fast:
@@ -116,17 +141,25 @@ class Encoder:
     def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
         template = self.template(record.template_kwargs, record.tools)
         indices = _learnt_turns(record, messages)
-        turns = find_turns(messages, indices, template, record.tools)
+        found = find_turns(messages, indices, template, record.tools)
+        turns = dict(zip(indices, found, strict=True))
+        last = turns[indices[-1]] if indices else None
+        given = record.written.keys()
+        left_out = [name for turn in turns.values() for name in turn.left_out]
+        left_out += _unshown(record, messages, last.read if last else "")
+        learnt = {
+            i: cut_off(turn, messages[i], template) if i in record.cut_off - given else turn
+            for i, turn in turns.items()
+            if i in given or not says_nothing(messages[i], turn)
+        }
         if record.written:
-            for i in record.written.keys() & set(indices):
+            for i in given & learnt.keys():
                 self._check_written(messages[i], record.written[i], i)
-            samples = self._join_ids(turns, [record.written.get(i) for i in indices])
+            samples = self._join_ids([*learnt.values()], [record.written.get(i) for i in learnt])
         else:
             ends = bool(indices) and indices[-1] == len(messages) - 1
-            whole = turns[-1].through if ends else template.through(messages, record.tools)
-            samples = [self._mark(text, spans) for text, spans in _join(turns, whole)]
-        left_out = [name for turn in turns for name in turn.left_out]
-        left_out += _unshown(record, messages, turns[-1].read if turns else "")
+            whole = last.through if last and ends else template.through(messages, record.tools)
+            samples = [self._mark(text, spans) for text, spans in _join([*learnt.values()], whole)]
         return [replace(samples[0], left_out=tuple(left_out)), *samples[1:]]
 
     def _mark(self, text: str, spans: list[Span]) -> Sample:

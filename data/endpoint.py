@@ -12,6 +12,8 @@ from typing import TypeVar
 import httpx
 
 from conf.schema import InputError
+from data.messages import arguments_of
+from data.values import MalformedRowError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -20,6 +22,8 @@ FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 REFUSED = frozenset({400, 413, 422})
+ENDED = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_call"})
+"""`finish_reason` of answers that the target ended itself; `length` and `abort` are none."""
 
 
 class RowRefused(Exception):  # noqa: N818  names what happened to the row
@@ -37,7 +41,7 @@ class Answer:
     message: dict
     """`role`, `content`, and `reasoning_content` and `tool_calls` where there are any."""
     truncated: bool
-    """Cut off by `max_new_tokens`, so that its end-of-turn token is missing."""
+    """Cut off, by `max_new_tokens` or by the server: its end-of-turn token is missing."""
     token_ids: list[int] | None = None
     """As they were written, the end-of-turn token included; None if nobody told."""
 
@@ -142,7 +146,8 @@ class Client:
             message = _message(said)
         except (KeyError, IndexError, TypeError) as error:
             raise RowFailed("the reply has no choices[0].message.content") from error
-        return Answer(message, choice.get("finish_reason") == "length", choice.get("token_ids"))
+        ended = choice.get("finish_reason") in ENDED
+        return Answer(message, not ended, choice.get("token_ids"))
 
     async def tells_token_ids(self) -> bool:
         """Whether the server gives the token ids of an answer when asked to: vLLM does."""
@@ -282,9 +287,9 @@ def _message(said: dict) -> dict:
 def _call(call: dict) -> dict:
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError as error:
-        raise RowFailed(f"a call of {function['name']} has arguments that are not JSON") from error
+        arguments = arguments_of(function.get("arguments"), "arguments")
+    except MalformedRowError as error:
+        raise RowFailed(f"a call of {function['name']}: {error}") from error
     function = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
 

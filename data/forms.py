@@ -8,6 +8,7 @@ from typing import Any
 from conf.schema import Form, InputError
 from data.files import Row
 from data.messages import SYSTEM, Conversation, Messages, ids_of, refuse_media, tools_of
+from data.rendered import begins_rendered, refuse_dialogue, turn_marker
 from data.values import (
     MalformedRowError,
     decoded,
@@ -21,17 +22,6 @@ from data.values import (
 
 NUM_LOOKED_AT = 100
 NAME = re.compile(r"\w+")
-
-# What says that a text is a rendered dialogue: all strings of one line stand in it.
-TURN_MARKERS = (
-    ("<|im_start|>",),
-    ("<|start_header_id|>",),
-    ("<start_of_turn>",),
-    ("[INST]", "[/INST]"),
-    ("### Assistant",),
-    ("Human:", "\nAssistant:"),
-    ("USER:", "ASSISTANT:"),
-)
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,8 @@ class Record:
     """The row's own `chat_template_kwargs`."""
     unlearnt: frozenset[int] = frozenset()
     """Indices of messages that the row says not to learn."""
+    cut_off: frozenset[int] = frozenset()
+    """Indices of messages whose end the target never wrote."""
     written: dict[int, list[int]] = field(default_factory=dict)
     """Token ids by index of message, where the target wrote it."""
     tokens: tuple[list[int], list[bool]] | None = None
@@ -177,11 +169,25 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
     shape.parse(fields, key, talk)
     if all(message["role"] in SYSTEM for message in talk.messages):
         raise MalformedRowError(key, "only a system message", "at least one user message")
+    cut_off = _cut_off(fields, talk.messages)
     unread = (*_left(fields), *hidden, *talk.unread)
     return Record(
-        talk.messages, None, **common, unlearnt=frozenset(talk.unlearnt), written=talk.written,
-        unread=unread,
+        talk.messages, None, **common, unlearnt=frozenset(talk.unlearnt), cut_off=cut_off,
+        written=talk.written, unread=unread,
     )  # fmt: skip
+
+
+def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
+    """Reads which answers, counted from 0, were cut off: indices of their messages."""
+    if empty(decoded(fields.get(CUT_OFF))):
+        return frozenset()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    found = list_of(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
+    for number in found:
+        if type(number) is not int or not 0 <= number < len(answers):
+            allowed = f"numbers of the {len(answers)} answers, counted from 0"
+            raise MalformedRowError(CUT_OFF, show(number), allowed)
+    return frozenset(answers[number] for number in found)
 
 
 def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
@@ -320,19 +326,18 @@ def _say(value: object, key: str, role: str, talk: Conversation) -> None:
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         _add_all(value, key, talk)
     else:
-        allowed = "a string or a list of messages"
-        talk.messages.append({"role": role, "content": text_of(value, key, allowed)})
+        text = text_of(value, key, "a string or a list of messages")
+        marker = begins_rendered(text)
+        if marker:
+            found = f"a rendered prompt (it begins with {marker!r})"
+            raise MalformedRowError(key, found, "messages or a bare question, to render")
+        talk.messages.append({"role": role, "content": text})
 
 
 def _text(fields: Fields, detected: bool) -> str:
     text = text_of(fields.pop("text"), "text")
-    for markers in TURN_MARKERS if detected else ():
-        if all(marker in text for marker in markers):
-            raise MalformedRowError(
-                "text",
-                f"a whole dialogue (turn marker {markers[-1].strip()!r})",
-                "messages, of which answers are learnt; data.form=text learns all of it as it is",
-            )
+    if detected:
+        refuse_dialogue(turn_marker(text))
     return text
 
 
@@ -365,6 +370,7 @@ def _mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
 
 TOOLS = ("tools", "functions")
 TEMPLATE_KWARGS = ("chat_template_kwargs",)
+CUT_OFF = "truncated_turns"
 SYSTEM_TEXTS = ("system", "system_prompt")
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
 REPLIES = ("response", "completion", "output", "solution", "answer")

@@ -210,13 +210,21 @@ class Conversation:
             raise MalformedRowError(f"{name}.function", show(function), "an object with a 'name'")
         rest = {k: v for k, v in function.items() if k not in ("name", "arguments")}
         self._leave(call | rest, name)
-        arguments = function.get("arguments")
-        arguments = {} if empty(arguments) else arguments
-        allowed = "an object, or one written as JSON"
-        found = {"name": function["name"]}
-        found["arguments"] = object_of(arguments, f"{name}.arguments", allowed)
+        arguments = arguments_of(function.get("arguments"), f"{name}.arguments")
+        found = {"name": function["name"], "arguments": arguments}
         ids = {} if empty(call_id) else {"id": call_id}
         return {"type": "function", **ids, "function": found}
+
+
+def arguments_of(value: object, name: str) -> dict[str, Any]:
+    """Returns a call's arguments; servers and data write none in several ways.
+
+    Raises:
+        MalformedRowError: it is something else than an object, or one written as JSON.
+    """
+    if empty(value) or (isinstance(value, str) and value.strip() in ("", "null")):
+        return {}
+    return object_of(value, name, "an object, or one written as JSON")
 
 
 def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:

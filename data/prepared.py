@@ -30,7 +30,18 @@ from conf.code import code_key
 from conf.places import cache_dir
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from conf.statement import plain
-from data import chat, files, forms, messages, preparing, sources, template, turns, values
+from data import (
+    chat,
+    files,
+    forms,
+    messages,
+    preparing,
+    rendered,
+    sources,
+    template,
+    turns,
+    values,
+)  # fmt: skip
 from data.chat import Encoder
 from data.files import read_rows
 from data.forms import NUM_LOOKED_AT, detect
@@ -41,7 +52,7 @@ from data.shard import SUFFIX
 from data.sources import Source, find_source
 
 INDEX = "index.json"
-RULE = (chat, files, forms, messages, preparing, sources, template, turns, values)
+RULE = (chat, files, forms, messages, preparing, rendered, sources, template, turns, values)
 """Modules that decide what becomes of a row: whoever changes one prepares anew."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")

@@ -35,6 +35,7 @@ from conf.schema import DataConfig, Form, InputError
 from data.chat import Encoder, Sample
 from data.files import Row
 from data.forms import to_record
+from data.rendered import refuse_dialogue
 from data.shard import SUFFIX, file_checksum
 from data.values import MalformedRowError
 
@@ -177,6 +178,8 @@ def make_shard(job: Job, rule: Rule) -> Shard:
         place = row.where.removeprefix(rule.root)
         try:
             record = to_record(row, rule.form, rule.config.columns, detected=detected)
+            if record.text is not None and detected:
+                refuse_dialogue(encoder.markers.find(record.text))
         except MalformedRowError as error:
             bad.append(BadRow(place, str(error)))
             continue

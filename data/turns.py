@@ -9,7 +9,7 @@ thinking, gpt-oss closes them otherwise).
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.schema import InputError
 from data.messages import Messages
@@ -147,7 +147,7 @@ def _closed(rest: str, ending: Ending, template: ChatTemplate) -> Iterator[str]:
 
 def _unsaid(message: dict, written: str) -> str:
     """Names what a turn says, thinking apart, and what is written does not; empty if nothing."""
-    if not is_shown(message["content"].rpartition("</think>")[2], written):
+    if not is_shown(_text(message), written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
     return next((f"the call of {name}" for name in names if name not in written), "")
@@ -169,10 +169,37 @@ def _left_out(message: dict, written: str) -> tuple[str, ...]:
     return () if shown else ("thinking",)
 
 
+def _text(message: dict) -> str:
+    return str(message["content"].rpartition("</think>")[2])
+
+
 def _thoughts(message: dict) -> tuple[str, str]:
     """Returns the thinking beside a turn's text and that in it, where a prompt may open it."""
     inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
     return message.get("reasoning_content") or "", inline
+
+
+def says_nothing(message: dict, turn: Turn) -> bool:
+    """Tells whether the template leaves out all that a turn says, and closes it nonetheless."""
+    return bool(turn.left_out) and not (_text(message).strip() or message.get("tool_calls"))
+
+
+def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
+    """Returns a turn without its end, which the model had not come to.
+
+    Args:
+        turn: as the template renders it, closed.
+        message: what it says; where that is thinking alone, the thinking was not ended either.
+        template: the target's.
+    """
+    calls = bool(message.get("tool_calls"))
+    thought, inline = _thoughts(message)
+    said = "" if calls else (_text(message).strip() or inline.strip() or thought.strip())
+    at = turn.written.rfind(said) if said else -1
+    if at >= 0:
+        return replace(turn, written=turn.written[: at + len(said)])
+    closing = template.ending(calls).closing
+    return replace(turn, written=turn.written.removesuffix(closing).rstrip())
 
 
 def is_shown(text: str, rendered: str) -> bool:

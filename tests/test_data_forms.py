@@ -10,6 +10,7 @@ import pytest
 from conf.schema import COLUMNS, DataConfig, Form, InputError
 from data.files import Row
 from data.forms import (
+    CUT_OFF,
     MASKS,
     REPLIES,
     SHAPES,
@@ -264,6 +265,8 @@ def test_what_is_not_read_is_named(row, unread):
         ({"prompt": [SYSTEM, USER], "chosen": CHAT}, r"'prompt': found .*what 'chosen' begins"),
         ({"prompt": "Hi", "chosen": []}, r"'chosen': found \[\] \(list\); allowed: a non-empty"),
         ({"prompt": "Bye", "chosen": CHAT}, r"'prompt': found 'Bye' .*what 'chosen' begins with"),
+        *(({key: "<s>[INST] Hi [/INST]", "response": "Yes"}, rf"'{key}': found a rendered prompt")
+          for key in ("prompt", "question")),
         ({"input_ids": [1, 2]}, r"'input_ids': found ids without a loss mask; allowed: one of the "
                                 r"fields loss_mask, assistant_masks, completion_mask, labels"),
         ({"input_ids": [1, 2], "loss_mask": [1]},
@@ -354,7 +357,7 @@ def test_every_column_is_read_by_some_form():
 def test_the_page_names_every_field():
     page = (Path(__file__).parents[1] / "data/README.md").read_text()
     names = {name for shape in SHAPES for name in (shape.form.value, *shape.keys)}
-    names |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, *REASONING, *REPLIES, *MASKS}
+    names |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, CUT_OFF, *REASONING, *REPLIES, *MASKS}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 

@@ -9,8 +9,10 @@ from templates import OSLO, POP_SYSTEM
 from test_data_chat import CHATML, HI, chat, learnt, make_tokenizer, marked, shown
 from test_data_templates import CALLS, FAMILIES, LOOK, Says, encoder, record, turns_of, written
 
-from conf.schema import InputError
+from conf.schema import Form, InputError
 from data.chat import Encoder, Sample, tokenise
+from data.files import Row
+from data.forms import to_record
 from data.records import Record
 from data.turns import find_turn, find_turns
 
@@ -48,6 +50,7 @@ def test_turns_of_a_long_conversation_are_those_of_its_parts(family, monkeypatch
 
 
 HEADER = "<|im_start|>assistant\n"
+ASKED = {"role": "user", "content": "Hi"}
 
 
 @pytest.mark.parametrize(
@@ -307,3 +310,36 @@ def test_a_greeting_is_read_and_named() -> None:
     (sample,) = Encoder(tokenizer).encode(said)
     assert sample.left_out == ("a greeting",)
     assert shown(sample, tokenizer) == f"{HEADER}Hello there<|im_end|>\n{HI}[[Yes<|im_end|>]]\n"
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ([], "[[Yes<|im_end|>]]\n{}Why?<|im_end|>\n{}[[Be<|im_end|>]]\n"),
+        ([1], "[[Yes<|im_end|>]]\n{}Why?<|im_end|>\n{}[[Be]]<|im_end|>\n"),
+        ([0, 1], "[[Yes]]<|im_end|>\n{}Why?<|im_end|>\n{}[[Be]]<|im_end|>\n"),
+    ],
+)
+def test_the_end_of_an_answer_that_was_cut_off_is_read(cut: list[int], expected: str) -> None:
+    why = {"role": "user", "content": "Why?"}
+    said = [{"role": "assistant", "content": text} for text in ("Yes", "Be")]
+    row = {"messages": [ASKED, said[0], why, said[1]], "truncated_turns": cut}
+    (text,) = marked(to_record(Row("here", value=row), Form.messages), CHATML)
+    assert text.partition(HEADER)[2] == expected.format("<|im_start|>user\n", HEADER)
+
+
+def test_thinking_that_was_cut_off_is_not_closed() -> None:
+    thinks = {"role": "assistant", "content": "", "reasoning_content": "So they"}
+    record = Record([ASKED, thinks], None, "here", cut_off=frozenset({1}))
+    for family, expected in (("qwen3", "<think>\nSo they"), ("deepseek-r1", "")):
+        (sample,) = encoder(family).encode(record)
+        assert encoder(family).tokenizer.decode(learnt(sample)) == expected
+
+
+def test_a_turn_of_which_the_template_shows_nothing_is_not_learnt() -> None:
+    """Its end alone would teach the target to say nothing."""
+    thinks = {"role": "assistant", "content": "", "reasoning_content": "So"}
+    said = [ASKED, thinks, ASKED, {"role": "assistant", "content": "Yes"}]
+    (sample,) = Encoder(make_tokenizer(CHATML)).encode(Record(said, None, "here"))
+    assert make_tokenizer(CHATML).decode(learnt(sample)) == "Yes<|im_end|>"
+    assert sample.left_out == ("thinking",)

@@ -37,7 +37,7 @@ FOREIGN = {"eagle_export_rope_scaling"}
 # write, fields of rows, tensors and keys of published heads.
 NAMES = """
     tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
-    captured step
+    captured step truncated_turns
     target_attention target_state_bytes baseline baselines prompts by_part
     top1 draft_seconds parity category from value role content tool_calls save_to_disk null
     d2t lm_head token_map output_hidden_states

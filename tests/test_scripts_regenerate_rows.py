@@ -7,6 +7,7 @@ import pytest
 
 from conf.schema import DataConfig
 from conf.schema_regenerate import RegenerateRun
+from data.records import load_records
 from scripts import regenerate
 from tests.chat_server import ChatServer
 from tests.chats import assistant, rows_in, user, write_rows
@@ -54,6 +55,32 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
     assert first["chat_template_kwargs"] == {"enable_thinking": False, "style": "dry"}
     assert "return_token_ids" not in first
     assert second["messages"][1]["tool_calls"][0]["function"] == function
+
+
+@pytest.mark.parametrize("arguments", ["", None, "null", {}, "{}"])
+def test_a_call_without_arguments_is_kept(tmp_path: Path, arguments: object) -> None:
+    class Server(ChatServer):
+        def answer(self, body: dict) -> dict:
+            called = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+            message = {"role": "assistant", "content": None, "tool_calls": [called]}
+            return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    with Server() as server:
+        (found,) = run(server, tmp_path, [{"messages": [user("a")], "tools": [LOOK]}])
+    (call,) = found["messages"][1]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": {}}
+
+
+@pytest.mark.parametrize(("reason", "cut"), [("stop", []), ("length", [0]), ("abort", [0])])
+def test_an_answer_that_the_target_had_not_ended_is_named(
+    tmp_path: Path, reason: str, cut: list[int]
+) -> None:
+    with ChatServer() as server:
+        server.finish_reason = lambda _: reason
+        (found,) = run(server, tmp_path, [{"turns": ["a"]}])
+    assert found["truncated_turns"] == cut
+    (record,) = load_records(str(tmp_path / "out" / "conversations.jsonl")).records
+    assert record.cut_off == frozenset({1} if cut else ())
 
 
 def test_a_conversation_ends_before_a_result_that_no_answer_called(
