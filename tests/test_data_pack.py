@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from conf.schema import DataConfig, Form, InputError, OnBadRow
 from data import pack as packing
 from data.chat import Sample
-from data.pack import DataReport, PackedDataset, pack, split
+from data.fit import pack
+from data.pack import DataReport, PackedDataset, split
 from data.records import NUM_BAD_SHOWN
 
 CHATML = (
