@@ -27,6 +27,9 @@ class RegenerateRun(DataRun):
     """Tokens of an answer at most."""
     temperature: float = 0.0
     """0 takes the likeliest token."""
+    plain: bool = False
+    """In process, leave out what the target's generation config asks for (repetition penalty, stop
+    texts and the like)."""
     out_dir: str = "outputs/regenerated"
     """Holds `conversations.jsonl`; a second start continues it."""
     seed: int = 0

@@ -39,6 +39,7 @@ from data.journal import locked, write_whole
 from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
 from data.provenance import provenance
 from data.shard import ShardIndex, file_checksum, is_whole
+from eval.measure.asked import follow_or_tell
 from eval.measure.processes import start
 from heads.target.ends import TargetEnds
 from heads.target.layerless import LayerlessTarget
@@ -136,7 +137,11 @@ def write_shards(work: Work, state: PartialState) -> None:
 def target_of(config: CaptureRun, device: torch.device) -> TargetEnds:
     """The whole target, or what an engine that runs its layers leaves to us."""
     if config.engine is None:
-        return load_target(config.target, device)
+        target = load_target(config.target, device)
+        told = follow_or_tell(target)
+        if told is not None:
+            print(told, file=sys.stderr)
+        return target
     return LayerlessTarget.of(config.target, torch.device("cpu"))
 
 

@@ -38,9 +38,10 @@ from data.embedded import fill_unset
 from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.journal import ROWS_NAME, Journal
 from data.records import Records, load_data
+from eval.measure.asked import follow
 from heads.packed import pack
 from heads.target.identity import identify
-from heads.target.load import load_target, resolve_dtype, tokenizer_of
+from heads.target.load import generation_config, load_target, resolve_dtype, tokenizer_of
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
 
@@ -186,6 +187,8 @@ def _source(config: RegenerateRun, endpoint: Endpoint | None) -> dict[str, objec
     return {
         "source": "in process",
         **stated(target=identify(config.target, tokenizer_of(config.target), dtype)),
+        "plain": config.plain,
+        "generation_config": None if config.plain else generation_config(config.target),
     }
 
 
@@ -197,6 +200,7 @@ def _in_process(
     dialogues: list[Dialogue], config: RegenerateRun, done: set[int], report: Report
 ) -> None:
     target = load_target(config.target, _device())
+    follow(target, plain=config.plain)
     pack(target.model, target.output_head)
     encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
     local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)

@@ -193,6 +193,16 @@ def test_a_text_ends_with_a_string(target: Target) -> None:
     assert (generated.token_ids, len(generated.steps), len(passes)) == (whole[:19], 18, 19)
 
 
+def test_a_string_that_begins_in_the_prompt_ends_nothing(target: Target) -> None:
+    """Such as a line break of the prompt's and the first word behind it."""
+    asked = PROMPTS[1]
+    whole = decode(target, NoDraft(), asked, 12).token_ids
+    target.stop_strings = (target.tokenizer.decode([asked[-1], whole[0]]),)
+    assert decode(target, NoDraft(), asked, 12).token_ids == whole
+    for settings in ({}, {"prompt_lookup_num_tokens": 3}):
+        assert hf_generate(target, [asked], 12, GREEDY, 0, **settings)[0].token_ids == whole
+
+
 def test_what_transformers_writes_beyond_a_string_is_no_step(target: Target) -> None:
     """Chains of 3, always right: 4 tokens with the prompt's own pass, then 4 a pass."""
     assistant = copy.deepcopy(target.model)

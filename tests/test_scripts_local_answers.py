@@ -1,8 +1,10 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from conf.schema import DataConfig, Dtype, InputError, OnBadRow, TargetConfig
 from conf.schema_regenerate import RegenerateRun
@@ -50,10 +52,12 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "qwen3_next")),
     ],
 )
-def test_batched_answers_equal_plain_greedy_decoding(tmp_path: Path, family: str) -> None:
+def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> None:
+    """Its penalty included, of what each text holds and not of what fills up the batch."""
     target_path = saved(tmp_path / "target", family)
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     batched = run_local(target_path, data, tmp_path / "out4", batch_size=4)
+    plain = run_local(target_path, data, tmp_path / "plain", batch_size=4, plain=True)
     assert batched == run_local(target_path, data, tmp_path / "out1", batch_size=1)
     assert [row["id"] for row in batched] == list(range(7))
     answers = {row["messages"][-1]["content"] for row in batched}
@@ -64,6 +68,10 @@ def test_batched_answers_equal_plain_greedy_decoding(tmp_path: Path, family: str
     assert asked.advance()
     ids = LocalAnswers(target, Encoder(target.tokenizer), 12, 0.0).prompt_ids(asked)
     prompt_length = len(ids)
+    own = AutoModelForCausalLM.from_pretrained(target_path)
+    text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
+    assert answer["token_ids"] == text[prompt_length:].tolist()
+    (question, answer) = plain[1]["messages"]
     with torch.no_grad():
         while len(ids) < prompt_length + 12 and ids[-1] not in target.stop_ids:
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -79,6 +87,25 @@ def test_the_target_multiplies_over_packed_weights(
     monkeypatch.setattr(regenerate, "pack", lambda *modules: found.extend(modules))
     run_local(target_path, chats(tmp_path / "in.jsonl", num_rows=1), tmp_path / "out")
     assert [type(each).__name__ for each in found] == ["LlamaForCausalLM", "Linear"]
+
+
+def test_answers_end_with_the_stop_texts_of_the_generation_config(tmp_path: Path) -> None:
+    target_path = saved(tmp_path / "target", "llama")
+    rows = [{"prompt": "why?"}, {"prompt": "who are you, there?"}]
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    before = [row["messages"][1] for row in run_local(target_path, data, tmp_path / "before")]
+    pieces = [tokenizer().decode([token]) for token in before[0]["token_ids"]]
+    stop = next(each for each in pieces[1:] if each.isascii() and len(each) > 1)
+    config = json.loads((target_path / "generation_config.json").read_text())
+    (target_path / "generation_config.json").write_text(json.dumps(config | {"stop_strings": stop}))
+    # Also where the question has them.
+    rows[1]["prompt"] += stop
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    first, second = (r["messages"][1] for r in run_local(target_path, data, tmp_path / "after"))
+    assert first["token_ids"] == before[0]["token_ids"][: pieces.index(stop) + 1]
+    assert len(second["token_ids"]) == 12
+    with pytest.raises(InputError, match=r"generation_config was .*, is None"):
+        run_local(target_path, data, tmp_path / "after", plain=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -11,7 +11,6 @@ from transformers import (
     GenerationConfig,
     StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
 )  # fmt: skip
 
 from eval.clock import PartClock
@@ -84,6 +83,30 @@ class _AfterToken(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+class StopTexts(StoppingCriteria):
+    """Ends responses with a text; transformers' own criterion looks for it in prompts, too.
+
+    Args:
+        target: whose `stop_strings` end a response.
+        num_prompt: tokens of every row before its response.
+        num_texts: rows.
+    """
+
+    def __init__(self, target: Target, num_prompt: int, num_texts: int) -> None:
+        self.stops = Stops((), target.stop_strings, target.tokenizer)
+        self.num_prompt = num_prompt
+        self.seen, self.done = num_prompt, [False] * num_texts
+
+    def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
+        """[B] bool, whether the new tokens of a row, of which a draft gives several, end it."""
+        for row, ids in enumerate(input_ids[:, self.num_prompt :].tolist()):
+            first = self.seen - self.num_prompt
+            new = self.stops.cut(ids[:first], ids[first:])
+            self.done[row] |= len(new) < len(ids) - first or self.stops.ended(ids)
+        self.seen = input_ids.shape[1]
+        return torch.tensor(self.done, device=input_ids.device)
+
+
 @torch.no_grad()
 def hf_generate(
     target: Target,
@@ -117,7 +140,7 @@ def hf_generate(
     settings = _settings(target, max_new_tokens, sampling, pad)
     ends = StoppingCriteriaList()
     if target.stop_strings:
-        ends.append(StopStringCriteria(target.tokenizer, [*target.stop_strings]))
+        ends.append(StopTexts(target, longest, len(prompts)))
     clock = PartClock(target.device, len(prompts))
     with ExitStack() as undo:
         passes = _Passes(clock, len(prompts), drafting=bool(assistance))

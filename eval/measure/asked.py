@@ -4,11 +4,15 @@ How is sampled, and how long, a run says itself. The rest changes what `generate
 depends on the text alone is followed (`eval/decode/rules.py`).
 """
 
+from collections.abc import Sequence
 from typing import Any
+
+from transformers import GenerationConfig
 
 from conf.schema import InputError
 from eval.decode.rules import APPLIED, Rules
 from heads.target.ends import TargetEnds
+from heads.target.model import Target
 
 NOTHING = {
     **dict.fromkeys(APPLIED), "repetition_penalty": 1, "no_repeat_ngram_size": 0,
@@ -21,6 +25,44 @@ NOTHING = {
     "num_return_sequences": 1,
 }  # fmt: skip
 """What changes what `generate` writes, or how, with the value beside None that changes nothing."""
+
+
+def follow(
+    target: Target, *, stop: Sequence[str] = (), plain: bool = False, ignore_eos: bool = False
+) -> None:
+    """Has a target answer as its generation config says, whoever decodes.
+
+    Args:
+        target: is changed.
+        stop: texts that end a response, in place of the config's.
+        plain: do without all that the config asks for.
+        ignore_eos: stop tokens end nothing.
+
+    Raises:
+        InputError: it asks for what drafts cannot be checked by, or for nonsense.
+    """
+    ours = target.generation_config
+    if plain:
+        ours = GenerationConfig(eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id)
+        target.model.generation_config = target.generation_config = ours
+    target.asked = asked_of(target)
+    target.stop_strings = tuple(stop or _texts(ours.stop_strings))
+    ours.stop_strings = None  # `generate` would ask for them in drafts too, without a tokenizer
+    target.ignores_stops = ignore_eos
+
+
+def follow_or_tell(target: Target) -> str | None:
+    """`follow`, or plain answers and what to say of them, where only a figure hangs on them."""
+    try:
+        follow(target)
+    except InputError as error:
+        follow(target, plain=True)
+        return f"tau is of plain greedy answers: {error}"
+    return None
+
+
+def _texts(strings: str | list[str] | None) -> list[str]:
+    return [strings] if isinstance(strings, str) else strings or []
 
 
 def asked_of(target: TargetEnds) -> dict[str, Any]:

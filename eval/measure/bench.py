@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from tqdm import tqdm
-from transformers import GenerationConfig
 
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun
@@ -23,7 +22,7 @@ from data.provenance import provenance
 from data.records import Record, Records, load_data
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
-from eval.measure.asked import asked_of
+from eval.measure.asked import follow
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 from eval.refusals import check_measure
@@ -87,7 +86,7 @@ def open_bench(
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
     target = load_target(run.target, state.device)
-    _follow(target, run)
+    follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
         _attach(run, head, target, records)
     pack(target.model, target.output_head, *(each.head for each in heads))
@@ -132,18 +131,6 @@ def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) 
     head.head.attach(target, target.dtype).eval()
     if run.output_rank is not None:
         reduce_rank(head.head, target, run.output_rank)
-
-
-def _follow(target: Target, run: MeasureRun) -> None:
-    """Takes from the run and the target's generation config what answers are made by."""
-    ours = target.generation_config
-    if run.plain:
-        ours = GenerationConfig(eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id)
-        target.model.generation_config = target.generation_config = ours
-    target.asked = asked_of(target)
-    target.stop_strings = tuple(run.stop or ours.stop_strings or ())
-    ours.stop_strings = None  # `generate` would ask for them in drafts too, without a tokenizer
-    target.ignores_stops = run.ignore_eos
 
 
 def _tell_other_targets(refs: Sequence[HeadRef], identity: Identity) -> None:

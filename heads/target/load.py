@@ -131,6 +131,25 @@ def tokenizer_of(config: TargetConfig) -> Any:
     return tokenizer
 
 
+def generation_config(config: TargetConfig) -> dict[str, Any] | None:
+    """What the file beside a target says of how it answers; None without one.
+
+    Args:
+        config: where it is; `path` is set.
+    """
+    assert config.path is not None
+    with naming_target(config):
+        found = cached_file(
+            config.path, "generation_config.json", revision=config.revision,
+            _raise_exceptions_for_missing_entries=False,
+        )  # fmt: skip
+    if found is None:
+        return None
+    stored: dict[str, Any] = json.loads(Path(found).read_text())
+    stored.pop("transformers_version", None)  # of whoever saved it last
+    return stored
+
+
 def _of_adapter(config: TargetConfig) -> Any:
     """The tokenizer beside an adapter; None where there is none."""
     assert config.path is not None

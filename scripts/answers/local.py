@@ -5,12 +5,20 @@ Letters: B conversations, T prompt tokens, V vocabulary.
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)  # fmt: skip
 
 from conf.schema import InputError
 from data.chat import Encoder
 from data.endpoint import Answer, RowRefused
 from data.replies import read_reply
+from eval.decode.generate import StopTexts
+from eval.decode.rules import Rules
+from eval.decode.texts import Stops
 from heads.target.model import Target
 from scripts.answers.dialogue import Dialogue
 
@@ -39,12 +47,32 @@ class GumbelNoise(LogitsProcessor):
         return scores / self.temperature - torch.log(exponential.clamp_min(tiny))
 
 
+class AskedFor(LogitsProcessor):
+    """What a target's generation config asks for, of each row without what fills it up."""
+
+    def __init__(self, target: Target, prompts: list[list[int]]) -> None:
+        self.rules = Rules(target.asked, target.stop_ids)
+        self.longest = max(map(len, prompts))
+        self.begins = [self.longest - len(prompt) for prompt in prompts]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, V] scores, as alone."""
+        first = input_ids.shape[1] == self.longest
+        processors = self.rules.first if first else self.rules.always
+        rows = []
+        for row, begin in enumerate(self.begins if processors else ()):
+            own = scores[row : row + 1]
+            for process in processors:
+                own = process(input_ids[row : row + 1, begin:], own)
+            rows.append(own)
+        return torch.cat(rows) if rows else scores
+
+
 class LocalAnswers:
-    """A target that answers several conversations at once.
+    """A target that answers several conversations at once, as `eval.measure.asked.follow` says.
 
     Effects:
-        Replaces the target's generation config: repetition penalties and other defaults that
-        models ship would make text that plain decoding, which heads are measured on, never says.
+        Replaces the generation config of the target's model.
     """
 
     def __init__(
@@ -54,7 +82,7 @@ class LocalAnswers:
         self.target = target
         self.encoder = encoder
         self.temperature = temperature
-        self.stop_ids = target.stop_ids
+        self.stop_ids, self.stops = target.stop_ids, Stops.of(target)
         pad = target.tokenizer.pad_token_id
         self.pad_id = pad if pad is not None else (self.stop_ids or [0])[0]
         target.model.generation_config = GenerationConfig(
@@ -105,7 +133,10 @@ class LocalAnswers:
         padded = [[self.pad_id] * (length - len(prompt)) + prompt for prompt in prompts]
         seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = self.target.device
-        noise = LogitsProcessorList()
+        noise = LogitsProcessorList([AskedFor(self.target, prompts)])
+        ends = StoppingCriteriaList()
+        if self.target.stop_strings:
+            ends.append(StopTexts(self.target, length, len(prompts)))
         if self.temperature > 0:
             noise.append(GumbelNoise(self.temperature, seeds, device))
         try:
@@ -113,13 +144,14 @@ class LocalAnswers:
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(seen, device=device),
                 logits_processor=noise,
+                stopping_criteria=ends,
             )
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"batch_size={len(prompts)}: out of device memory; lower it and start again "
                 "(finished rows are kept)"
             ) from error
-        return [self._up_to_stop(row) for row in output[:, length:].tolist()]
+        return [self.stops.cut([], row) for row in output[:, length:].tolist()]
 
     def read(self, ids: list[int], dialogue: Dialogue) -> Answer:
         """Takes an answer apart: thinking, text and calls of tools.
@@ -132,7 +164,3 @@ class LocalAnswers:
         template = self.encoder.template(dialogue.template_kwargs, dialogue.tools)
         message = read_reply(written, dialogue.asked, template, dialogue.tools)
         return Answer(message, truncated=ids[-1] not in self.stop_ids, token_ids=ids)
-
-    def _up_to_stop(self, ids: list[int]) -> list[int]:
-        stops = [index for index, token in enumerate(ids) if token in self.stop_ids]
-        return ids[: stops[0] + 1] if stops else ids

@@ -18,6 +18,7 @@ from data.endpoint import Endpoint
 from data.features import FeatureStore, TrainingData
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
+from eval.measure.asked import follow, follow_or_tell
 from heads.target.ends import TargetEnds
 from heads.target.identity import Identity, identify, told_of_another
 from heads.target.load import load_target
@@ -177,13 +178,18 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     """Loads the target and prepares the data."""
     fill_unset(config)
     target = load_target(config.target, accelerator.device)
+    told = None
+    if config.rollout.steps is None:
+        told = follow_or_tell(target)
+    else:
+        follow(target)
     train_data, heldout, report = prepare(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
     processes.wait()  # on a disk of its own another node may take longer
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
-    lines = [*report.lines(), f"attention of the target: {target.attention}"]
+    lines = [*filter(None, [told]), *report.lines(), f"attention of the target: {target.attention}"]
     identity = identify(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
     return Source(target, identity, checksum, train_data, heldout, report, lines, replay)
