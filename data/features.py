@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from conf.retry import retried
 from conf.schema import InputError
+from data.ids import Vocabulary, check_ids
 from data.layout import NO_PROBABILITY, SCALE, TEACHER_LOG_PROBS
 from data.manifest import TOKEN_COUNTS, Manifest, ShardEntry
 from data.pack import PackedDataset
@@ -101,6 +102,13 @@ class StoredDataset(Dataset):
         lengths = (len(index.num_tokens) for index in self.indexes)
         self.ends = list(accumulate(lengths))
         """Sequences up to and with each shard."""
+        self.target: Vocabulary | None = None
+        """Whose token ids these are, where they are to be checked."""
+
+    def check_ids(self, target: Vocabulary) -> None:
+        """Has `read` refuse what `PackedDataset.check_ids` refuses."""
+        self.target = target
+        self.pad_id = self.pad_id if self.pad_id < target.num_read else 0
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """[V] int64: how often each id occurs among the learnt tokens."""
@@ -118,7 +126,7 @@ class StoredDataset(Dataset):
         """A sequence, filled up to `room` tokens if that is set.
 
         Raises:
-            InputError: a byte of it is not what was written.
+            InputError: a byte of it is not what was written, or it has ids beyond the target's.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -128,7 +136,12 @@ class StoredDataset(Dataset):
         path = self.store.folder / f"{self.shards[shard].name}{SUFFIX}"
         num_tokens = found.num_tokens[number]
         room = num_tokens if room is None else room
-        return _item(read_sequence(path, self.fields, found, number, room), num_tokens, self.pad_id)
+        row = read_sequence(path, self.fields, found, number, room)
+        if self.target is not None:
+            ids, mask = row["input_ids"][:num_tokens], row["loss_mask"][:num_tokens].bool()
+            where = f"{self.store.folder}: sequence {index} of {self.split}".format
+            check_ids(ids.tolist(), self.target, where, ids[mask].tolist())
+        return _item(row, num_tokens, self.pad_id)
 
 
 TrainingData = PackedDataset | StoredDataset

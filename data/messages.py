@@ -47,6 +47,7 @@ MEDIA = (
     "image", "images", "image_url", "input_image", "video", "videos", "video_url", "audio",
     "audios", "audio_url", "input_audio", "pixel_values",
 )  # fmt: skip
+MOST_IDS = 2**31
 LEARNT = ("weight", "train", "training", "loss")
 PLACE = re.compile(r"\[\d+\]")
 MESSAGE = "an object with 'role' and 'content'"
@@ -274,10 +275,10 @@ def ids_of(ids: list, name: str) -> list[int]:
     """Returns token ids.
 
     Raises:
-        MalformedRowError: one of them is no number from 0 on.
+        MalformedRowError: one of them is no number from 0 on, or more than any model has.
     """
     for index, token in enumerate(ids):
-        if type(token) is not int or token < 0:
+        if type(token) is not int or not 0 <= token < MOST_IDS:
             raise MalformedRowError(f"{name}[{index}]", show(token), "a token id")
     return ids
 

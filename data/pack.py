@@ -5,9 +5,9 @@ Letters: N samples, S packed sequences, T tokens of a sequence (`max_length`).
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from conf.schema import DataConfig, Form, InputError
 from data.chat import Sample
 from data.fit import pack
+from data.ids import Vocabulary, check_ids
 from data.prepared import Prepared, open_prepared
 from data.records import counted, malformed
 from data.samples import Samples
@@ -36,7 +37,13 @@ class PackedDataset(Dataset):
     """
 
     def __init__(
-        self, samples: Iterable[Sample] | Samples, max_length: int, *, seed: int, pad_id: int = 0
+        self,
+        samples: Iterable[Sample] | Samples,
+        max_length: int,
+        *,
+        seed: int,
+        pad_id: int = 0,
+        place: Callable[[int], str] = "sample {}".format,
     ):
         """Decides the places of the samples.
 
@@ -46,6 +53,7 @@ class PackedDataset(Dataset):
             max_length: tokens of a sequence.
             seed: decides which documents meet and the order of the sequences.
             pad_id: token id of the padding.
+            place: says where sample i, counted from 0, came from.
         """
         self.max_length = max_length
         self.pad_id = pad_id
@@ -56,7 +64,8 @@ class PackedDataset(Dataset):
         """Samples without a learnt token, after truncation."""
         self.num_supervised_tokens = int(num_learnt.sum())
         """Tokens that are learnt."""
-        self._samples = found.take(np.flatnonzero(num_learnt))
+        self._place, self._taken = place, np.flatnonzero(num_learnt)
+        self._samples = found.take(self._taken)
         self._lengths = np.minimum(self._samples.lengths, max_length)
         self.sequences = pack(self._lengths, max_length, seed)
         """Sample numbers of each sequence."""
@@ -85,22 +94,29 @@ class PackedDataset(Dataset):
         """[V] int64: how often each id occurs among the learnt tokens.
 
         Args:
-            vocab_size: V, ids of the target's output head.
-
-        Raises:
-            InputError: a learnt token has an id beyond it.
+            vocab_size: V, ids of the target's output head; all learnt ones are below.
         """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for piece in self._samples.cut(self.max_length):
-            found = torch.bincount(piece.input_ids[piece.loss_mask], minlength=vocab_size)
-            if len(found) > vocab_size:
-                raise InputError(
-                    f"the data has token id {len(found) - 1}, but the target's output head has "
-                    f"vocab_size={vocab_size}: the tokenizer is larger than the head; give "
-                    "target.path the tokenizer it was trained with"
-                )
-            counts += found
+            counts += torch.bincount(piece.input_ids[piece.loss_mask], minlength=vocab_size)
         return counts
+
+    def check_ids(self, target: Vocabulary) -> None:
+        """Refuses token ids that a target cannot read, and learnt ones that it cannot write.
+
+        Effects: a padding that it cannot read, as tokenizers that were given one have, becomes 0.
+
+        Raises:
+            InputError: with the first of them and where it is from.
+        """
+        self.pad_id = self.pad_id if self.pad_id < target.num_read else 0
+        if self._samples.highest < min(target.num_read, target.vocab_size):
+            return
+        for number, length in enumerate(self._lengths.tolist()):
+            found = self._samples.read(number, length)
+            where = partial(self._place, int(self._taken[number]))
+            learnt = found.input_ids[found.loss_mask].tolist()
+            check_ids(found.input_ids.tolist(), target, where, learnt)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -258,7 +274,14 @@ class Part:
     @cached_property
     def samples(self) -> Samples:
         """Of these records."""
+        return self.store.samples.take(self._numbers)
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
         return self.store.samples_of(self.records)
+
+    def _place(self, sample: int) -> str:
+        return self.store.place_of(int(self.store.record[self._numbers[sample]]))
 
     def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
         """Its sequences.
@@ -266,7 +289,9 @@ class Part:
         Raises:
             InputError: nothing is learnt.
         """
-        packed = PackedDataset(self.samples, max_length, seed=seed, pad_id=pad_id)
+        packed = PackedDataset(
+            self.samples, max_length, seed=seed, pad_id=pad_id, place=self._place
+        )
         if packed.num_supervised_tokens:
             return packed
         bad = self.store.bad
@@ -313,5 +338,5 @@ def _report(
         rows_per_s=stores[0].rows_per_s,
         unread=dict(sum((Counter(store.unread) for store in stores), Counter())),
         unrendered=dict(sum((Counter(store.unrendered) for store in stores), Counter())),
-        left_out=[name for store in stores for name in store.left_out],
+        left_out=[name for store in stores for name in store.source.left_out],
     )

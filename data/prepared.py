@@ -75,9 +75,10 @@ class Prepared:
         record: [N] int64, the record of each sample.
         refused: [n] int64, records that cannot be rendered.
         bad: a message per malformed or refused row, in the order of the rows.
+        malformed: places of the rows that are no records.
         unread: rows by field that has something in it and is not read.
         unrendered: how often the template does not render what a record says, by name.
-        left_out: files of a folder that are not read, and why.
+        source: where the rows are.
         rows_per_s: at which it was prepared; None if an earlier start had done everything.
     """
 
@@ -89,14 +90,20 @@ class Prepared:
     record: np.ndarray
     refused: np.ndarray
     bad: list[str]
+    malformed: frozenset[str]
     unread: dict[str, int]
     unrendered: dict[str, int]
-    left_out: tuple[str, ...]
+    source: Source
     rows_per_s: float | None
 
-    def samples_of(self, numbers: np.ndarray) -> Samples:
-        """The samples of some records, in their order."""
-        return self.samples.take(np.flatnonzero(np.isin(self.record, numbers)))
+    def samples_of(self, records: np.ndarray) -> np.ndarray:
+        """The numbers of the samples of some records, rising."""
+        return np.flatnonzero(np.isin(self.record, records))
+
+    def place_of(self, record: int) -> str:
+        """Where a record stands in the data, which are read again for it."""
+        rows = (row.where for row in read_rows(self.source, hashlib.sha256()))
+        return next(islice((row for row in rows if row not in self.malformed), record, None))
 
 
 @dataclass(frozen=True)
@@ -290,6 +297,7 @@ def _opened(folder: Path, source: Source) -> Prepared | None:
         return None
     pieces, lengths, record = [], [], []
     refused: list[int] = []
+    malformed: list[str] = []
     unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for shard in index.shards:
@@ -297,6 +305,7 @@ def _opened(folder: Path, source: Source) -> Prepared | None:
         pieces.append(Piece(tensors["input_ids"], tensors["loss_mask"]))
         lengths.append(tensors["lengths"].numpy())
         record.append(tensors["record"].numpy() + num_records)
+        malformed += [_prefix(source) + bad.place for bad in shard.bad if bad.record is None]
         refused += [bad.record + num_records for bad in shard.bad if bad.record is not None]
         num_records += shard.num_records
         unread.update(shard.unread)
@@ -306,13 +315,16 @@ def _opened(folder: Path, source: Source) -> Prepared | None:
         form=Form(index.form),
         sha256=index.sha256,
         num_records=num_records,
-        samples=Samples(pieces, np.concatenate(lengths)),
+        samples=Samples(
+            pieces, np.concatenate(lengths), highest=max(shard.highest for shard in index.shards)
+        ),
         record=np.concatenate(record),
         refused=np.array(refused, dtype=np.int64),
         bad=[_message(source, bad) for shard in index.shards for bad in shard.bad],
+        malformed=frozenset(malformed),
         unread=dict(unread),
         unrendered=dict(unrendered),
-        left_out=source.left_out,
+        source=source,
         rows_per_s=index.rows_per_s,
     )
 

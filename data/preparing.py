@@ -91,6 +91,7 @@ class Shard:
         bad: the others, and those that cannot be rendered, in their order.
         unread: rows by field that has something in it and is not read.
         unrendered: how often the template does not render what a record says, by name.
+        highest: token id.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Shard:
     bad: list[BadRow]
     unread: dict[str, int]
     unrendered: dict[str, int]
+    highest: int
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Shard":
@@ -193,7 +195,8 @@ def make_shard(job: Job, rule: Rule) -> Shard:
             of_record += [num_records] * len(found)
             unrendered.update(name for sample in found for name in sample.left_out)
         num_records += 1
-    content = save(_tensors(samples, of_record))
+    tensors = _tensors(samples, of_record)
+    content = save(tensors)
     shard = Shard(
         name=job.name,
         size=len(content),
@@ -203,6 +206,7 @@ def make_shard(job: Job, rule: Rule) -> Shard:
         bad=bad,
         unread=dict(unread),
         unrendered=dict(unrendered),
+        highest=int(tensors["input_ids"].max(initial=0)),
     )
     write(job.folder / f"{job.name}{SUFFIX}", content)
     write(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())

@@ -33,10 +33,16 @@ class Samples:
 
     Attributes:
         lengths: [N] int32 tokens of each.
+        highest: no id of the pieces is higher.
     """
 
     def __init__(
-        self, pieces: list[Piece], lengths: np.ndarray, starts: np.ndarray | None = None
+        self,
+        pieces: list[Piece],
+        lengths: np.ndarray,
+        starts: np.ndarray | None = None,
+        *,
+        highest: int,
     ) -> None:
         """Of all samples of the pieces, or of those that begin at `starts`.
 
@@ -44,12 +50,14 @@ class Samples:
             pieces: P of them.
             lengths: [N] tokens of each sample.
             starts: [N] int64, rising, tokens of all pieces before each sample.
+            highest: id of all pieces.
         """
         self._pieces = pieces
         self._bounds = np.cumsum([0, *(len(piece.input_ids) for piece in pieces)])
         if starts is None:
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
         self._starts = starts
+        self.highest = highest
         self.lengths = lengths
 
     @classmethod
@@ -64,7 +72,7 @@ class Samples:
             torch.from_numpy(np.array(ids, dtype=np.int32)),
             torch.from_numpy(np.frombuffer(mask, dtype=np.bool_).copy()),
         )
-        return cls([piece], np.array(lengths, dtype=np.int32))
+        return cls([piece], np.array(lengths, dtype=np.int32), highest=max(ids, default=0))
 
     def take(self, numbers: np.ndarray) -> "Samples":
         """Some of the samples.
@@ -72,7 +80,8 @@ class Samples:
         Args:
             numbers: rising.
         """
-        return Samples(self._pieces, self.lengths[numbers], self._starts[numbers])
+        starts = self._starts[numbers]
+        return Samples(self._pieces, self.lengths[numbers], starts, highest=self.highest)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -119,7 +119,7 @@ def write_shards(work: Work, state: PartialState) -> None:
         return
     target = target_of(work.config, state.device)
     for packed in work.sets.values():
-        packed.token_counts(target.vocab_size)  # refuses ids that the target does not have
+        packed.check_ids(target)
     if lacks_ends:
         save_ends(target, ends)
     total = sum(shard.num_tokens for shard in todo)

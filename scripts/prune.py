@@ -34,9 +34,9 @@ from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
 from eval.measure import processes
-from eval.measure.bench import check_window, greedy_responses
+from eval.measure.bench import greedy_responses
 from eval.measure.heads import BenchHead, device_name
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, shown, tau, tau_interval
 from eval.report.figures import plot_pruning
@@ -158,6 +158,8 @@ def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDa
     """Training and held-out data, split as training splits them."""
     train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
     print("\n".join(report.lines()))
+    for data in (train, heldout):
+        data.check_ids(target)
     return train, heldout, report
 
 
@@ -172,8 +174,9 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Ans
         raise InputError(
             "data: every held-out prompt is longer than 256 tokens: name others with data.eval_path"
         )
-    prompts = [Prompt("heldout", token_ids) for token_ids in found]
-    check_window(target, found, config.max_new_tokens)
+    prompts = [Prompt("heldout", token_ids, where="a held-out prompt") for token_ids in found]
+    for prompt in prompts:
+        check_prompt(target, prompt, config.max_new_tokens)
     texts = greedy_responses(target, prompts, config.max_new_tokens)
     return list(zip(found, texts, strict=True))
 

@@ -275,6 +275,7 @@ def test_what_is_not_read_is_named(row, unread):
         # Labels that are shifted, so that each would be learnt one place off.
         ({"input_ids": [1, 2], "labels": [2, 3]}, r"'labels\[0\]': found 2 .*allowed: -100 or 1"),
         ({"input_ids": [1, True], "labels": [1, 1]}, r"'input_ids\[1\]': found True"),
+        ({"input_ids": [1, 2**31], "labels": [1, 1]}, r"'input_ids\[1\]': found 2147483648"),
         *(({"text": text}, r"'text': found a whole dialogue \(turn marker '.*data.form=text learns")
           for text in ("<|im_start|>user\nHi", "<|start_header_id|>user", "<start_of_turn>user",
                        "<s>[INST] Hi [/INST] Yes", "### Human: Hi\n### Assistant: Yes",

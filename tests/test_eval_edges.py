@@ -15,7 +15,7 @@ from conf.schema import InputError
 from conf.schema_eagle import EagleForm
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.bench import check_window
+from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import replay
 from heads.eagle.drafter import EagleChain
 from heads.sampling import GREEDY
@@ -85,11 +85,11 @@ def test_a_window_is_filled_to_its_last_token() -> None:
     assert [len(path) for path in found.paths] == [5] * 6 + [4]
     with pytest.raises(
         InputError,
-        match="max_new_tokens=42: with the longest prompt of 7 tokens that is 49, above the "
-        "target's window of 48; lower max_new_tokens or num_turns, or drop long prompts",
+        match=r"rows:3, turn 1: 7 prompt tokens and max_new_tokens=42 are 49, above the target's "
+        r"window of 48; lower max_new_tokens or num_turns, or set data.on_bad_row=skip",
     ):
-        check_window(target, [prompt], last + 1)
-    check_window(target, [prompt], last)
+        check_prompt(target, Prompt("all", prompt, where="rows:3, turn 1"), last + 1)
+    check_prompt(target, Prompt("all", prompt), last)
 
 
 def test_replay_knows_the_window_of_a_head() -> None:

@@ -1,9 +1,10 @@
 """What all measurements start from: target, head, prompts and their results file."""
 
+import contextlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.schema import HeadRef, InputError
+from conf.schema import HeadRef, InputError, OnBadRow
 from conf.schema_measure import MeasureRun
 from conf.statement import flat, plain
 from data.chat import Encoder
@@ -24,7 +25,7 @@ from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
 from eval.measure.asked import follow
 from eval.measure.heads import BenchHead, device_name, open_head
-from eval.measure.prompts import Prompt, first_turns, next_turns, share
+from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, share
 from eval.refusals import check_measure
 from heads.lowrank import reduce_rank
 from heads.packed import pack
@@ -92,15 +93,17 @@ def open_bench(
     pack(target.model, target.output_head, *(each.head for each in heads))
     chosen = records.records[: run.data.num_prompts]
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
-    prompts = first_turns(chosen, encoder)
-    check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
+    prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
+    if not prompts:
+        raise InputError(f"every prompt is left out; the first: {left_out[0]}")
     if state.is_main_process:
+        _tell(f"left out: {why}" for why in left_out)
         _tell_windows(heads, prompts, run.max_new_tokens)
         _tell_other_targets(refs, identify(run.target, target.tokenizer, target.dtype))
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
-            f"data.num_prompts={len(chosen)}: fewer dialogues than the {state.num_processes} "
+            f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "
             "processes of this launch"
         )
     prompts = _later_turns(run, chosen, mine, target, encoder)
@@ -109,7 +112,7 @@ def open_bench(
         "form": records.form.value,
         "sha256": records.sha256,
         "num_prompts": len(processes.gathered(prompts)),
-        "num_bad": len(records.bad),
+        "num_bad": len(records.bad) + len(left_out),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     spare = _spare(run, records.records, target, encoder)
@@ -159,9 +162,13 @@ def _tell_windows(
 def _records(run: MeasureRun) -> Records:
     assert run.data.path is not None
     records = load_data(run.data.path, run.data)
-    for line in records.lines():
-        Console(stderr=True).print(line, highlight=False, markup=False)
+    _tell(records.lines())
     return records
+
+
+def _tell(lines: Iterable[str]) -> None:
+    for line in lines:
+        Console(stderr=True).print(line, highlight=False, markup=False)
 
 
 def _spare(
@@ -172,11 +179,11 @@ def _spare(
     found: list[Prompt] = []
     for record in records[measured : measured + NUM_SPARE]:
         try:
-            prompts = first_turns([record], encoder)
-            check_window(target, [prompt.token_ids for prompt in prompts], run.max_new_tokens)
+            [prompt] = first_turns([record], encoder)
+            check_prompt(target, prompt, run.max_new_tokens)
         except InputError:  # nobody asked for this one
             continue
-        found += prompts
+        found.append(prompt)
     return found
 
 
@@ -187,36 +194,66 @@ def _later_turns(
     target: Target,
     encoder: Encoder,
 ) -> list[Prompt]:
-    """The prompts of all turns; every method later gets the same answers in them."""
-    found, latest = list(prompts), prompts
+    """The prompts of all turns; every method later gets the same answers in them.
+
+    Raises:
+        InputError: one leaves no room, and such are not to be left out: if that is so whatever is
+            answered, nothing has been answered yet.
+    """
+    least = prompts
     for _ in range(1, run.num_turns):
-        users = [
-            sum(m["role"] == "user" for m in records[p.dialogue].messages or []) for p in latest
-        ]
-        latest = [p for p, num_turns in zip(latest, users, strict=True) if num_turns > p.turn]
-        if not latest:
-            break
-        answers = greedy_responses(target, latest, run.max_new_tokens)
-        latest = next_turns(records, latest, answers, encoder)
-        check_window(target, [prompt.token_ids for prompt in latest], run.max_new_tokens)
+        least, _ = fitting(run, target, _unanswered(records, least, encoder))
+    found, latest = list(prompts), prompts
+    for turn in range(1, run.num_turns):
+        asked = [p for p in latest if _num_questions(records[p.dialogue]) > turn]
+        latest = []
+        # The longest first: what leaves no room behind its answer is told of early.
+        asked.sort(key=lambda p: -len(p.token_ids))
+        for prompt in tqdm(asked, desc="target's own text", unit="prompt"):
+            answer = decode(target, NoDraft(), prompt.token_ids, run.max_new_tokens).token_ids
+            following = next_turns(records, [prompt], [answer], encoder)
+            fit, left_out = fitting(run, target, following)
+            _tell(f"left out: {why}" for why in left_out)
+            latest += fit
+        latest.sort(key=lambda p: p.dialogue)
         found += latest
     return found
 
 
-def check_window(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-    """Refuses prompts that leave no room for the text; drafts need none.
+def _num_questions(record: Record) -> int:
+    return sum(message["role"] == "user" for message in record.messages or [])
+
+
+def _unanswered(
+    records: Sequence[Record], prompts: Sequence[Prompt], encoder: Encoder
+) -> list[Prompt]:
+    """The next turns behind answers that say nothing, where the template takes such."""
+    found = []
+    for prompt in prompts:
+        with contextlib.suppress(InputError):
+            found += next_turns(records, [prompt], [[]], encoder)
+    return found
+
+
+def fitting(
+    run: MeasureRun, target: Target, prompts: Sequence[Prompt]
+) -> tuple[list[Prompt], list[str]]:
+    """The prompts that a target can answer, and why it cannot the others.
 
     Raises:
-        InputError: with the lengths.
+        InputError: there are others, and `data.on_bad_row` does not leave them out.
     """
-    longest = max(map(len, prompts))
-    needed = longest + max_new_tokens
-    if target.window is not None and needed > target.window:
-        raise InputError(
-            f"max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that "
-            f"is {needed}, above the target's window of {target.window}; lower max_new_tokens or "
-            "num_turns, or drop long prompts"
-        )
+    fit, left_out = [], []
+    for prompt in prompts:
+        try:
+            check_prompt(target, prompt, run.max_new_tokens)
+        except InputError as error:
+            if run.data.on_bad_row is OnBadRow.error:
+                raise
+            left_out.append(str(error))
+        else:
+            fit.append(prompt)
+    return fit, left_out
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:

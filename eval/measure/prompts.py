@@ -7,8 +7,10 @@ from typing import Any
 
 from conf.schema import InputError
 from data.chat import Encoder
+from data.ids import check_ids
 from data.records import Messages, Record
 from data.replies import read_reply, thinking_tags
+from heads.target.ends import TargetEnds
 
 OPENING_TOKENS = 32  # of a prompt, among which it may open the thinking
 
@@ -27,6 +29,8 @@ class Prompt:
     """What was rendered; the last message is the user's."""
     thinking: tuple[tuple[str, str], ...] = ()
     """What begins and what ends thinking in the response, in every way that it may be written."""
+    where: str = ""
+    """File and line of the record, and the turn."""
 
     @property
     def question(self) -> str:
@@ -94,12 +98,31 @@ def _users(record: Record) -> Messages:
 def _prompt(
     record: Record, dialogue: int, turn: int, messages: Messages, encoder: Encoder
 ) -> Prompt:
+    where = f"{record.where}, turn {turn}"
     try:
         token_ids = encoder.prompt(messages, record.tools, record.template_kwargs)
     except InputError as error:
-        raise InputError(f"{record.where}, turn {turn}: {error}") from None
+        raise InputError(f"{where}: {error}") from None
     tags = thinking_tags(encoder.template(record.template_kwargs, record.tools), record.tools)
-    return Prompt(record.category, token_ids, dialogue, turn, messages, tags)
+    return Prompt(record.category, token_ids, dialogue, turn, messages, tags, where)
+
+
+def check_prompt(target: TargetEnds, prompt: Prompt, max_new_tokens: int) -> None:
+    """Refuses a prompt that the target cannot read, or without room for the text behind it.
+
+    Drafts need no room.
+
+    Raises:
+        InputError: with where it is from.
+    """
+    check_ids(prompt.token_ids, target, lambda: prompt.where)
+    length = len(prompt.token_ids)
+    if target.window is not None and length + max_new_tokens > target.window:
+        raise InputError(
+            f"{prompt.where}: {length} prompt tokens and max_new_tokens={max_new_tokens} are "
+            f"{length + max_new_tokens}, above the target's window of {target.window}; lower "
+            "max_new_tokens or num_turns, or set data.on_bad_row=skip to leave such turns out"
+        )
 
 
 def num_thinking(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:

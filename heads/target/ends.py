@@ -86,6 +86,11 @@ class TargetEnds:
         return self.output_head.weight.shape[0]
 
     @property
+    def num_read(self) -> int:
+        """Rows of the embedding, which may be more than V."""
+        return self.embedding.weight.shape[0]
+
+    @property
     def head_is_quantized(self) -> bool:
         """Whether the output head is no matrix of floats."""
         return not self.output_head.weight.is_floating_point()

@@ -15,6 +15,7 @@ from transformers import (
 from conf.schema import InputError
 from data.chat import Encoder
 from data.endpoint import Answer, RowRefused
+from data.ids import check_ids
 from data.replies import read_reply
 from eval.decode.generate import StopTexts
 from eval.decode.rules import Rules
@@ -83,8 +84,8 @@ class LocalAnswers:
         self.encoder = encoder
         self.temperature = temperature
         self.stop_ids, self.stops = target.stop_ids, Stops.of(target)
-        pad = target.tokenizer.pad_token_id
-        self.pad_id = pad if pad is not None else (self.stop_ids or [0])[0]
+        pads = (target.tokenizer.pad_token_id, *self.stop_ids, 0)
+        self.pad_id = next(i for i in pads if i is not None and i < target.num_read)
         target.model.generation_config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,
@@ -103,10 +104,12 @@ class LocalAnswers:
         """Renders a conversation up to the target's turn.
 
         Raises:
-            RowRefused: the template refuses it, or it leaves no room for the answer.
+            RowRefused: the template refuses it, it leaves no room for the answer, or it has tokens
+                that the target does not have.
         """
         try:
             ids = self.encoder.prompt(dialogue.asked, dialogue.tools, dialogue.template_kwargs)
+            check_ids(ids, self.target, "its prompt".format)
         except InputError as error:
             raise RowRefused(str(error)) from error
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:

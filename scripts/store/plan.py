@@ -82,7 +82,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         data=data,
         sha256=report.sha256,
         max_length=config.data.max_length,
-        pad_id=train.pad_id,
+        pad_id=train.pad_id if train.pad_id < model_config.get_text_config().vocab_size else 0,
         seed=config.seed,
         splits=splits,
         shard_bytes=shard_bytes,

@@ -186,6 +186,8 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     train_data, heldout, report = prepare(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
+    for data in (train_data, heldout):
+        data.check_ids(target)
     processes.wait()  # on a disk of its own another node may take longer
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     replay = partial(HeldoutReplay, target, prompts)
@@ -221,6 +223,8 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> S
     ends = load_ends(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
+    for data in (store.train, store.heldout, store.replay):
+        data.check_ids(ends)
     report = store.manifest.report
     plan = store.manifest.plan
     return Source(
