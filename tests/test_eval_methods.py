@@ -105,6 +105,18 @@ def test_every_method_gives_the_targets_own_text(family: str, llama: dict, tmp_p
     assert alone["methods"]["draft_chain"]["tau"] > 1.2
 
 
+def test_a_draft_model_padded_otherwise_leaves_out_transformers_own(
+    llama: dict, tmp_path: Path, capsys
+) -> None:
+    folder = shutil.copytree(llama["draft"].path, tmp_path / "draft")
+    random_model("llama", vocab_size=320, num_hidden_layers=2).save_pretrained(folder)
+    settings = llama | {"draft": DraftModelConfig(path=str(folder))}
+    with pytest.raises(InputError, match=r"needs generate_assisted .*here there are .*draft_chain"):
+        measured(settings, tmp_path / "o", methods=["generate_assisted"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "generate_assisted is left out: vocabularies of [300, 320] rows" in said
+
+
 def test_a_search_for_layers_changes_no_other_draft(
     llama: dict, tmp_path: Path, monkeypatch
 ) -> None:

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toys import CHATML, FAMILIES, random_model, random_target, save_target
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -250,6 +251,17 @@ def test_an_embedding_that_is_offloaded_is_refused() -> None:
     model = cpu_offload(random_model(), execution_device=CPU)
     with pytest.raises(InputError, match=r"target\.path=t: its embedding is offloaded"):
         check_served(Target(model, None, "t"))
+
+
+def test_states_beyond_float16_are_said(tmp_path) -> None:
+    folder = save_target(tmp_path / "t")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 1e6
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_target(TargetConfig(path=str(folder)), CPU)
+    said = r"beyond what float16 holds; set target\.dtype=bfloat16, or float32"
+    with pytest.raises(InputError, match=said):
+        load_target(TargetConfig(path=str(folder), dtype=Dtype.float16), CPU)
 
 
 def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -371,6 +373,24 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     assert fit(tmp_path, settings(), log=LogConfig(tracker=Tracker.wandb)).finished
     assert capsys.readouterr().out.count("wandb failed and is left out") == 1
     assert len(lines(tmp_path)) == 8
+
+
+def test_a_run_that_goes_on_is_one_run_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str]] = []
+
+    def init(**settings: Any) -> Any:
+        begun.append((settings["id"], settings["resume"]))
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    log = LogConfig(tracker=Tracker.wandb)
+    for changes in ({}, {"resume": "auto"}, {}):
+        fit(tmp_path, settings(**changes), log=log)
+    first, again, anew = begun
+    assert first == again != anew
+    assert {how for _, how in begun} == {"allow"}
 
 
 def test_a_tracker_that_hangs_is_left_behind(

@@ -77,6 +77,13 @@ def test_an_eagle_run_does_not_go_on_as_another(
         loop.fit(processes.start(train), eagle_job(tmp_path, train, head))
 
 
+def test_nor_with_a_head_of_another_kind(eagle_run: Path, tmp_path: Path) -> None:
+    train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run), learning_rate=0.3)
+    said = r"another way: kind of head was 'EagleHead', is '\w+'\. Continue"
+    with pytest.raises(InputError, match=said):
+        fit(tmp_path, train)
+
+
 def test_nor_with_other_draft_tokens(eagle_run: Path, tmp_path: Path) -> None:
     train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run))
     with pytest.raises(InputError, match="another way: checksum of the draft vocabulary was "):

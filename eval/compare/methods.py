@@ -293,7 +293,16 @@ class Builder:
             "draft_chain": partial(self._draft_chain, model),
             "draft_tree": partial(self._draft_tree, model),
         }
-        if single:
+        # Whose vocabularies are padded otherwise, transformers takes for two tokenizers.
+        sizes = {each.config.vocab_size for each in (self.target, model)}
+        if single and len(sizes) > 1:
+            asked = {"all", "generate_assisted"} & {*self.config.methods}
+            if asked and self.bench.main:
+                Console(stderr=True).print(
+                    f"generate_assisted is left out: vocabularies of {sorted(sizes)} rows, which "
+                    "transformers' own assisted generation refuses"
+                )
+        elif single:
             how = model.model.generation_config
             how.num_assistant_tokens = settings.num_tokens
             how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"

@@ -190,6 +190,12 @@ def _difference(target: Target, hidden: Tensor, expected: Tensor) -> str:
 
 
 def _difference_of(target: Target, found: Tensor, expected: Tensor) -> str:
+    if expected.isnan().any():
+        raise InputError(
+            f"target.path={target.name}: its own logits are no numbers: its hidden states are "
+            f"beyond what {str(target.dtype).removeprefix('torch.')} holds; set "
+            "target.dtype=bfloat16, or float32"
+        )
     # int8 rounds activations by the batch that they come in.
     exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
     tolerance = 1e-3 if exact else 0.3

@@ -116,7 +116,9 @@ class Run:
         if self.rank == 0:
             self.job.out_dir.mkdir(parents=True, exist_ok=True)
             settings = self.job.provenance.get("config", {})
-            self.metrics = Metrics(self.job.out_dir, self.job.log, settings, self.say)
+            self.metrics = Metrics(
+                self.job.out_dir, self.job.log, settings, self.say, goes_on=path is not None
+            )
             self.metrics.forget_after(self.step)
         self._open()
 

@@ -34,6 +34,7 @@ same wherever it is served."""
 SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
 """May change as long as every step done so far had the rate that it has now: a constant rate may
 begin to decay at any step."""
+KIND = "kind of head"
 TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
@@ -47,6 +48,7 @@ def settings(prefix: str, config: Any) -> dict[str, Any]:
 def of_run(job: Job) -> dict[str, Any]:
     """All that is compared, by key; a checkpoint keeps it."""
     return {
+        KIND: type(job.objective.head).__name__,
         "seed": job.seed,
         **settings("train", job.config),
         **({} if job.rollouts is None else settings("rollout", job.rollouts.config)),
@@ -89,6 +91,8 @@ def check(
         if key in then and key in now
         and not (key.removeprefix("train.") in SCHEDULE and same_rates)
     ]  # fmt: skip
+    if KIND in keys:  # the rest differs for that reason
+        keys = [KIND]
     if keys:
         raise InputError(
             f"train.resume: {path} was made in another way: {differences(then, now, keys)}. "

@@ -6,6 +6,7 @@ wandb goes online or offline by its own variable WANDB_MODE; its key stays in th
 
 import json
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from train.objective import Objective
 
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
+WANDB_ID = "wandb_run_id.txt"
+"""In `out_dir`: a run that goes on is one run there, too."""
 Say = Callable[[str], None]
 
 
@@ -55,7 +58,14 @@ class _Sink(Protocol):
 class Metrics:
     """The metrics of a run; made on rank 0 only."""
 
-    def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any], say: Say) -> None:
+    def __init__(
+        self,
+        out_dir: Path,
+        config: LogConfig,
+        run: dict[str, Any],
+        say: Say,
+        goes_on: bool = False,
+    ) -> None:
         """Opens the file and starts the tracker.
 
         Args:
@@ -63,7 +73,10 @@ class Metrics:
             config: which tracker, and under which name.
             run: the resolved configuration, shown by the tracker.
             say: told of a tracker's failure.
+            goes_on: the run has been here before, under an id that wandb knows.
         """
+        if not goes_on:
+            (out_dir / WANDB_ID).unlink(missing_ok=True)
         self.path = out_dir / "metrics.jsonl"
         self._say = say
         self._sink: _Sink | None = None
@@ -135,12 +148,17 @@ class _Wandb:
     def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any]) -> None:
         import wandb
 
+        known = out_dir / WANDB_ID
+        number = known.read_text().strip() if known.is_file() else uuid.uuid4().hex[:8]
+        write_whole(known, f"{number}\n")
         # Without a bound `init` waits about 100 s for a network that is not there.
         self._run = wandb.init(
             project=config.project,
             name=config.run_name,
             dir=str(out_dir),
             config=run,
+            id=number,
+            resume="allow",
             settings=wandb.Settings(init_timeout=START_TIMEOUT_S / 2, silent=True),
         )
 
