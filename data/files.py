@@ -4,18 +4,20 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from conf.schema import InputError
 from data.sources import Source, kind_of
 from data.values import parse_json, show
 
 BATCH_ROWS = 1024
+SPACE = re.compile(r"\s*")
 
 
 class Digest(Protocol):
@@ -106,13 +108,13 @@ def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
 
 
 def _json(file: Path, digest: Digest) -> Iterator[Row]:
-    """Reads a list of objects, or one object a line, as many publish under this name."""
+    """Reads a list of objects, or one after another, on a line each or as `jq` writes them."""
     if _holds_lines(file):
         yield from _json_lines(file, digest)
         return
     content = b"".join(_counted(file, digest))
     try:
-        values = json.loads(content.decode("utf-8-sig"))
+        values = _documents(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: not UTF-8 (at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -120,10 +122,21 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
         raise InputError(f"{file}:{error.lineno}: invalid JSON ({place})") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: JSON that cannot be read: {error}") from None
+    if len(values) == 1:
+        values = values[0]
     if not isinstance(values, list):
         raise InputError(f"{file}: found {show(values)}; allowed: a list of objects, or one a line")
     for number, value in enumerate(values, 1):
         yield Row(f"{file}[row {number}]", value=value)
+
+
+def _documents(text: str) -> list[Any]:
+    """The JSON values that stand one after another in a text."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while (begin := SPACE.match(text, at)) and begin.end() < len(text):
+        value, at = decoder.raw_decode(text, begin.end())
+        found.append(value)
+    return found or [json.loads(text)]  # which says what an empty one lacks
 
 
 def _holds_lines(file: Path) -> bool:

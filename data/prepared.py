@@ -172,9 +172,12 @@ def _contents(source: Source, root: Path) -> str:
     digest = hashlib.sha256()
     for path, (name, size, *_) in zip(source.files, facts, strict=True):
         digest.update(json.dumps([name, size]).encode())
-        with path.open("rb") as file:
-            for chunk in iter(partial(file.read, READ_BYTES), b""):
-                digest.update(chunk)
+        try:
+            with path.open("rb") as file:
+                for chunk in iter(partial(file.read, READ_BYTES), b""):
+                    digest.update(chunk)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error}") from error
     _check_unchanged(source, facts)
     known.parent.mkdir(parents=True, exist_ok=True)
     write(known, json.dumps(digest.hexdigest()).encode())

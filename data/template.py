@@ -71,7 +71,7 @@ class ChatTemplate:
             with_tools: whether conversations show tools, for which some have a template apart.
 
         Raises:
-            InputError: the tokenizer has no chat template.
+            InputError: the tokenizer has no chat template, or none of the name wanted.
         """
         if not tokenizer.chat_template:
             raise InputError(
@@ -81,8 +81,9 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self._probe_tools = PROBE_TOOLS if with_tools else None
-        self.source = tokenizer.get_chat_template(tools=self._probe_tools)
-        self.variables = {**tokenizer.special_tokens_map, **(kwargs or {})}
+        named = {**(kwargs or {})}
+        self.source = _chosen(tokenizer, named.pop("chat_template", None), self._probe_tools)
+        self.variables = {**tokenizer.special_tokens_map, **named}
 
     def prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Renders a conversation up to where the assistant starts to write.
@@ -255,6 +256,22 @@ def shared_start(one: str, other: str) -> str:
 
 def _any_of(contents: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(set(contents), key=len, reverse=True))) or "(?!)"
+
+
+def _chosen(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools) -> str:
+    """One of a tokenizer's templates by name, else the usual one; or one that is given itself."""
+    if wanted is not None and "{" in wanted:
+        return wanted
+    found = tokenizer.chat_template
+    templates: dict[str, str] = found if isinstance(found, dict) else {"default": str(found)}
+    if wanted is None:
+        wanted = "tool_use" if tools and "tool_use" in templates else "default"
+    if wanted not in templates:
+        raise InputError(
+            f"target {_name(tokenizer)} has no chat template {wanted!r}; allowed: "
+            f"data.chat_template_kwargs={{chat_template: NAME}} with one of {sorted(templates)}"
+        )
+    return templates[wanted]
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -301,6 +301,22 @@ def test_prompt_ends_where_the_assistant_starts():
     assert tokenizer.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_template_is_chosen_by_its_name() -> None:
+    other = CHATML.replace("<|im_start|>", "<|rag|>")
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.chat_template = {"plain": CHATML, "rag": other}
+    messages = [{"role": "user", "content": "hello"}]
+    for wanted, begins in (({"chat_template": "rag"}, "<|rag|>user"),
+                           ({"chat_template": "plain"}, "<|im_start|>user"),
+                           ({"chat_template": other}, "<|rag|>user")):  # fmt: skip
+        template = Encoder(tokenizer, wanted).template({}, None)
+        assert template.prompt(messages).startswith(begins)
+    said = r"chat template '(default|rags)'; allowed: .*{chat_template: NAME}.* \['plain', 'rag'\]"
+    for wanted in ({}, {"chat_template": "rags"}):
+        with pytest.raises(InputError, match=said):
+            Encoder(tokenizer, wanted).template({}, None)
+
+
 def test_no_chat_template_is_refused_with_what_to_do():
     with pytest.raises(InputError, match=r"no chat template.*chat version.*'text' field"):
         Encoder(make_tokenizer(None)).encode(chat("Hi", "Hello"))

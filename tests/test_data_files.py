@@ -288,3 +288,17 @@ def test_what_was_left_out_is_printed(folder):
         "fields not read: id (1,000 rows)",
         "not read: test.jsonl (data.split=train)",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{\n "prompt": "a"\n}\n{\n "prompt": "b"\n}\n',
+        '[{"prompt": "a"},\n {"prompt": "b"}]',
+        '{\n"prompt": "a"}{"prompt": "b"}',
+    ],
+)
+def test_json_as_jq_writes_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    rows = read_rows(find_source(str(tmp_path / "rows.json")), hashlib.sha256())
+    assert [row.parsed().value for row in rows] == [{"prompt": "a"}, {"prompt": "b"}]

@@ -131,6 +131,19 @@ def test_a_second_start_does_not_read_the_data(config: DataConfig, monkeypatch) 
     assert config.path not in read
 
 
+def test_data_that_cannot_be_read_are_no_full_disk(config: DataConfig, monkeypatch) -> None:
+    usual = Path.open
+
+    def refused(path: Path, *how: Any, **more: Any) -> Any:
+        if str(path) == config.path:
+            raise PermissionError(13, "Permission denied", config.path)
+        return usual(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(InputError, match=rf"^{config.path}: cannot be read: .*Permission denied"):
+        opened(config)
+
+
 def test_other_data_of_the_same_size_and_time_are_read(config: DataConfig) -> None:
     """As `rsync -t`, `cp -p` and `tar` leave them."""
     path, first = Path(str(config.path)), opened(config)
