@@ -140,7 +140,7 @@ def test_choices_are_the_targets_first_along_the_answers() -> None:
         ("eagle3", {"sizes": [60, 151]}, r"this head drafts 150 ids; allowed: 1 to 150"),
         ("eagle3", {"sizes": [2]}, r"allowed: 4 to 150, its special and end tokens included"),
         ("medusa", {"depth": 4}, r"depth=4: this head drafts at most 3"),
-        ("medusa", {"max_new_tokens": 300}, r"max_new_tokens=300: with the longest prompt"),
+        ("medusa", {"max_new_tokens": 300}, r"max_new_tokens=300 are 326, above"),
         ("medusa", {"head": HeadRef()}, r"head\.path is unset"),
         ("eagle1", {"sizes": [], "ranks": [64]}, r"ranks=64: must be below 64, the hidden size"),
     ],

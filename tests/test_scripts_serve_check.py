@@ -176,7 +176,7 @@ def test_another_engine_is_refused(setting, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"depth": 2}, r"depth=2: http.* drafts 3 tokens; leave depth unset"),
-        ({"max_new_tokens": 250}, r"max_new_tokens=250: with the longest prompt"),
+        ({"max_new_tokens": 250}, r"max_new_tokens=250 are 275, above"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(setting, tmp_path: Path, settings, message) -> None:
