@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart check test test-slow mutants test-engines gpu-wheels test-gpu clean
+.PHONY: help setup quickstart check test test-emulated test-slow mutants test-engines gpu-wheels test-gpu clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -37,6 +37,9 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2 or 1)'
 
 test: check  ## the default test suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-emulated: setup  ## on an emulated CUDA device, with a C++ compiler
+	$(BIN)/python -m pytest -m emulated
 
 test-slow: setup  ## the long tests
 	$(BIN)/python -m pytest -m slow

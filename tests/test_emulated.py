@@ -40,7 +40,13 @@ def compiled(folder: Path) -> Path:
     return library
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("not slow", marks=pytest.mark.emulated),
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
+)
 def test_on_an_emulated_device(request: pytest.FixtureRequest, which: str) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has a CUDA device of its own")

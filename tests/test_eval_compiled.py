@@ -93,6 +93,7 @@ def test_on_a_cpu_one_graph_is_for_drafts_and_texts_of_any_length() -> None:
     assert graphs(5, 90) == first
 
 
+@pytest.mark.slow
 def test_a_target_that_needs_masks_is_compiled_with_them() -> None:
     target = target_of(num_layers=1)
     expected = written(target, NoDraft, 3)

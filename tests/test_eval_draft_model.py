@@ -180,9 +180,9 @@ def passes_of_generate(target: Target, draft: Target, text: list[int], **setting
     ("schedule", "threshold", "length"),
     [
         ("constant", 0.0, None),
-        ("heuristic", 0.0, DraftLength(start=4)),
-        ("constant", 0.4, DraftLength(confidence=0.4)),
-        ("heuristic", 0.4, DraftLength(start=4, confidence=0.4)),
+        pytest.param("heuristic", 0.0, DraftLength(start=4), marks=pytest.mark.slow),
+        pytest.param("constant", 0.4, DraftLength(confidence=0.4), marks=pytest.mark.slow),
+        ("heuristic", 0.4, DraftLength(start=4, confidence=0.4)),  # both of them
     ],
 )
 def test_the_target_runs_as_often_as_in_transformers(family, schedule, threshold, length) -> None:

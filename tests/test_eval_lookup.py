@@ -172,7 +172,7 @@ def test_sampling_the_likeliest_is_greedy(drafter: type[PromptLookup] | type[Ngr
     assert [one.steps for one in found] == [one.steps for one in greedy]
 
 
-@pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_ngram", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 3, 10])
 def test_prompt_lookup_takes_as_many_passes_as_generate(max_ngram: int, num_tokens: int) -> None:
     target = random_target()

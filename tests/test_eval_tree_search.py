@@ -245,7 +245,7 @@ def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
     return json.loads((out_dir / "tree_search.json").read_text())
 
 
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_the_command_finds_a_shape_that_decoding_then_uses(
     setting, tmp_path, family: str, capsys
 ) -> None:

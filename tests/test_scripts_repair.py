@@ -167,7 +167,7 @@ LAYERS = "hidden states [2, 4], not [3, 5]"
     ("name", "fault", "words"),
     [
         pytest.param("dflash", dflash_layers, LAYERS, marks=slow),  # one of two below
-        ("dspark", dspark_anchor, "sample_from_anchor=true"),
+        pytest.param("dspark", dspark_anchor, "sample_from_anchor=true", marks=slow),
         ("eagle3", eagle_output, "norm_output=true"),
         pytest.param("dflash", theta, THETA, marks=slow),
         pytest.param("dflash2", theta, THETA, marks=slow),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_eval_engine import OWN
 from torch import Tensor
-from toys import FAMILIES, save_target
+from toys import save_target
 
 from conf.schema import InputError, TargetConfig
 from heads.target.load import load_config, load_model
@@ -18,7 +19,7 @@ Weights = dict[str, Tensor]
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=OWN)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -45,7 +45,7 @@ REFUSED = {
 
 
 # Of the others the tests of the engine, of layers and of wrappers run each kind as well.
-OFTEN = ("llama", "deepseek_v3", "gemma3", "jamba")
+OFTEN = ("llama", "deepseek_v3", "gemma3")
 EACH = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in SERVED]
 
 

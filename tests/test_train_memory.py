@@ -131,7 +131,23 @@ def test_an_objective_without_a_formula_has_no_estimate() -> None:
     assert memory.estimate(objective, ONE) is None
 
 
-@pytest.mark.parametrize("make", [hard, medusa, eagle, *map(blocks, BLOCKS), peagle])
+RELATED = ("dflash", "dflash2", "dspark, gated")
+"""To blocks that are asked often."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        hard,
+        medusa,
+        eagle,
+        peagle,
+        *(
+            pytest.param(blocks(kind), marks=pytest.mark.slow if kind in RELATED else [], id=kind)
+            for kind in BLOCKS
+        ),
+    ],
+)
 def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
     """Beyond weights, gradients of the micro batch before, and moments, which lie there."""
     objective = make(**WIDE)
