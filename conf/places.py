@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from conf.schema import InputError
@@ -49,14 +50,32 @@ def check_room(out_dir: str) -> None:
         InputError: with what is in the way.
     """
     folder = Path(out_dir).absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not existing.is_dir():
-        raise InputError(f"out_dir={out_dir}: {existing} is a file: name a folder")
-    if not os.access(existing, os.W_OK):
-        raise InputError(f"out_dir={out_dir}: {existing} cannot be written; name another folder")
+        what = "a file" if existing.exists() else "a link to nowhere"
+        raise InputError(f"out_dir={out_dir}: {existing} is {what}: name a folder")
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE:
         raise InputError(
             f"out_dir={out_dir}: {free / 1e6:.0f} MB are free there; make room for "
             f"{LEAST_FREE / 1e6:.0f} at least, or name a folder on another disk"
         )
+    try:  # permissions alone do not tell: shared disks, quotas and names have rules of their own
+        with tempfile.TemporaryDirectory(dir=existing) as trial:
+            make_folder(Path(trial) / folder.relative_to(existing))
+    except (OSError, InputError) as error:
+        raise InputError(
+            f"out_dir={out_dir}: {existing} cannot be written ({error}); name another folder"
+        ) from None
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder to write to, if it is not there.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from conf.places import make_folder
 from conf.schema import InputError
 from conf.statement import check_unchanged
 
@@ -43,7 +44,7 @@ class Journal:
         self.path = out_dir / rows_name
         self.done: set[int] = set()
         self.num_torn = 0
-        out_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(out_dir)
         self._lock = locked(out_dir / ".lock")
         with contextlib.ExitStack() as unless_opened:
             unless_opened.callback(self._lock.release)
@@ -161,4 +162,6 @@ def locked(path: Path) -> FileLock:
         lock.acquire()
     except Timeout as error:
         raise InputError(f"{path.parent}: another process is writing here") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     return lock

@@ -31,6 +31,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
+from conf.places import make_folder
 from conf.retry import retried
 from conf.schema import InputError
 from data.embedded import fill_unset
@@ -73,7 +74,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     check_plan(work.folder, work.plan)
     check_disk(work, say=state.is_main_process)
     state.wait_for_everyone()  # all have looked at what is there
-    work.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(work.folder)
     lock = locked(work.folder / ".lock") if state.is_main_process else nullcontext()
     with lock, speaking_up(work.folder, state):
         if state.is_main_process:

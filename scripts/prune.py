@@ -309,18 +309,18 @@ def write(
         InputError: the disk is full or not writable.
     """
     out_dir = Path(config.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for head, row in zip(heads, result["pruned"], strict=True):
-        before = {name: result["before"][name] for name in ("num_ids", "tau")}
-        facts = {name: value for name, value in result.items() if name not in ("before", "pruned")}
-        pruned = {**facts, **row, "before": before}
-        head.save(out_dir / str(row["num_ids"]) / "head", {**trained, "pruned": pruned})
     path = out_dir / RESULT
     try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for head, row in zip(heads, result["pruned"], strict=True):
+            before = {name: result["before"][name] for name in ("num_ids", "tau")}
+            facts = {key: each for key, each in result.items() if key not in ("before", "pruned")}
+            pruned = {**facts, **row, "before": before}
+            head.save(out_dir / str(row["num_ids"]) / "head", {**trained, "pruned": pruned})
         plot_pruning(result, path.with_suffix(".png"))
         write_whole(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:
-        raise InputError(f"out_dir={out_dir}: cannot write {RESULT}: {error}") from error
+        raise InputError(f"out_dir={out_dir}: cannot be written: {error}") from error
     print(f"wrote {path}, {path.with_suffix('.png')} and {out_dir}/SIZE/head")
 
 

@@ -1,6 +1,8 @@
 """What is refused at the door: with what is here alone, before anything is loaded or made."""
 
+import errno
 import json
+import os
 import shutil
 import socket
 import sys
@@ -13,6 +15,7 @@ from doors import COMMANDS
 
 from conf import places
 from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
+from data.journal import Journal
 from data.sources import check_data, find_source
 from heads.folders import check_head, check_target
 from heads.storage import locate
@@ -169,9 +172,25 @@ def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     with pytest.raises(InputError, match=r"out_dir=new: 2 MB are free there; make room for 50"):
         places.check_room("new")
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(InputError, match=r"cannot be written; name another folder"):
+
+
+def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("link").symlink_to("nowhere")
+    for path in ("link", "link/x"):
+        with pytest.raises(InputError, match=rf"out_dir={path}: .*link is a link to nowhere: name"):
+            places.check_room(path)
+    with pytest.raises(InputError, match=r"cannot be written \(.*File name too long\)"):
+        places.check_room("n" * 300)
+    assert [each.name for each in Path().iterdir()] == ["link"]  # nothing is left of a trial
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "mkdir", read_only)
+    with pytest.raises(InputError, match=r"cannot be written \(.*Read-only file system\)"):
         places.check_room("new")
+    with pytest.raises(InputError, match="new: cannot be made: Read-only file system"):
+        Journal(Path("new"), {})
 
 
 @pytest.mark.parametrize(

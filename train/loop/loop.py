@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
+from conf.places import make_folder
 from conf.schema import InputError
 from eval.clock import Stopwatch
 from heads.cache import upload
@@ -114,7 +115,7 @@ class Run:
         # Nobody may write before everybody has looked at what is there.
         processes.wait()
         if self.rank == 0:
-            self.job.out_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(self.job.out_dir)
             settings = self.job.provenance.get("config", {})
             self.metrics = Metrics(
                 self.job.out_dir, self.job.log, settings, self.say, goes_on=path is not None
