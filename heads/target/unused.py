@@ -14,6 +14,7 @@ from heads.target.weight_files import tensors, weight_files
 
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Dtypes of quantised weights, as safetensors calls them."""
+OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
 CONSTANTS = ("inv_freq", "masked_bias", "position_ids")
 """Of older versions of transformers, which kept them among the weights."""
 
@@ -64,7 +65,7 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
 def _advice(key: str) -> str:
     if "lora_" in key:
         return "They are of an adapter: merge it, or name its folder as target.adapter"
-    if "scale" in key or "zero" in key:
+    if any(word in key for word in OF_QUANTISATION):
         return "They are of a quantisation that transformers does not read: name the model without"
     return "Its config.json is that of another model: name the right one"
 
