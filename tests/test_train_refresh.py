@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from eval import acceptance
 from heads.target.identity import identify, told_of_another
 from heads.target.load import load_tokenizer
 from train import medusa
+from train.loop.command import from_target
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +166,31 @@ def test_a_run_goes_on_with_the_target_and_the_data_that_it_began_with(
     change(again, inputs, tmp_path)
     with pytest.raises(InputError, match=says):
         medusa.main(again)
+
+
+def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: Path) -> None:
+    """Its tau, and what rollouts learn: both ask the target that is made here."""
+    folder = shutil.copytree(inputs / "target", tmp_path / "target")
+    run = settings(inputs, tmp_path / "out")
+    run.target.path = str(folder)
+    launched: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    file = folder / "generation_config.json"
+    usual = json.loads(file.read_text())
+
+    def source(**asks: Any) -> Any:
+        file.write_text(json.dumps(usual | asks))
+        return from_target(run, launched)
+
+    assert source().target.asked == {}
+    found = source(repetition_penalty=1.5, stop_strings=["end"])
+    assert (found.target.asked, found.target.stop_strings) == (
+        {"repetition_penalty": 1.5},
+        ("end",),
+    )
+    found = source(num_beams=4)
+    assert found.target.asked == {}
+    assert found.lines[0].startswith("tau is of plain greedy answers: ")
+    assert "num_beams=4, which drafts cannot be checked by" in found.lines[0]
+    run.rollout.steps = 1
+    with pytest.raises(InputError, match="num_beams=4, which drafts cannot be checked by"):
+        source(num_beams=4)
