@@ -79,7 +79,8 @@ def asked_of(target: TargetEnds) -> dict[str, Any]:
     if refused:
         raise InputError(
             f"{source} {_listed(refused)}, which drafts cannot be checked by; allowed besides "
-            f"sampling: {', '.join(APPLIED)}; plain=true does without all of them"
+            f"sampling: {', '.join(APPLIED)}; take the others out of generation_config.json, or "
+            "measure and regenerate with plain=true, which does without all of them"
         )
     try:
         Rules(asked, target.stop_ids)
