@@ -88,9 +88,10 @@ def test_on_a_cpu_one_graph_is_for_drafts_and_texts_of_any_length() -> None:
         decode_batch(target, PromptLookup(num_tokens, 1), [[7, 8, 9] * 9], length)
         return COUNTERS["stats"]["unique_graphs"]
 
-    first = graphs(2, 12)
-    assert first > 0
-    assert graphs(5, 90) == first
+    assert graphs(2, 12) > 0
+    # A draft that is accepted may be the first for which entries move.
+    known = graphs(5, 60)
+    assert [graphs(7, 90), graphs(3, 40)] == [known, known]
 
 
 @pytest.mark.slow

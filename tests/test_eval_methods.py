@@ -117,6 +117,19 @@ def test_a_draft_model_padded_otherwise_leaves_out_transformers_own(
     assert "generate_assisted is left out: vocabularies of [300, 320] rows" in said
 
 
+def test_a_draft_model_drafts_whatever_its_generation_config_says(
+    llama: dict, tmp_path: Path
+) -> None:
+    """Stop texts, for one, end transformers' own drafting in a traceback."""
+    folder = shutil.copytree(llama["draft"].path, tmp_path / "draft")
+    file = folder / "generation_config.json"
+    asks = {"stop_strings": ["no such text"], "cache_implementation": "static"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | asks))
+    settings = llama | {"draft": DraftModelConfig(path=str(folder))}
+    found = measured(settings, tmp_path / "o", methods=["generate_assisted"])
+    assert found["methods"]["generate_assisted"]["tau"] > 1.2
+
+
 def test_a_search_for_layers_changes_no_other_draft(
     llama: dict, tmp_path: Path, monkeypatch
 ) -> None:

@@ -16,7 +16,7 @@ from eval.decode.generate import hf_generate
 from eval.decode.generation import Step
 from eval.decode.rules import Rules, node_rows
 from eval.decode.texts import Stops
-from eval.measure.asked import asked_of
+from eval.measure.asked import asked_of, follow
 from heads.drafting import PAD, TreeLayout, tree_layout
 from heads.sampling import GREEDY, Sampling
 from heads.target.model import Target
@@ -174,6 +174,26 @@ def test_what_changes_nothing_is_not_asked_for() -> None:
     target.generation_config.update(**same, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1)
     assert asked_of(target) == {}
     assert not Rules({}, [2]).first
+
+
+def test_nothing_else_of_a_generation_config_reaches_generate(target: Target) -> None:
+    """Without a cache `generate` reads its whole text for each token; others end in a traceback."""
+    whole = decode(target, NoDraft(), PROMPTS[0], 12).token_ids
+    ours = GenerationConfig(
+        use_cache=False, cache_implementation="static", return_dict_in_generate=True,
+        is_assistant=True, stop_strings="no such text",
+    )  # fmt: skip
+    target.generation_config = target.model.generation_config = ours
+    follow(target)
+    widths: list[int] = []
+    hook = target.embedding.register_forward_pre_hook(lambda _, a: widths.append(a[0].shape[1]))
+    assert hf_generate(target, PROMPTS[:1], 12, GREEDY, 0)[0].token_ids == whole
+    hook.remove()
+    assert widths == [7] + [1] * 11
+    [drafted] = hf_generate(target, PROMPTS[:1], 12, GREEDY, 0, prompt_lookup_num_tokens=3)
+    assert drafted.token_ids == whole
+    # What is stored of a target says what its files do.
+    assert (ours.use_cache, ours.stop_strings) == (False, "no such text")
 
 
 def test_a_text_ends_with_a_string(target: Target) -> None:

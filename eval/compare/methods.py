@@ -29,6 +29,7 @@ from eval.decode.engine import NoDraft
 from eval.decode.generate import hf_generate
 from eval.decode.generation import Generation
 from eval.measure import processes
+from eval.measure.asked import follow
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
 from eval.tune.skip_search import search_layers
@@ -303,6 +304,7 @@ class Builder:
                     "transformers' own assisted generation refuses"
                 )
         elif single:
+            follow(model, plain=True)
             how = model.model.generation_config
             how.num_assistant_tokens = settings.num_tokens
             how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"

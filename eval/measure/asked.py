@@ -42,12 +42,12 @@ def follow(
         InputError: it asks for what drafts cannot be checked by, or for nonsense.
     """
     ours = target.generation_config
-    if plain:
-        ours = GenerationConfig(eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id)
-        target.model.generation_config = target.generation_config = ours
-    target.asked = asked_of(target)
-    target.stop_strings = tuple(stop or _texts(ours.stop_strings))
-    ours.stop_strings = None  # `generate` would ask for them in drafts too, without a tokenizer
+    target.asked = {} if plain else asked_of(target)
+    target.stop_strings = tuple(stop or ([] if plain else _texts(ours.stop_strings)))
+    # What else it says, e.g. to keep no cache, `generate` would follow and nobody else.
+    target.model.generation_config = GenerationConfig(
+        eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id, **target.asked
+    )
     target.ignores_stops = ignore_eos
 
 
