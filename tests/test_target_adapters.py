@@ -9,14 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from toys import packed, random_model, save_target, tokenizer
+from toys import CHATML, packed, random_model, save_target, tokenizer
 from transformers import AutoModelForCausalLM
 
 from conf.schema import InputError, TargetConfig
 from conf.schema_medusa import MedusaConfig
 from conf.schema_medusa2 import MergeAdapterRun
 from heads.medusa.head import MedusaHead
-from heads.target.load import load_target
+from heads.target.load import load_target, tokenizer_of
 from scripts import merge_adapter
 from train.medusa import MedusaObjective
 
@@ -38,11 +38,15 @@ KINDS: dict[str, Any] = {
     ),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
     "oft": peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8, r=0),
+    "a shared bank": peft.VBLoRAConfig(
+        target_modules=["q_proj"], vector_length=32, num_vectors=8, topk=2
+    ),
 }
 NOT_OF_WEIGHTS: dict[str, Any] = {
     "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "P_TUNING": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "PREFIX_TUNING": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "aLoRA": LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
 }
 
 
@@ -125,13 +129,47 @@ def test_added_tokens_get_their_rows(tmp_path: Path, config: Any) -> None:
     torch.testing.assert_close(target.model(IDS).logits[..., :300], expected[..., :300])
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "ia3", "norms", "oft"])
+@pytest.mark.parametrize("layer", ["layers.0.", "layers.1."])
+def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, kind: str, layer: str) -> None:
+    """As peft draws what it does not find, which mostly changes nothing."""
     config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    adapted(tmp_path / "adapter", KINDS[kind])
     file = tmp_path / "adapter/adapter_model.safetensors"
-    named = {key.replace("layers", "blocks"): each for key, each in load_file(file).items()}
+    named = {key.replace(layer, "blocks."): each for key, each in load_file(file).items()}
     save_file(named, file)
-    with pytest.raises(InputError, match=r"changes nothing: .*blocks.0.* and 7 more have no place"):
+    lacking = rf"target\.adapter=.*: its file lacks weights for this model: .*\.{layer}"
+    with pytest.raises(InputError, match=lacking):
+        load_target(config, CPU)
+    with pytest.raises(InputError, match=lacking):
+        merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+
+
+@torch.no_grad()
+def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = settings(tmp_path)
+    expected = adapted(tmp_path / "adapter", KINDS["lora"])(IDS).logits
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file(load_file(file) | {"vision.blocks.0.q_proj.lora_A.weight": torch.ones(2, 2)}, file)
+    torch.testing.assert_close(load_target(config, CPU).model(IDS).logits, expected)
+    assert (
+        "has no place for them: vision.blocks.0.q_proj.lora_A.weight\n" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "lacking"), [("lm_head", "embed_tokens"), ("embed_tokens", "lm_head")]
+)
+def test_added_tokens_of_one_end_are_refused(tmp_path: Path, held: str, lacking: str) -> None:
+    """As the rows of the other would be drawn anew at every start."""
+    config = settings(tmp_path)
+    adapted(
+        tmp_path / "adapter", LoraConfig(target_modules=["q_proj"], modules_to_save=[held]), 304
+    )
+    said = (
+        rf"trained with 304 tokens, the target has 300, and its file lacks the rows of .*{lacking}"
+    )
+    with pytest.raises(InputError, match=said):
         load_target(config, CPU)
 
 
@@ -154,3 +192,31 @@ def test_so_does_a_chat_template_alone(tmp_path: Path) -> None:
     (tmp_path / "adapter/chat_template.jinja").write_text("{{ 'alone' }}")
     assert load_target(config, CPU).tokenizer.chat_template == "{{ 'alone' }}"
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_a_tokenizer_without_template_takes_that_of_the_target(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    own = tokenizer(None)
+    own.add_tokens(["<other>"])
+    own.save_pretrained(tmp_path / "adapter")
+    found = tokenizer_of(config)
+    assert found.chat_template == CHATML
+    assert found.convert_tokens_to_ids("<other>") == len(own) - 1
+
+
+def test_named_templates_beside_an_adapter_stay(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    own = tokenizer()
+    own.chat_template = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
+    own.save_pretrained(tmp_path / "adapter")
+    assert tokenizer_of(config).chat_template == {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
+
+
+def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    (tmp_path / "adapter/tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"^target\.adapter=.*adapter: cannot load it: "):
+        tokenizer_of(config)

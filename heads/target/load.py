@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -112,13 +113,10 @@ def tokenizer_of(config: TargetConfig) -> Any:
         InputError: nothing there.
     """
     assert config.path is not None
+    if config.adapter is not None:
+        return _of_adapter(config)
     with naming_target(config):
-        tokenizer = _of_adapter(config)
-        if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
-        template = _beside_adapter(config, "chat_template.jinja")
-        if template is not None:
-            tokenizer.chat_template = template.read_text()
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
         if tokenizer.chat_template is None:
             file = cached_file(
                 config.path,
@@ -151,21 +149,29 @@ def generation_config(config: TargetConfig) -> dict[str, Any] | None:
 
 
 def _of_adapter(config: TargetConfig) -> Any:
-    """The tokenizer beside an adapter; None where there is none."""
+    """The tokenizer of a target with an adapter; what does not lie beside that is the target's."""
     assert config.path is not None
-    if _beside_adapter(config, "tokenizer_config.json") is None:
-        return None
-    model_config = AutoConfig.from_pretrained(config.path, **hub_options(config))
-    return AutoTokenizer.from_pretrained(
-        config.adapter, config=model_config, trust_remote_code=config.trust_remote_code
-    )
-
-
-def _beside_adapter(config: TargetConfig, name: str) -> Path | None:
-    if config.adapter is None:
-        return None
-    found = cached_file(config.adapter, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    assert config.adapter is not None
+    with naming_target(config, "adapter"):
+        own, template = (
+            cached_file(config.adapter, name, _raise_exceptions_for_missing_entries=False)
+            for name in ("tokenizer_config.json", "chat_template.jinja")
+        )
+    base = replace(config, adapter=None)
+    if own is None:
+        tokenizer = tokenizer_of(base)
+    else:
+        with naming_target(config):
+            model_config = AutoConfig.from_pretrained(config.path, **hub_options(config))
+        with naming_target(config, "adapter"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                config.adapter, config=model_config, trust_remote_code=config.trust_remote_code
+            )
+    if own is None and template is not None:
+        tokenizer.chat_template = Path(template).read_text()
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = tokenizer_of(base).chat_template
+    return tokenizer
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -184,18 +190,24 @@ def attentions_for(model_config: Any) -> list[str]:
 
 
 @contextmanager
-def naming_target(config: TargetConfig) -> Iterator[None]:
+def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]:
     """Says of what transformers raises which setting it is about.
 
+    Args:
+        config: of the target.
+        setting: `path` or `adapter`.
+
     Raises:
-        InputError: with `target.path`, in place of an error of files or of their content.
+        InputError: with that setting, in place of an error of files or of their content.
     """
     try:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *EVERY_WAY) as error:
         # Some say all that transformers knows.
         said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
-        raise InputError(f"target.path={config.path}: cannot load it: {said}") from error
+        raise InputError(
+            f"target.{setting}={getattr(config, setting)}: cannot load it: {said}"
+        ) from error
 
 
 def hub_options(config: TargetConfig) -> dict[str, Any]:

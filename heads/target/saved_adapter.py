@@ -5,7 +5,7 @@ what an adapter changes of them is folded in. Layers keep theirs beside the weig
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from conf.places import here
 from conf.schema import InputError
-from heads.target.decoder import EVERY_WAY
+from heads.target.decoder import EVERY_WAY, decoder_of
 from heads.target.weight_files import tensors
 
 NUM_PROBED = 16
@@ -38,13 +38,14 @@ def with_adapter(model: Any, adapter: str) -> Any:
     if folder is not None and not (folder / "adapter_model.safetensors").is_file():
         raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
     try:
-        stored = _stored(adapter)
-        _make_room(model, stored)
+        _make_room(model, _stored(adapter), adapter)
         adapted = PeftModel.from_pretrained(model, adapter).eval()
-        _check_keys(adapted, stored, adapter)
-        expected = _logits(adapted, model)
-        _fold_ends(adapted.get_base_model())
-        same = _alike(expected, _logits(adapted.get_base_model(), model))
+        same = _is_of_weights(adapted)
+        if same:
+            _check_keys(adapted, adapter)
+            expected = _logits(adapted, model)
+            _fold_ends(adapted.get_base_model())
+            same = _alike(expected, _logits(adapted.get_base_model(), model))
     except InputError:
         raise
     except (OSError, ImportError, *EVERY_WAY) as error:
@@ -82,7 +83,18 @@ def merged(adapted: Any, adapter: str) -> Any:
 
 
 def _kind(adapted: Any) -> str:
-    return str(adapted.active_peft_config.peft_type.value)
+    config = adapted.active_peft_config
+    return "aLoRA" if _is_activated(config) else str(config.peft_type.value)
+
+
+def _is_activated(config: Any) -> bool:
+    """Whether an adapter waits for tokens that call it, which peft looks for outside the model."""
+    return getattr(config, "alora_invocation_tokens", None) is not None
+
+
+def _is_of_weights(adapted: Any) -> bool:
+    config = adapted.active_peft_config
+    return not config.is_prompt_learning and not _is_activated(config)
 
 
 def _stored(adapter: str) -> dict[str, list[int]]:
@@ -91,14 +103,26 @@ def _stored(adapter: str) -> dict[str, list[int]]:
     return {name: each["shape"] for name, each in tensors(file).items()}
 
 
-def _make_room(model: Any, stored: Mapping[str, list[int]]) -> None:
-    """Adds rows to both ends for tokens that an adapter was trained with and a model lacks."""
+def _make_room(model: Any, stored: Mapping[str, list[int]], adapter: str) -> None:
+    """Adds rows to both ends for tokens that an adapter was trained with and a model lacks.
+
+    Raises:
+        InputError: not all of them are in its file; they would be drawn anew at every start.
+    """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [f".{name}." for name, each in model.named_modules() if each in ends]
-    shapes = [s for name, s in stored.items() if any(end in name for end in names)]
-    num_rows = max((max(shape) for shape in shapes if shape), default=0)
-    if num_rows > ends[0].weight.shape[0]:
-        model.resize_token_embeddings(num_rows, mean_resizing=False)
+    names = {each: f".{name}." for name, each in model.named_modules() if each in ends}
+    shapes = {end: [s for key, s in stored.items() if names[end] in key] for end in ends}
+    num_rows = max((max(s) for end in ends for s in shapes[end] if s), default=0)
+    if num_rows <= ends[0].weight.shape[0]:
+        return
+    for end in ends:
+        if [num_rows, end.weight.shape[1]] not in shapes[end]:
+            raise InputError(
+                f"target.adapter={adapter}: was trained with {num_rows} tokens, the target has "
+                f"{ends[0].weight.shape[0]}, and its file lacks the rows of {names[end][1:-1]}; "
+                "save it with save_embedding_layers=True, or both ends among modules_to_save"
+            )
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
 
 
 @torch.no_grad()
@@ -152,28 +176,38 @@ def _weight(end: Any) -> Any:
     return end.weight
 
 
-def _check_keys(adapted: Any, stored: Iterable[str], adapter: str) -> None:
-    """Refuses an adapter of which nothing has a place in the model; says what has none.
+def _check_keys(adapted: Any, adapter: str) -> None:
+    """Refuses an adapter that lacks weights of the language model; says what has no place in it.
 
     Raises:
-        InputError: it changes nothing.
+        InputError: what it lacks would be as it was drawn, which mostly changes nothing.
     """
-    from peft import get_peft_model_state_dict
-
-    placed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    left = sorted(name for name in stored if name not in placed and "lora" in name)
-    if not left:
-        return
+    # peft's `from_pretrained` keeps what it finds here to itself, but for a warning.
+    found = adapted.load_adapter(adapter, adapted.active_adapter)
     model = adapted.get_base_model()
-    with adapted.disable_adapter():
-        without = _logits(adapted, model)
-    if torch.equal(without, _logits(adapted, model)):
-        raise InputError(
-            f"target.adapter={adapter}: changes nothing: {left[0]} and {len(left) - 1} more have "
-            "no place in this model; name the model that it was trained on"
-        )
-    print(  # noqa: T201
-        f"target.adapter={adapter}: left out, as the language model has no place for them: "
-        f"{left[0]} and {len(left) - 1} more",
-        file=sys.stderr,
+    inside = {*decoder_of(model).modules(), model.get_output_embeddings()}
+    names = {name for name, each in adapted.named_modules() if each in inside}
+    weights = dict(adapted.named_parameters(remove_duplicate=False))
+    # One that layers share lies in the file under one of its names.
+    there = {id(each) for name, each in weights.items() if name not in found.missing_keys}
+    lacking = sorted(
+        key
+        for key in found.missing_keys
+        if key.rpartition(".")[0] in names and id(weights.get(key)) not in there
     )
+    if lacking:
+        raise InputError(
+            f"target.adapter={adapter}: its file lacks weights for this model: {_some(lacking)}; "
+            "name the model that it was trained on"
+        )
+    left = sorted(found.unexpected_keys)
+    if left:
+        print(  # noqa: T201
+            f"target.adapter={adapter}: left out, as the language model has no place for them: "
+            f"{_some(left)}",
+            file=sys.stderr,
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
