@@ -12,7 +12,8 @@ from test_eval_engine import OWN
 from torch import Tensor
 from toys import save_target
 
-from conf.schema import InputError, TargetConfig
+from conf.schema import InputError, Quantization, TargetConfig
+from heads.target import load
 from heads.target.load import load_config, load_model
 
 Weights = dict[str, Tensor]
@@ -140,6 +141,28 @@ def quantised(folder: Path, scales: str, how: dict[str, Any] | None) -> Path:
 def test_codes_that_nothing_reads_are_refused(tmp_path: Path, how: dict[str, Any] | None) -> None:
     with pytest.raises(InputError, match=r"holds codes of dtype F8_E4M3, of a quantisation that"):
         loaded(quantised(tmp_path, "weight_scale", how))
+
+
+def test_neither_are_they_quantised_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_quantization", lambda *_: None)
+    config = TargetConfig(path=str(quantised(tmp_path, "weight_scale", None)))
+    config.quantization = Quantization.int8
+    with pytest.raises(InputError, match=r"holds codes of dtype F8_E4M3, of a quantisation that"):
+        load_model(config, load_config(config), torch.float32, torch.device("cpu"), "eager")
+
+
+def test_bytes_that_nobody_reads_are_no_codes(tmp_path: Path, capsys) -> None:
+    before = loaded(save_target(tmp_path, "gpt_neox"))
+    weights = load_file(tmp_path / WEIGHTS)
+    # Masks as older versions of transformers saved them, and layers beside the model.
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    weights["mtp.proj.weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / WEIGHTS, {"format": "pt"})
+    after = loaded(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "left out, as the language model does not use them: mtp\n" in capsys.readouterr().err
 
 
 def test_codes_that_transformers_reads_are_loaded(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def load_model(
         # Straight from the files: no process holds a copy of its own on the host.
         options["device_map"] = {"": device}
     assert config.path is not None
-    knows_codes = reads_codes(config, model_config)
+    knows_codes = reads_codes(model_config)
     with naming_target(config):
         loaded: Any = language_class(model_config, towers).from_pretrained(
             config.path,
@@ -261,7 +261,7 @@ def load_model(
     if knows_codes:  # and which scales it does without
         unexpected = [key for key in unexpected if key.endswith((".weight", ".bias"))]
     else:
-        check_codes(config)
+        check_codes(config, model, unexpected)
     check_used(config, model, unexpected)
     return complete(config, model, info)
 

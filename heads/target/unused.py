@@ -1,7 +1,8 @@
 """Weights in a target's files that its model does not use: refused, or said."""
 
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from conf.schema import InputError, Quantization, TargetConfig
+from conf.schema import InputError, TargetConfig
 from heads.target.weight_files import tensors, weight_files
 
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
@@ -70,28 +71,31 @@ def _advice(key: str) -> str:
     return "Its config.json is that of another model: name the right one"
 
 
-def reads_codes(config: TargetConfig, model_config: Any) -> bool:
-    """Whether transformers knows what quantised weights stand for.
+def reads_codes(model_config: Any) -> bool:
+    """Whether transformers knows what quantised weights in a model's files stand for.
 
     Args:
-        config: how the model is loaded.
         model_config: of transformers, before the model is loaded, which may take it away.
     """
     stored = getattr(model_config, "quantization_config", None)
     stored = stored or getattr(model_config.get_text_config(), "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-    return (
-        config.quantization is not Quantization.none or method in AUTO_QUANTIZATION_CONFIG_MAPPING
-    )
+    return method in AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
-def check_codes(config: TargetConfig) -> None:
+def check_codes(config: TargetConfig, model: Any, unexpected: Collection[str]) -> None:
     """Refuses one-byte weights that were loaded as if they were numbers.
+
+    Args:
+        config: where the model is.
+        model: as it was loaded.
+        unexpected: names of weights in its files that it does not have.
 
     Raises:
         InputError: naming the first of them.
     """
     assert config.path is not None
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # old masks of 0 and 1 among them
     found = cached_file(
         config.path, "config.json", revision=config.revision, local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
@@ -99,7 +103,8 @@ def check_codes(config: TargetConfig) -> None:
     files = found and weight_files(Path(str(found)).parent, "model")
     for file in files or ():
         for name, tensor in tensors(file).items():
-            if tensor["dtype"] in CODES:
+            unread = name in unexpected or any(re.search(each, name) for each in ignored)
+            if tensor["dtype"] in CODES and not unread:
                 raise InputError(
                     f"target.path={config.path}: {name} holds codes of dtype {tensor['dtype']}, "
                     "of a quantisation that transformers does not read: name the model without"
