@@ -61,6 +61,18 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+)
+def test_ends_of_another_size_are_refused(tmp_path: Path, name: str) -> None:
+    random_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = tensors[name][:-4].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"{name} has shape \[(92|60).* in its files, \[(96|64)"):
+        layerless(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("setting", "value", "shown"),
     [
         ("adapter", "lora", "lora"),

@@ -60,6 +60,10 @@ def adapter(weights: Weights, name: str) -> None:
     weights[f"{name.removesuffix('.weight')}.lora_A.weight"] = torch.ones(3)
 
 
+def adapter_beside(weights: Weights, name: str) -> None:
+    weights[f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"] = torch.ones(3)
+
+
 def norm_of_a_layer(weights: Weights, name: str) -> None:
     weights[f"{name.split('.0.', maxsplit=1)[0]}.0.other_norm.weight"] = torch.ones(3)
 
@@ -88,6 +92,7 @@ def shorter(weights: Weights, name: str) -> None:
 REFUSED = {
     bias: "would leave out and compute something else",
     adapter: r"name its folder as target\.adapter",
+    adapter_beside: r"name its folder as target\.adapter",
     norm_of_a_layer: r"other_norm\.weight\. Its config\.json",
     scale: "of a quantisation that transformers does not read",
     codes: "holds codes of dtype I8",
@@ -111,6 +116,7 @@ def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, cap
         weights[name] = weights[name].double()
         weights[name.replace(".0.", ".9.", 1)] = weights[name].clone()
         weights["value_head.weight"] = torch.ones(3)
+        weights[name.split(".0.", maxsplit=1)[0] + ".0.rotary_emb.cos_cached"] = torch.ones(3)
 
     after = loaded(written(saved, folder, change))
     said = capsys.readouterr().err

@@ -1,6 +1,6 @@
 """What of a target lies outside its layers, for when another process runs those."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,8 +83,22 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
     of_ends = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
     check_used(config, model, of_ends)
     complete(config, model, info)
+    _check_shapes(config, model, info["mismatched_keys"])
     model.config = whole
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
+    """Refuses ends and a final norm of another size in the files; transformers draws them."""
+    decoder = decoder_of(model)
+    norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
+    read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
+    for key, stored, expected in sorted(mismatched):
+        if model.get_submodule(key.rpartition(".")[0]) in read:
+            raise InputError(
+                f"target.path={config.path}: {key} has shape {list(stored)} in its files, "
+                f"{list(expected)} by its config.json: name the one that belongs to it"
+            )
 
 
 def final_norm(model: Any) -> nn.Module:

@@ -16,15 +16,15 @@ from heads.target.weight_files import tensors, weight_files
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Dtypes of quantised weights, as safetensors calls them."""
 OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
-CONSTANTS = ("inv_freq", "masked_bias", "position_ids")
+CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
 """Of older versions of transformers, which kept them among the weights."""
 
 
 def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuses weights that would change what a model computes; says which others are left out.
 
-    What belongs to a module that computes, or to one of the layers, changes that; whole layers
-    and modules beside them, such as those for multi-token prediction, do not.
+    What belongs to a module that computes, to one of the layers or to an adapter changes that;
+    whole layers and modules beside them, such as those for multi-token prediction, do not.
 
     Args:
         config: where the model is.
@@ -45,7 +45,7 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
         within = [modules[".".join(parts[:n])] for n in range(depth + 1)]
         # A whole layer that the model does not have ends at the list of those that it has.
         in_layer = any(isinstance(each, nn.ModuleList) for each in within[:-1])
-        if in_layer or not list(within[-1].children()):
+        if in_layer or not list(within[-1].children()) or "lora_" in key:
             computing.append(key)
         else:
             beside.add(".".join(parts[: depth + 1]))
