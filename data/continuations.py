@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from conf.schema import InputError
 from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
@@ -12,8 +12,7 @@ def continuations(
     endpoint: Endpoint,
     prompts: Sequence[list[int]],
     seeds: Sequence[int],
-    max_new_tokens: int,
-    temperature: float,
+    told: Mapping[str, float],
     concurrency: int,
 ) -> list[list[int]]:
     """The answers to rendered prompts, stop tokens included, from vLLM (0.32).
@@ -22,16 +21,15 @@ def continuations(
         endpoint: the server; the first model that it lists answers.
         prompts: token ids.
         seeds: of each answer, where it is sampled.
-        max_new_tokens: of an answer.
-        temperature: 0 is greedy.
+        told: `max_tokens`, `temperature`, of which 0 is greedy, and `repetition_penalty`, of which
+            1 is none.
         concurrency: requests in flight.
 
     Raises:
         InputError: a prompt got no answer, or one without token ids.
     """
     asked: dict[str, object] = {
-        "max_tokens": max_new_tokens,
-        "temperature": temperature,
+        **told,
         # Without these a server takes over what the target's generation_config.json draws from.
         "top_p": 1.0,
         "top_k": 0,
@@ -39,7 +37,7 @@ def continuations(
         "return_token_ids": True,
     }
     bodies = [
-        asked | {"prompt": prompt} | ({"seed": seed} if temperature > 0 else {})
+        asked | {"prompt": prompt} | ({"seed": seed} if told["temperature"] > 0 else {})
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     try:

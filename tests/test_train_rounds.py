@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from toys import noisy_head, random_target, texts
+from toys import noisy_head, random_target, texts, tokenizer
 
 from conf.schema import InputError, RolloutConfig
 from conf.schema_medusa import MedusaRun
@@ -97,6 +97,25 @@ def test_a_round_is_written_once(target: Target, data: PackedDataset, tmp_path: 
     assert documents(found.data) != documents(first.data)
 
 
+def test_a_round_that_was_written_in_another_way_is_written_again(
+    target: Target, data: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as of a run that was stopped before its first checkpoint, and started again."""
+    head = noisy_head(target)
+
+    def answers(folder: str, **changes: Any) -> Any:
+        return documents(
+            rollouts(target, data, tmp_path / folder, **changes).round(0, head)[0].data
+        )
+
+    greedy = answers("kept")
+    assert answers("kept", temperature=1.0) == answers("new", temperature=1.0) != greedy
+    assert answers("kept") == greedy
+    monkeypatch.setattr(target, "asked", {"repetition_penalty": 1.5})
+    assert answers("kept") == answers("penalty") != greedy
+    assert rollouts(target, data, tmp_path / "kept").round(0, head)[1] == {}
+
+
 def test_other_temperatures_and_seeds_say_other_things(
     target: Target, data: PackedDataset, tmp_path: Path
 ) -> None:
@@ -124,17 +143,21 @@ class Served(ChatServer):
 
     Attributes:
         first: in place of the first token of each answer.
+        stops: whether it knows of the target's stop texts.
     """
 
     path = "/v1/completions"
     first: int | None = None
+    stops = True
 
     def __init__(self, target: Target) -> None:
         super().__init__()
         self.target = target
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
+        with self._lock, pytest.MonkeyPatch.context() as patch:
+            if not self.stops:
+                patch.setattr(self.target, "stop_strings", ())
             ids = decode(self.target, NoDraft(), body["prompt"], body["max_tokens"]).token_ids
         first = ids[0] if self.first is None else self.first
         return {"choices": [{"token_ids": [first, *ids[1:]]}]}
@@ -156,7 +179,7 @@ def test_a_server_answers_in_place_of_the_target(
         assert [body.pop("prompt")[:0] for body in server.bodies] == [[]] * 4
         assert server.bodies == 4 * [
             {"model": "toy", "max_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": 0,
-             "min_p": 0.0, "return_token_ids": True}
+             "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
         ]  # fmt: skip
         assert "tau" not in Rollouts.line(figures)
         server.bodies.clear()
@@ -174,6 +197,27 @@ def test_a_server_answers_in_place_of_the_target(
         server.fault_for = lambda _: (400, {})
         with pytest.raises(InputError, match=r"rollout\.endpoint=http.*HTTP 400: .*injected"):
             made.round(4, head)
+
+
+def test_a_server_answers_as_the_generation_config_says(
+    target: Target, data: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is told the penalty, and does not know of stop texts."""
+    head = noisy_head(target)
+    monkeypatch.setattr(target, "tokenizer", tokenizer())
+    first = documents(rollouts(target, data, tmp_path / "0").round(0, head)[0].data)[0][0][6:]
+    monkeypatch.setattr(target, "asked", {"repetition_penalty": 1.5})
+    monkeypatch.setattr(target, "stop_strings", (target.tokenizer.decode(first[2:3]),))
+    here = documents(rollouts(target, data, tmp_path / "here").round(0, head)[0].data)
+    with Served(target) as server:
+        made = rollouts(target, data, tmp_path / "served")
+        made = replace(made, server=Endpoint(server.url, setting="rollout.endpoint"))
+        monkeypatch.setattr(server, "stops", False)
+        assert documents(made.round(0, head)[0].data) == here
+        assert {body["repetition_penalty"] for body in server.bodies} == {1.5}
+        monkeypatch.setattr(target, "asked", {"no_repeat_ngram_size": 2})
+        with pytest.raises(InputError, match=r"rollout\.endpoint=http.*no_repeat_ngram_size=2"):
+            made.round(2, head)
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         lines_of_run = [*source.lines, *lines, optimizer, described(config.train, size, length)]
         print_plan(config, source.target.name, lines_of_run, where)
     parts = memory_of(accelerator, objective, config.train, source.train)
+    rollouts = rollouts_of(config, source)
+    answers = {} if rollouts is None else {"answers": rollouts.answers}
     job = Job(
         config=config.train,
         log=config.log,
@@ -127,9 +129,9 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         heldout=source.heldout,
         provenance=provenance(config, source.target.name, source.report)
         | {"target_identity": plain(source.identity), "about_head": lines},
-        made_of=stated(target=source.identity, data={"checksum": source.checksum}),
+        made_of=stated(target=source.identity, data={"checksum": source.checksum}, **answers),
         goes_on=head.path is not None,
-        rollouts=rollouts_of(config, source),
+        rollouts=rollouts,
         evaluate=measure(config, source, objective),
     )
     outcome = loop.fit(accelerator, job)
@@ -149,7 +151,10 @@ def rollouts_of(config: TrainRun, source: Source) -> Rollouts | None:
     size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
     url, key = config.rollout.endpoint, os.environ.get(API_KEY)
     server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
-    return Rollouts(config.rollout, source.target, source.train, size, config.seed, folder, server)
+    made_of = stated(target=source.identity)
+    return Rollouts(
+        config.rollout, source.target, source.train, size, config.seed, folder, server, made_of
+    )
 
 
 def memory_of(

@@ -7,19 +7,22 @@ a round is text, and a step finds the drafts of the head of that very step in it
 head that has changed since is ever learnt from.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from conf.schema import InputError, RolloutConfig
+from conf.statement import changed, plain
 from data.chat import Sample
 from data.continuations import continuations
 from data.endpoint import Endpoint
@@ -27,6 +30,7 @@ from data.pack import PackedDataset
 from eval.clock import Stopwatch
 from eval.decode.engine import Request, decode_many
 from eval.decode.generation import Generation
+from eval.decode.texts import Stops
 from eval.measure.processes import gathered
 from heads.drafting import Drafter
 from heads.kind import DraftHead
@@ -43,6 +47,9 @@ from train.loop.replay import prompts_of
 GROUP = 4
 """Answers that are dealt to a process at once, as a multiple of those it writes side by side."""
 TEXTS = "texts.safetensors"
+MADE = "made_of"
+PENALTY = "repetition_penalty"
+"""What a server can be told of a generation config."""
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key of a server that answers."""
 
@@ -108,6 +115,7 @@ class Rollouts:
         seed: of the run.
         folder: keeps the rounds, which a resumed run reads again.
         server: answers in place of the target here.
+        made_of: the statement of the target.
     """
 
     config: RolloutConfig
@@ -117,6 +125,17 @@ class Rollouts:
     seed: int
     folder: Path
     server: Endpoint | None = None
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """What decides the target's answers besides its weights and the run's settings."""
+        asked = sorted(self.target.asked.items())
+        return {"generation_config": plain(asked), "stop": plain(self.target.stop_strings)}
+
+    def _statement(self) -> dict[str, Any]:
+        how = {"max_new_tokens": self.config.max_new_tokens, "temperature": self.config.temperature}
+        return {**self.made_of, **self.answers, **how, "seed": self.seed}
 
     def round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
         """The round of a step, made on all processes at once if no earlier run has left it.
@@ -137,7 +156,7 @@ class Rollouts:
         if texts is None:
             texts, figures = self._written(number, prompts, head)
             if PartialState().is_main_process:
-                fill = partial(_fill, texts)
+                fill = partial(_fill, texts, self._statement())
                 write_folder(self._path(number), fill)
         seed = self.seed + number
         packed = PackedDataset(
@@ -180,6 +199,11 @@ class Rollouts:
         """What a run that was stopped has written."""
         file = self._path(number) / TEXTS
         if not file.exists():
+            return None
+        with safe_open(file, "pt") as opened:
+            made = (opened.metadata() or {}).get(MADE)
+        # A round of an earlier version says nothing.
+        if made is not None and changed(json.loads(made), self._statement()):
             return None
         texts = Texts(**load_tensors(file))
         return texts if texts.answer(prompts) else None
@@ -237,17 +261,28 @@ class Rollouts:
     def _served(self, requests: list[Request]) -> list[Generation]:
         """The answers of a server, which does not tell what was drafted."""
         assert self.server is not None
+        asked = self.target.asked
+        if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
+            raise InputError(
+                f"{self.server}: cannot be told {', '.join(untold)}, which the generation config "
+                f"of {self.target.name} asks for; leave rollout.endpoint unset"
+            )
         prompts, seeds = ([each.prompt_ids for each in requests], [each.seed for each in requests])
-        limits = self.config.max_new_tokens, self.config.temperature, self.config.batch_size
-        answers = continuations(self.server, prompts, seeds, *limits)
+        told = {
+            "max_tokens": self.config.max_new_tokens,
+            "temperature": self.config.temperature,
+            PENALTY: asked.get(PENALTY, 1.0),
+        }
+        answers = continuations(self.server, prompts, seeds, told, self.config.batch_size)
         vocab_size, highest = self.target.vocab_size, max(map(max, answers), default=0)
         if highest >= vocab_size:
             raise InputError(
                 f"{self.server}: answers with token {highest}, and {self.target.name} has "
                 f"{vocab_size}: it serves another model"
             )
-        return [Generation(answer) for answer in answers]
+        stops = Stops.of(self.target)
+        return [Generation(stops.cut([], answer)) for answer in answers]
 
 
-def _fill(texts: Texts, folder: Path) -> None:
-    save_file(texts._asdict(), folder / TEXTS)
+def _fill(texts: Texts, made_of: dict[str, Any], folder: Path) -> None:
+    save_file(texts._asdict(), folder / TEXTS, metadata={MADE: json.dumps(made_of)})
