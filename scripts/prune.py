@@ -34,6 +34,7 @@ from data.layout import HIDDEN
 from data.pack import DataReport, PackedDataset, prepare
 from data.provenance import provenance
 from eval.measure import processes
+from eval.measure.asked import follow_or_tell
 from eval.measure.bench import greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt, check_prompt
@@ -80,6 +81,9 @@ def main(config: PruneRun) -> None:
         raise InputError(f"{state.num_processes} processes: one prunes; start just that")
     fill_unset(config)
     target = load_target(config.target, state.device)
+    told = follow_or_tell(target)
+    if told is not None:
+        print(told, file=sys.stderr)
     identity = identify(config.target, target.tokenizer, target.dtype)
     other = told_of_another("head.path", str(config.head.path), config.head.revision, identity)
     if other is not None:

@@ -21,6 +21,8 @@ def setting(tmp_path_factory) -> Path:
     """A target of 300 ids, heads of 150 and 300, conversations and held-out ones."""
     folder = tmp_path_factory.mktemp("prune")
     path = str(save_target(folder / "target", num_hidden_layers=4))
+    file = folder / "target/generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.5}))
     target = load_target(TargetConfig(path=path), torch.device("cpu"))
     eagle_head(target, EagleForm.eagle3, 150, num_updates=10).save(folder / "eagle3", {"a": 1})
     eagle_head(target, EagleForm.eagle1, num_updates=0).save(folder / "eagle1")
