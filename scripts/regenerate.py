@@ -5,8 +5,8 @@ A draft head learns to predict its target, so it learns most from text that the 
     python scripts/regenerate.py data.path=chats.jsonl target.path=Qwen/Qwen3-8B
     python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
 
-Serve with the model's shipped sampling defaults off (`vllm serve ... --generation-config vllm`):
-a repetition penalty there would give text that the head never meets when it is measured; and with
+A repetition penalty of the target's generation config is followed in process, as it is where heads
+are measured; vLLM follows it too, where it is served without `--generation-config vllm`. Serve with
 its parsers of reasoning and tool calls. vLLM tells the token ids of an answer, which are kept.
 """
 
@@ -258,6 +258,8 @@ async def _from_endpoint(
         if await client.tells_token_ids():
             # Text that the server's parsers leave as it is must say all that the ids do.
             settings |= {"return_token_ids": True, "skip_special_tokens": False}
+            # Else it draws by what the target's generation_config.json says.
+            settings |= {"top_k": 0, "min_p": 0.0}
 
         async def converse(dialogue: Dialogue) -> DialogueOutcome:
             try:
@@ -285,7 +287,7 @@ def _report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
     if truncated:
         print(
             f"{len(truncated)} of them hold an answer cut off at max_new_tokens="
-            f"{config.max_new_tokens}; truncated_turns names it"
+            f"{config.max_new_tokens}, or at a stop text; truncated_turns names it"
         )
     if tally.num_cut:
         print(

@@ -133,6 +133,7 @@ def test_a_server_that_tells_ids_is_believed(family: str, tmp_path: Path) -> Non
 
         def answer(self, body: dict) -> dict:
             assert body["return_token_ids"]
+            assert (body["top_k"], body["min_p"]) == (0, 0.0)
             turn = next(replies)
             message = {"role": "assistant", "content": turn.text, "reasoning": turn.thought or None}
             ids = tokenizer(written(notes, turn), add_special_tokens=False)["input_ids"]
