@@ -194,3 +194,20 @@ def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: 
     run.rollout.steps = 1
     with pytest.raises(InputError, match="num_beams=4, which drafts cannot be checked by"):
         source(num_beams=4)
+
+
+def test_rollouts_go_on_with_the_answers_that_they_began_with(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    folder = shutil.copytree(inputs / "target", tmp_path / "target")
+    run = settings(inputs, tmp_path / "out")
+    run.target.path, run.rollout.steps, run.rollout.max_new_tokens = str(folder), 1, 4
+    run.train.save_steps = 1
+    medusa.main(run)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.5}))
+    run.train.resume = "auto"
+    said = r"answers\.generation_config was \[\], is \[\['repetition_penalty', 1\.5\]\]\. Continue"
+    with pytest.raises(InputError, match=said):
+        medusa.main(run)
