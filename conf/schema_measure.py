@@ -220,7 +220,7 @@ class SpeedupRun(MeasureRun):
     """`eval/speedup.py`."""
 
     methods: Any = "all"
-    """A name or a list of them, see `eval/compare/methods.py`; or `all` that are possible. The
+    """A name or a list of them, see `eval/compare/names.py`; or `all` that are possible. The
     baselines `vanilla` and `generate` always run."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""

@@ -137,10 +137,11 @@ class StoredDataset(Dataset):
         num_tokens = found.num_tokens[number]
         room = num_tokens if room is None else room
         row = read_sequence(path, self.fields, found, number, room)
-        if self.target is not None:
-            ids, mask = row["input_ids"][:num_tokens], row["loss_mask"][:num_tokens].bool()
+        ids, target = row["input_ids"][:num_tokens], self.target
+        if target is not None and int(ids.max()) >= min(target.num_read, target.vocab_size):
+            learnt = ids[row["loss_mask"][:num_tokens].bool()]
             where = f"{self.store.folder}: sequence {index} of {self.split}".format
-            check_ids(ids.tolist(), self.target, where, ids[mask].tolist())
+            check_ids(ids.tolist(), target, where, learnt.tolist())
         return _item(row, num_tokens, self.pad_id)
 
 

@@ -34,7 +34,8 @@ from conf.schema import InputError
 from conf.schema_measure import SpeedupRun
 from data.journal import Journal
 from eval.compare.figures import summarise
-from eval.compare.methods import VANILLA, Method
+from eval.compare.methods import Method
+from eval.compare.names import VANILLA
 from eval.compare.timing import time_methods
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generation import Generation, Step

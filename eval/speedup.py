@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.compare.figures import summarise
-from eval.compare.methods import build_methods, check_methods, choose_methods
+from eval.compare.methods import build_methods, choose_methods
+from eval.compare.names import check_methods
 from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
 from eval.decode.captured import slots_for

@@ -31,7 +31,8 @@ from rich.table import Table
 from conf.schema import InputError
 from conf.schema_measure import SpeedupRun
 from eval.compare.figures import summarise
-from eval.compare.methods import VANILLA, Method
+from eval.compare.methods import Method
+from eval.compare.names import VANILLA
 from eval.compare.timing import time_methods
 from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.generation import Generation

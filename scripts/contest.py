@@ -29,7 +29,7 @@ from conf.schema import DataRun, InputError
 from conf.schema_contest import ContestPart
 from data.embedded import fill_unset
 from data.journal import locked
-from eval.compare.methods import check_methods
+from eval.compare.names import check_methods
 from scripts.matches import plan, report
 from scripts.matches.parts import Part, Took, end_orphans
 from scripts.matches.parts import run as run_part

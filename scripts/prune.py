@@ -82,12 +82,10 @@ def main(config: PruneRun) -> None:
     fill_unset(config)
     target = load_target(config.target, state.device)
     told = follow_or_tell(target)
-    if told is not None:
-        print(told, file=sys.stderr)
     identity = identify(config.target, target.tokenizer, target.dtype)
     other = told_of_another("head.path", str(config.head.path), config.head.revision, identity)
-    if other is not None:
-        print(other, file=sys.stderr)
+    for line in filter(None, (told, other)):
+        print(line, file=sys.stderr)
     # Still float32: what is saved must not be rounded to the target's dtype.
     head.attach(target)
     check_sizes(config.sizes, head.vocab, target.special_ids)

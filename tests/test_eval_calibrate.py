@@ -18,7 +18,7 @@ from conf.schema_calibrate import CalibrateRun
 from conf.schema_eagle import EagleForm
 from conf.schema_measure import DynamicTreeConfig, SpeedupRun
 from eval import calibrate, speedup
-from eval.compare.methods import known_methods
+from eval.compare.names import known_methods
 from eval.decode.generation import Step
 from eval.tune import cost
 from eval.tune.confidence import Costs, Expected, Told, Until, bins, by_depth, ece, fit, sigmoid

@@ -23,7 +23,7 @@ from conf.schema_calibrate import CalibrateRun
 from conf.schema_export import ExportFormat, ExportRun
 from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
 from eval import acceptance, calibrate, speedup
-from eval.compare.methods import known_methods
+from eval.compare.names import known_methods
 from eval.decode.engine import Request, decode, decode_many
 from eval.parity import readers
 from eval.parity.gate import check_parity

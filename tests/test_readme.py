@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from data.engine_states import EngineTaps
 from data.forms import SHAPES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
 from data.messages import LEARNT, REASONING, ROLES
-from eval.compare.methods import known_methods
+from eval.compare.names import known_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")

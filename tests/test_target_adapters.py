@@ -1,6 +1,5 @@
 """A saved adapter, whatever it changes: the target says what the adapted model says, or refuses."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,6 @@ def test_so_does_a_chat_template_alone(tmp_path: Path) -> None:
     adapted(tmp_path / "adapter", KINDS["lora"])
     (tmp_path / "adapter/chat_template.jinja").write_text("{{ 'alone' }}")
     assert load_target(config, CPU).tokenizer.chat_template == "{{ 'alone' }}"
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
 def test_a_tokenizer_without_template_takes_that_of_the_target(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 from conf.schema_measure import SpeedupRun
-from eval.compare.methods import BASELINES, Method
+from eval.compare.methods import Method
+from eval.compare.names import BASELINES
 from eval.compare.texts import lossless, texts_shown
 from eval.compare.timing import PromptRun
 from eval.decode.generation import Generation

@@ -1,4 +1,4 @@
-"""Every way to decode that `eval/speedup.py` compares: name, what it needs, how it is made."""
+"""How every way to decode is made that `eval/speedup.py` compares."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,6 +11,7 @@ from conf.schema import InputError, TargetConfig
 from conf.schema_measure import SpeedupRun
 from data.journal import Journal
 from eval.compare.decoding import Decoding
+from eval.compare.names import BASELINES, VANILLA, known_methods, unnumbered
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
@@ -43,28 +44,6 @@ from heads.target.load import load_target
 from heads.target.model import Target
 from heads.tree import Tree, usual_tree
 
-VANILLA = "vanilla"
-BASELINES = (VANILLA, "generate")
-"""What drafts nothing: both run whatever is chosen, and speed-ups are over the faster one."""
-METHODS = {
-    VANILLA: "the engine without drafting",
-    "generate": "transformers' generate",
-    "generate_lookup": "generate with prompt_lookup_num_tokens; one text at a time, no recurrent "
-    "target",
-    "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
-    "draft_chain": "draft.path",
-    "draft_tree": "draft.path with the target's tokenizer",
-    "prompt_lookup": "nothing",
-    "ngram": "nothing",
-    "suffix": "nothing",
-    "recycling": "nothing",
-    "lookahead": "nothing",
-    "early_exit": "a target whose layers all have keys of their own",
-    "skip_layers": "as early_exit; prompts beyond data.num_prompts to search on, or "
-    "self_draft.skip",
-}
-"""What each method without a head is or needs."""
-
 SEARCHED = -1
 """The row of a journal that holds what the search for layers found."""
 
@@ -90,40 +69,6 @@ class Method:
     forget: Callable[[], None] | None = None
 
 
-def known_methods() -> dict[str, str]:
-    """What each method is or needs.
-
-    With several heads of a kind, further ones are called `eagle_tree_2` and so on, in the order of
-    `head.path` and `heads`.
-    """
-    of_heads: dict[str, str] = {}
-    for name, kind in KINDS.items():
-        of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
-        of_heads[f"{name}_cut"] = (
-            f"{kind.phrase} that eval/calibrate.py has calibrated, on this machine and as deep"
-        )
-        if kind.static:
-            of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
-    return METHODS | of_heads
-
-
-def check_methods(names: Sequence[str]) -> None:
-    """Refuses names of no method.
-
-    Raises:
-        InputError: with the names there are.
-    """
-    known = known_methods()
-    unknown = {name for name in names if _unnumbered(name) not in ("all", *known)}
-    if unknown:
-        raise InputError(f"methods={sorted(unknown)}: allowed: all, {', '.join(known)}")
-
-
-def _unnumbered(name: str) -> str:
-    stem, _, number = name.rpartition("_")
-    return stem if number.isdigit() else name
-
-
 def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
     """How to make each of the chosen methods, the baselines first.
 
@@ -142,7 +87,7 @@ def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., 
     missing = sorted(set(config.methods) - set(known))
     if missing:
         needed = known_methods()
-        needs = ", ".join(f"{name} ({needed[_unnumbered(name)]})" for name in missing)
+        needs = ", ".join(f"{name} ({needed[unnumbered(name)]})" for name in missing)
         raise InputError(f"methods={missing}: needs {needs}; here there are {', '.join(known)}")
     return {name: known[name] for name in known if name in (*BASELINES, *config.methods)}
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from eval.compare.methods import VANILLA, Method
+from eval.compare.methods import Method
+from eval.compare.names import VANILLA
 from eval.compare.timing import PromptRun
 from eval.decode.generation import Generation
 from eval.decode.texts import common_prefix

@@ -99,8 +99,9 @@ class StopTexts(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
         """[B] bool, whether the new tokens of a row, of which a draft gives several, end it."""
-        for row, ids in enumerate(input_ids[:, self.num_prompt :].tolist()):
-            first = self.seen - self.num_prompt
+        begin = max(self.num_prompt, self.seen - self.stops.reach)
+        first = self.seen - begin
+        for row, ids in enumerate(input_ids[:, begin:].tolist()):
             new = self.stops.cut(ids[:first], ids[first:])
             self.done[row] |= len(new) < len(ids) - first or self.stops.ended(ids)
         self.seen = input_ids.shape[1]

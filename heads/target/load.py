@@ -134,6 +134,9 @@ def generation_config(config: TargetConfig) -> dict[str, Any] | None:
 
     Args:
         config: where it is; `path` is set.
+
+    Raises:
+        InputError: nothing there.
     """
     assert config.path is not None
     with naming_target(config):

@@ -14,7 +14,7 @@ from test_eval_other_tokenizer import permuted
 from toys import noisy_head, random_model, tokenizer
 
 from conf.schema_eagle import EagleConfig, EagleForm
-from eval.compare.methods import known_methods
+from eval.compare.names import known_methods
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead

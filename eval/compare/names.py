@@ -1,0 +1,63 @@
+"""The names of all ways to decode, and what each needs."""
+
+from collections.abc import Sequence
+
+from conf.schema import InputError
+from heads.kinds import KINDS
+
+VANILLA = "vanilla"
+BASELINES = (VANILLA, "generate")
+"""What drafts nothing: both run whatever is chosen, and speed-ups are over the faster one."""
+METHODS = {
+    VANILLA: "the engine without drafting",
+    "generate": "transformers' generate",
+    "generate_lookup": "generate with prompt_lookup_num_tokens; one text at a time, no recurrent "
+    "target",
+    "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
+    "draft_chain": "draft.path",
+    "draft_tree": "draft.path with the target's tokenizer",
+    "prompt_lookup": "nothing",
+    "ngram": "nothing",
+    "suffix": "nothing",
+    "recycling": "nothing",
+    "lookahead": "nothing",
+    "early_exit": "a target whose layers all have keys of their own",
+    "skip_layers": "as early_exit; prompts beyond data.num_prompts to search on, or "
+    "self_draft.skip",
+}
+"""What each method without a head is or needs."""
+
+
+def known_methods() -> dict[str, str]:
+    """What each method is or needs.
+
+    With several heads of a kind, further ones are called `eagle_tree_2` and so on, in the order of
+    `head.path` and `heads`.
+    """
+    of_heads: dict[str, str] = {}
+    for name, kind in KINDS.items():
+        of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
+        of_heads[f"{name}_cut"] = (
+            f"{kind.phrase} that eval/calibrate.py has calibrated, on this machine and as deep"
+        )
+        if kind.static:
+            of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
+    return METHODS | of_heads
+
+
+def check_methods(names: Sequence[str]) -> None:
+    """Refuses names of no method.
+
+    Raises:
+        InputError: with the names there are.
+    """
+    known = known_methods()
+    unknown = {name for name in names if unnumbered(name) not in ("all", *known)}
+    if unknown:
+        raise InputError(f"methods={sorted(unknown)}: allowed: all, {', '.join(known)}")
+
+
+def unnumbered(name: str) -> str:
+    """The name of a method of a further head, without its number."""
+    stem, _, number = name.rpartition("_")
+    return stem if number.isdigit() else name
