@@ -43,3 +43,13 @@ class RegenerateRun(DataRun):
                 f"model={self.model}: names an endpoint's model, and endpoint is not set; "
                 "in process it is target.path"
             )
+        if self.endpoint is not None and self.plain:
+            raise InputError(
+                "plain=true: says how answers are written in process, and endpoint is set: serve "
+                "the model with --generation-config vllm instead"
+            )
+        if self.endpoint is not None and "chat_template" in (self.data.chat_template_kwargs or {}):
+            raise InputError(
+                "data.chat_template_kwargs.chat_template: a server renders by the template that it "
+                "was started with: unset it, and serve the model with --chat-template FILE"
+            )

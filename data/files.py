@@ -18,6 +18,7 @@ from data.values import parse_json, show
 
 BATCH_ROWS = 1024
 SPACE = re.compile(r"\s*")
+ONE_A_LINE = ", an object on several lines: name the file .json, or write one a line (jq -c . FILE)"
 
 
 class Digest(Protocol):
@@ -52,7 +53,8 @@ class Row:
         except UnicodeDecodeError as error:
             problem = f"bytes that are not UTF-8 (at byte {error.start})"
         except ValueError as error:
-            problem = str(error)
+            several = self.raw.strip() in (b"{", b"[")
+            problem = f"{error}{ONE_A_LINE if several else ''}"
         return Row(self.where, problem=problem)
 
 

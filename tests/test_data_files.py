@@ -133,6 +133,13 @@ def test_a_line_that_no_parser_takes_is_a_malformed_row(tmp_path, depth):
     assert len(load_records(str(path), on_bad_row=OnBadRow.skip).records) == 2
 
 
+def test_an_object_on_several_lines_is_told_how_it_is_written_on_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{\n  "text": "a"\n}\n')
+    with pytest.raises(InputError, match=r"a.jsonl:1 .*on several lines: name the file .json"):
+        load_records(str(path))
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Writes files of one row each and returns their folder."""

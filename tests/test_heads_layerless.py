@@ -46,6 +46,9 @@ def test_how_the_layers_are_quantised_does_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     stated = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | stated))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(4, 4, dtype=torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(layerless(tmp_path).lm_head.weight, model.lm_head.weight)
 
 
@@ -69,6 +72,19 @@ def test_ends_of_another_size_are_refused(tmp_path: Path, name: str) -> None:
     tensors[name] = tensors[name][:-4].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=rf"{name} has shape \[(92|60).* in its files, \[(96|64)"):
+        layerless(tmp_path)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_codes_of_an_embedding_are_no_numbers(tmp_path: Path, scaled: bool) -> None:
+    random_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    tensors[name] = (tensors[name] * 100).to(torch.int8)
+    if scaled:
+        tensors[f"{name}_scale"] = torch.full((96, 1), 0.01)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"{name}.*of a quantisation that transformers does not"):
         layerless(tmp_path)
 
 

@@ -336,6 +336,19 @@ def test_other_settings_than_those_of_the_folder_are_refused(whole: Path, inputs
         captured(inputs, whole, dtype=Dtype.bfloat16)
 
 
+def test_answers_that_a_generation_config_would_change_are_another_store(
+    whole: Path, inputs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "store")
+    shutil.copytree(inputs, tmp_path / "inputs")
+    path = tmp_path / "inputs/target/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.5}))
+    with pytest.raises(
+        InputError, match=r"generation_config\.repetition_penalty was None, is 1\.5"
+    ):
+        captured(tmp_path / "inputs", tmp_path / "store")
+
+
 def test_what_was_killed_before_it_had_a_plan_is_begun_again(
     whole: Path, inputs: Path, tmp_path: Path
 ) -> None:

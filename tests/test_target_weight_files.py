@@ -116,6 +116,7 @@ def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, cap
         weights[name] = weights[name].double()
         weights[name.replace(".0.", ".9.", 1)] = weights[name].clone()
         weights["value_head.weight"] = torch.ones(3)
+        weights[f"{name.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of an engine's cache
         weights[name.split(".0.", maxsplit=1)[0] + ".0.rotary_emb.cos_cached"] = torch.ones(3)
 
     after = loaded(written(saved, folder, change))

@@ -20,7 +20,7 @@ from heads.target.load import (
     resolve_dtype,
     tokenizer_of,
 )
-from heads.target.unused import check_used
+from heads.target.unused import check_codes, check_used
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
@@ -82,10 +82,17 @@ def load_layerless(config: TargetConfig, device: torch.device) -> Any:
     modules = dict(model.named_modules())
     of_ends = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
     check_used(config, model, of_ends)
+    ends = {_last(name) for name, _ in model.named_parameters()}
+    check_codes(config, lambda name: _last(name) in ends)
     complete(config, model, info)
     _check_shapes(config, model, info["mismatched_keys"])
     model.config = whole
     return model.to(device).eval().requires_grad_(False)
+
+
+def _last(name: str) -> str:
+    """Module and parameter, without the modules around them, which differ between classes."""
+    return ".".join(name.split(".")[-2:])
 
 
 def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:

@@ -1,8 +1,7 @@
 """Weights in a target's files that its model does not use: refused, or said."""
 
-import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"
 OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
 CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
 """Of older versions of transformers, which kept them among the weights."""
+OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
+"""Of caches that engines quantise, and of layers that trained in FP8; no weight needs one."""
 
 
 def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
@@ -38,7 +39,7 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
     modules = dict(model.named_modules())
     computing, beside = [], set()
     for key in sorted(unexpected):
-        if key in buffers or key.endswith(CONSTANTS):
+        if key in buffers or key.endswith(CONSTANTS + OF_ENGINES):
             continue
         parts = key.split(".")
         depth = max(n for n in range(len(parts)) if ".".join(parts[:n]) in modules)
@@ -83,19 +84,17 @@ def reads_codes(model_config: Any) -> bool:
     return method in AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
-def check_codes(config: TargetConfig, model: Any, unexpected: Collection[str]) -> None:
+def check_codes(config: TargetConfig, is_read: Callable[[str], bool]) -> None:
     """Refuses one-byte weights that were loaded as if they were numbers.
 
     Args:
         config: where the model is.
-        model: as it was loaded.
-        unexpected: names of weights in its files that it does not have.
+        is_read: whether a weight of its files became one of the model, by name.
 
     Raises:
         InputError: naming the first of them.
     """
     assert config.path is not None
-    ignored = model._keys_to_ignore_on_load_unexpected or ()  # old masks of 0 and 1 among them
     found = cached_file(
         config.path, "config.json", revision=config.revision, local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
@@ -103,8 +102,7 @@ def check_codes(config: TargetConfig, model: Any, unexpected: Collection[str]) -
     files = found and weight_files(Path(str(found)).parent, "model")
     for file in files or ():
         for name, tensor in tensors(file).items():
-            unread = name in unexpected or any(re.search(each, name) for each in ignored)
-            if tensor["dtype"] in CODES and not unread:
+            if tensor["dtype"] in CODES and is_read(name):
                 raise InputError(
                     f"target.path={config.path}: {name} holds codes of dtype {tensor['dtype']}, "
                     "of a quantisation that transformers does not read: name the model without"

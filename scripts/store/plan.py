@@ -21,7 +21,7 @@ from data.prepared import HOW
 from heads.kinds import KINDS
 from heads.target import sizes
 from heads.target.identity import identify
-from heads.target.load import load_tokenizer, resolve_dtype
+from heads.target.load import generation_config, load_tokenizer, resolve_dtype
 from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
 
 GIB = 2**30
@@ -134,7 +134,12 @@ def target_json(
         identity = replace(identity, weights=None)
     if not (loaded or here("target.adapter", str(target.adapter))):
         identity = replace(identity, adapter_weights=None)
-    return {**asdict(identity), "by_engine": config.engine is not None}
+    answers = config.engine is None and config.num_replay_prompts > 0
+    return {
+        **asdict(identity),
+        "by_engine": config.engine is not None,
+        "generation_config": generation_config(target) if answers else None,
+    }
 
 
 def check_disk(work: Work, say: bool) -> None:
