@@ -17,7 +17,7 @@ from data.pack import prepare
 from eval import acceptance, speedup
 from heads.target.load import load_target
 from scripts import regenerate
-from train.loop.command import from_target
+from train.loop.command import from_store, from_target
 
 CPU = torch.device("cpu")
 ROWS = 300
@@ -106,6 +106,10 @@ def test_ids_in_a_store_are_checked_as_they_are_read(inputs: Path, tmp_path: Pat
     store.train.check_ids(SimpleNamespace(name="toy", num_read=ord("z"), vocab_size=300))
     with pytest.raises(InputError, match=r"store: sequence 0 of train: token id \d+, but the emb"):
         store.train[0]
+    from_store(TrainRun(), store, CPU)  # as every training does
+    for each in (store.train, store.heldout, store.replay):
+        assert each.target is not None
+        assert each.target.num_read == ROWS
 
 
 def load_tokenizer_of(inputs: Path):
