@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 
 from eval.decode.accept import Accepted, verify
 from eval.decode.batch import Batch, Begun, Nodes, read
-from eval.decode.captured import CaptureError, Graph, slots_for
+from eval.decode.captured import slots_for
 from eval.decode.crossing import Crossing
 from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
+from eval.decode.graphs import CaptureError, Graph
 from heads.cache import Kept, TreeCache
 from heads.drafting import PAD, Draft, Roots, Seen
 from heads.sampling import GREEDY, Generators
