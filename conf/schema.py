@@ -260,7 +260,7 @@ class TrainConfig:
     """Autocast dtype of the head; its parameters and optimizer state stay float32."""
     compile: bool | None = None
     """torch.compile the loss and the head's layers; unset means on CUDA, and on a CPU in an EAGLE
-    run that is long enough to pay for it."""
+    run that is long enough to pay for it, where a compiler and Python.h are there."""
     eval_steps: int = 200
     """Optimizer steps between evaluations."""
     num_eval_sequences: int = 32

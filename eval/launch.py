@@ -1,4 +1,4 @@
-"""Whether the processes of a launch see each other, read from the environment it left."""
+"""What processes of a launch would do to each other, read from the environment it left."""
 
 from collections.abc import Mapping
 
@@ -29,9 +29,8 @@ def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
         InputError: the launcher started, or was asked for, more processes than that; each
             would work alone and overwrite the others.
     """
-    for name in _SIZES:
-        size = environ.get(name, "1")
-        if size.isdigit() and int(size) > num_processes:
+    for name, size in _sizes(environ).items():
+        if size > num_processes:
             raise InputError(
                 f"the launcher set {name}={size}, but only {num_processes} process sees the "
                 f"others: they would work alone, into one folder. Use {_TWO_ON_CPU}"
@@ -45,3 +44,30 @@ def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
             f"--cpu --num_processes N). Use {_TWO_ON_CPU}. If one process is wanted, pass "
             "--num_processes 1 and unset MASTER_ADDR and MASTER_PORT"
         )
+
+
+def check_spread(device_map: str | None, environ: Mapping[str, str]) -> None:
+    """Refuses to spread a target over devices that other processes of the launch use.
+
+    Args:
+        device_map: of the target.
+        environ: the environment variables.
+
+    Raises:
+        InputError: each process would lay a target of its own over the same devices.
+    """
+    if device_map is None:
+        return
+    for name, size in _sizes(environ).items():
+        if size > 1:
+            raise InputError(
+                f"target.device_map={device_map}: each of {size} processes ({name}) would spread "
+                "a target of its own over the same GPUs; set target.device_map=null, so that each "
+                "has its target on one GPU, or start one process (accelerate launch "
+                "--num_processes 1)"
+            )
+
+
+def _sizes(environ: Mapping[str, str]) -> dict[str, int]:
+    """Processes of the launch, by the variable that says so."""
+    return {name: int(size) for name in _SIZES if (size := environ.get(name, "")).isdigit()}

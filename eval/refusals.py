@@ -1,5 +1,6 @@
 """What of settings is refused before anything is imported for them, prepared, loaded or made."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from conf.places import check_room
 from conf.schema import HeadRef, InputError
 from conf.schema_measure import MeasureRun, SpeedupRun
 from data.sources import check_data
+from eval.launch import check_spread
 from heads.folders import check_head, check_target
 
 
@@ -20,6 +22,7 @@ def check_inputs(run: Any) -> None:
     if data is not None:
         check_data(data)
     if target is not None and getattr(data, "features", None) is None:
+        check_spread(target.device_map, os.environ)
         check_target(target)
     if (head := getattr(run, "head", None)) is not None:
         check_head(head, target)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.compiler import check_compile
 from conf.entry import Command
 from conf.schema_measure import SpeedupRun
 from eval.refusals import check_measure
@@ -30,6 +31,7 @@ from eval.compare.names import check_methods
 from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
 from eval.decode.captured import slots_for
+from eval.measure import processes
 from eval.measure.bench import checksums, open_bench, open_journal, write_result
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
@@ -65,6 +67,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(config: SpeedupRun) -> None:
     """Measures, prints, writes `speedup.json` and its pictures and page."""
     check_methods(config.methods)
+    check_compile("compile", config.compile, processes.start().device.type)
     bench = open_bench(config, "speedup.json", config.heads, need_head=False)
     chosen = choose_methods(bench, config)
     draft = checksums(config.draft.path) if config.draft.path else None

@@ -172,7 +172,8 @@ def capture_shard(
 ) -> None:
     """Takes the states of the sequences of a shard and hands them to a writer."""
     contents = work.plan.contents
-    copies = Copies(target.device, work.config.micro_batch_size)
+    num_bytes = shard.num_tokens * contents.bytes_per_token
+    copies = Copies(target.device, work.config.micro_batch_size, num_bytes)
     sequences = []
     for rows in batches(work, shard, target):
         writers.check()

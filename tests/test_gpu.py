@@ -201,7 +201,7 @@ def test_a_step_on_cuda_waits_once() -> None:
 
 
 def test_copies_to_the_host_hold_what_was_computed_before_them() -> None:
-    copies, taken = Copies(torch.device("cuda"), 1), []
+    copies, taken = Copies(torch.device("cuda"), 1, 50 * 3 * 2048**2), []
     for number in range(50):
         ones = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
         # Late, and in memory that the next round would like to have.

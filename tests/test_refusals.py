@@ -230,3 +230,19 @@ def test_refused_at_the_door(
         COMMANDS[entry].begin()
     assert f"error: {message}" in capfd.readouterr().err
     assert sorted(tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize("entry", ["train/medusa.py", "eval/speedup.py", "scripts/capture.py"])
+def test_several_processes_do_not_spread_a_target_each(
+    entry: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [entry, "target.device_map=auto"])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    COMMANDS[entry].begin()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        COMMANDS[entry].begin()
+    told = capfd.readouterr().err
+    assert "target.device_map=auto: each of 2 processes (WORLD_SIZE) would spread" in told
+    monkeypatch.setattr(sys, "argv", [entry])
+    COMMANDS[entry].begin()

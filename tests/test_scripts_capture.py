@@ -248,7 +248,7 @@ def test_copies_of_a_batch_do_not_wait_for_each_other(monkeypatch: pytest.Monkey
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(Copies, "_copy", lambda _self, tensor: tensor)
-    copies = Copies(torch.device("cuda"), 3)
+    copies = Copies(torch.device("cuda"), 3, 0)
     for number in range(9):
         copies.take({"states": torch.zeros(1)})
         assert waits == list(range(number - 5)), number

@@ -1,11 +1,17 @@
 """Batches come in order, one step ahead, and what goes wrong in the thread is told."""
 
 import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from train.batch import prefetch
 from train.batch.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
@@ -13,6 +19,10 @@ CPU = torch.device("cpu")
 
 def load(step: int) -> list[dict[str, Tensor]]:
     return [{"x": torch.tensor([10 * step + number])} for number in range(2)]
+
+
+def load_many(step: int) -> list[dict[str, Tensor]]:
+    return [{"x": torch.tensor([10 * step + number])} for number in range(6)]
 
 
 def double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -60,6 +70,104 @@ def test_an_error_while_loading_comes_where_the_step_is_asked_for() -> None:
     with pytest.raises(OSError, match="stale file handle"):
         prefetcher.next_step()
     prefetcher.close()
+
+
+class Device:
+    """A GPU of which nothing runs before the host has given it everything.
+
+    Its allocator gives memory back to the stream that it came from, once nobody holds it on the
+    host; what another stream has recorded it keeps, as nothing has run that it could wait for.
+
+    Attributes:
+        taken: blocks of memory of batches, in all.
+        free: those of them that the next batch may have.
+        recorded: tensors that another stream was said to use.
+    """
+
+    def __init__(self) -> None:
+        self.main, self.side = Stream(), Stream()
+        self.current = self.main
+        self.taken = self.free = 0
+        self.recorded: set[int] = set()
+
+    @contextmanager
+    def on(self, stream: "Stream") -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def prepare(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes a block for what the target gives."""
+        self.taken, self.free = self.taken + (not self.free), max(0, self.free - 1)
+        states = batch["x"].clone()
+        weakref.finalize(states, self._give_back, id(states))
+        self.current.queue.append(("prepare", int(batch["x"])))
+        return {**batch, "y": states}
+
+    def _give_back(self, block: int) -> None:
+        self.free += block not in self.recorded
+
+    def most_live(self) -> int:
+        """Batches prepared and not yet used, where the target is as fast as it may be."""
+        live, most, done = set[int](), 0, set[Event]()
+        streams = [self.side.queue, self.main.queue]
+        while any(streams):
+            queue = next(
+                q for q in streams if q and not (q[0][0] == "wait" and q[0][1] not in done)
+            )
+            what, of = queue.popleft()
+            if what == "record":
+                done.add(of)
+            elif what == "prepare":
+                live.add(of)
+                most = max(most, len(live))
+            elif what == "use":
+                live.remove(of)
+        return most
+
+
+class Event:
+    """A place in a stream."""
+
+
+class Stream:
+    """What the host has asked for, in order."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[str, Any]] = deque()
+
+    def record_event(self) -> Event:
+        event = Event()
+        self.queue.append(("record", event))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(("wait", event))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+
+def test_two_batches_are_on_a_device_however_far_ahead_the_host_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    monkeypatch.setattr("torch.cuda.Stream", lambda _: device.side)
+    monkeypatch.setattr("torch.cuda.stream", device.on)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: device.current)
+    for name in ("moved", "on_device"):
+        monkeypatch.setattr(prefetch, name, lambda batch, _: batch)
+    recorded = device.recorded
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, _: recorded.add(id(tensor)))
+    prefetcher = Prefetcher(load_many, device.prepare, torch.device("cuda"), 0, 3)
+    for _ in range(3):
+        prefetcher.next_step()
+        for batch in prefetcher.micro_batches():
+            device.main.queue.append(("use", int(batch["y"])))
+            del batch
+    prefetcher.close()
+    assert device.taken == 2
+    assert device.most_live() == 2
 
 
 @pytest.mark.gpu

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from eval.decode.captured import CaptureError
 from eval.decode.capturing import Captured, obstacle
 from eval.decode.engine import decode_many
 from eval.decode.generation import Generation, Request
+from eval.decode.graphs import CaptureError
 from heads.drafting import Drafter
 from heads.sampling import Sampling
 from heads.target.model import Target

@@ -11,9 +11,8 @@ Passes read a set number of slots; where texts grow beyond it, a graph for more 
 Letters: B texts, N tree nodes (root included), A nodes of the longest path.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from eval.decode.batch import Batch, Begun, read
 from eval.decode.crossing import Crossing
 from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
+from eval.decode.graphs import CaptureError, Graph
 from heads.cache import Kept, TreeCache
 from heads.drafting import Drafter, Roots, Seen
 from heads.sampling import GREEDY, Generators
@@ -34,10 +34,6 @@ FREE = -1
 """In place of a text, where a row has had none yet."""
 
 
-class CaptureError(RuntimeError):
-    """A step that CUDA does not capture."""
-
-
 def slots_for(length: int, num_nodes: int) -> int:
     """Slots that a pass reads where the longest text is known to have so many tokens.
 
@@ -45,23 +41,6 @@ def slots_for(length: int, num_nodes: int) -> int:
     next are pending behind them.
     """
     return -(-(length + 3 * num_nodes) // WIDTH) * WIDTH
-
-
-class Graph:
-    """All that a call launches, to be launched again at once."""
-
-    def __init__(self, call: Callable[[], None], pool: Any) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may go on with what a capture does not allow.
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                call()
-        except RuntimeError as error:
-            raise CaptureError(f"{type(error).__name__}: {error}") from error
-
-    def launch(self) -> None:
-        """Runs it; the host goes on."""
-        self.graph.replay()
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 
 from eval.decode.accept import Accepted, verify
 from eval.decode.batch import Batch, Begun, Nodes, read
-from eval.decode.captured import CaptureError, Graph, slots_for
+from eval.decode.captured import slots_for
 from eval.decode.crossing import Crossing
 from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
+from eval.decode.graphs import CaptureError, Graph
 from heads.cache import Kept, TreeCache
 from heads.drafting import PAD, Draft, Roots, Seen
 from heads.sampling import GREEDY, Generators
@@ -86,14 +87,18 @@ class Passes:
         roots: [B] int64, in their place.
         reads: what the drafter reads.
         longest: tokens of the longest text that there will be.
+
+    Attributes:
+        most: draft tokens of a text so far.
+        capacity: slots of the caches.
     """
 
     def __init__(
         self, target: Target, cache: TreeCache, roots: Tensor, reads: Reads, longest: int
     ) -> None:
         self.crossing, self.reads = Crossing(target, []), reads
-        self.cache, self.roots = cache, roots
-        self.capacity = target.capacity or slots_for(longest, SIZES[-1])
+        self.cache, self.roots, self.longest, self.most = cache, roots, longest, 0
+        self.capacity = target.capacity or slots_for(longest, 1)
         self.fixed = target.capacity is not None
         self.pool = torch.cuda.graph_pool_handle()
         self.inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
@@ -101,11 +106,12 @@ class Passes:
         self.met: set[tuple[Shape, int]] = set()
 
     def fits(self, longest: int) -> bool:
-        """Whether a text that long has room, whatever is drafted for it."""
-        return slots_for(longest, SIZES[-1]) <= self.capacity
+        """Whether a text that long has room, with as much drafted for it as ever was."""
+        return slots_for(longest, 1 + self.most) <= self.capacity
 
-    def take(self, seen: Seen, roots: Tensor) -> Seen:
+    def take(self, seen: Seen, roots: Tensor, longest: int) -> Seen:
         """The one text of another cache goes on here: its prompt, as a drafter reads it."""
+        self.longest = longest
         self.cache.take(0, seen.cache)
         self.roots.copy_(roots)
         # Before a head reads the prompt in as many slots as the last text had.
@@ -117,6 +123,9 @@ class Passes:
         shape = Shape.of(draft)
         if shape.num_tokens > SIZES[-1]:
             raise CaptureError(f"{shape.num_tokens} draft tokens, more than {SIZES[-1]}")
+        self.most = max(self.most, shape.num_tokens)
+        if not self.fits(self.longest):
+            self._make_room()
         self.key = shape, self._hold(longest, 1 + shape.num_tokens)
         self._give(shape, draft)
         return self.key in self.met and self.key not in self.graphs
@@ -135,6 +144,18 @@ class Passes:
             return passed
         self.met.add(self.key)
         return self._pass(self.key[0])
+
+    def _make_room(self) -> None:
+        """For the longest text with the largest drafts; caches may move, away from all graphs."""
+        if self.fixed:
+            raise CaptureError(
+                f"{self.longest} tokens and {self.most} drafted in a compiled target's "
+                f"{self.capacity} slots"
+            )
+        self.capacity = slots_for(self.longest, 1 + self.most)
+        self.graphs.clear()
+        self.met.clear()
+        self.pool = torch.cuda.graph_pool_handle()  # the other one ends with its graphs
 
     def _hold(self, longest: int, num_nodes: int) -> int:
         """Slots that passes read from now on."""
@@ -192,7 +213,7 @@ class PassedBatch(Batch):
         """As ever; an earlier text's slots are used again."""
         seen, new = super()._start(batch_size)
         if self.passes is not None:
-            seen, self.roots = self.passes.take(seen, self.roots), self.passes.roots
+            seen, self.roots = self.passes.take(seen, self.roots, self.longest), self.passes.roots
         return seen, new
 
     def _go_on(self, begun: list[Begun], seen: Seen) -> Seen:

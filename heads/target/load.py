@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
+from conf.compiler import missing
 from conf.schema import Dtype, InputError, Quantization, TargetConfig
 from heads.processor import tell_if_slow
 from heads.target.decoder import EVERY_WAY
@@ -67,6 +68,10 @@ def _attentions(config: TargetConfig, model_config: Any, device: torch.device) -
     if config.attention not in allowed:
         raise InputError(
             f"target.attention={config.attention}: allowed on {device.type}: {', '.join(allowed)}"
+        )
+    if config.attention == "flex_attention" and (lacking := missing(device.type)):
+        raise InputError(
+            f"target.attention=flex_attention is compiled, which needs {lacking}; or set sdpa"
         )
     return [config.attention]
 

@@ -19,6 +19,7 @@ from heads.documents import Documents
 from heads.target.ends import TargetEnds
 from heads.target.layerless import LayerlessTarget
 from heads.target.model import Reads, Target
+from scripts.store.pinned import PinnedBlocks
 from train.loss.ranking import fast_topk
 
 ROWS_PER_CHUNK = 1024
@@ -155,11 +156,13 @@ class Copies:
     Args:
         device: where tensors come from.
         batch_size: copies of a batch.
+        num_bytes: of all tensors that there will be, about.
     """
 
-    def __init__(self, device: torch.device, batch_size: int) -> None:
+    def __init__(self, device: torch.device, batch_size: int, num_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._most = NUM_BATCHES_COPIED * batch_size
+        self._blocks = PinnedBlocks(num_bytes)
         self._under_way: deque[torch.cuda.Event] = deque()
 
     def take(self, tensors: Mapping[str, Tensor]) -> Copied:
@@ -179,5 +182,4 @@ class Copies:
     def _copy(self, tensor: Tensor) -> Tensor:
         # The allocator may not give this memory away before the copy is through.
         tensor.record_stream(self._stream)  # type: ignore[arg-type]
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        return self._blocks.like(tensor).copy_(tensor, non_blocking=True)

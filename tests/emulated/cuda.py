@@ -2,6 +2,8 @@
 
 import contextlib
 import threading
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,6 +37,41 @@ class Stream:
 
     def synchronize(self) -> None:
         wait("stream")
+
+
+class _Current(threading.local):
+    """The stream of each device that a thread is on, where it is not the first."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Stream] = {}
+
+
+_first = {
+    device: Stream(device) for device in (torch.device("cuda", n) for n in range(NUM_DEVICES))
+}
+_current = _Current()
+
+
+def _current_stream(device: Any = None) -> Stream:
+    device = numbered(device or "cuda")
+    return _current.of.get(device, _first[device])
+
+
+def _set_stream(stream: Stream) -> None:
+    _current.of[stream.device] = stream
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    before = _current_stream(stream.device)
+    _set_stream(stream)
+    try:
+        yield
+    finally:
+        _set_stream(before)
 
 
 class Event:
@@ -107,9 +144,13 @@ def install() -> None:
     cuda.synchronize = lambda *_args: wait("synchronize")
     cuda.Stream, cuda.Event = Stream, Event
     cuda.CUDAGraph, cuda.graph = graphs.CUDAGraph, graphs.graph
-    cuda.graph_pool_handle = lambda: None
-    cuda.current_stream = cuda.default_stream = lambda device=None: Stream(device)
-    cuda.stream = lambda _stream: contextlib.nullcontext()
+    pools = count(1)
+    cuda.graph_pool_handle = lambda: (0, next(pools))
+    torch._C._cuda_endAllocateToPool = graphs.end_pool  # type: ignore[attr-defined]
+    torch._C._cuda_releasePool = graphs.release_pool  # type: ignore[attr-defined]
+    cuda.default_generators = tuple(map(graphs.DefaultGenerator, _first))
+    cuda.default_stream = lambda device=None: _first[numbered(device or "cuda")]
+    cuda.current_stream, cuda.set_stream, cuda.stream = _current_stream, _set_stream, _on_stream
     torch.tensor = _tensor
     torch.Tensor.pin_memory = lambda self, *_args: pinned(self.clone())  # type: ignore[assignment]
     torch.Tensor.is_pinned = _is_pinned  # type: ignore[assignment]

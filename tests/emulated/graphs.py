@@ -3,16 +3,22 @@
 As on a GPU, a capture computes nothing: what it changes is put back, and what it makes holds
 garbage until the graph is launched. Then every operation runs again with the tensors and numbers
 that it had, so whatever Python decided, read or uploaded meanwhile is a constant.
+
+What CUDA does not permit spoils a capture, whose end then fails before anything is put back, as
+torch's does: see `graph`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _under_way: list["CUDAGraph"] = []
+open_pools: list[Any] = []
+"""The allocator's captures under way."""
+users: dict[Any, int] = {}
+"""Of pools, by pool."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -23,6 +29,24 @@ class CUDAGraph:
         self.operations: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
         self.made: set[int] = set()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.spoilt = False
+
+    def capture_begin(self, pool: Any, **_options: Any) -> None:
+        begin_pool(0, pool)
+        self.pool, self.generator = pool, torch.cuda.default_generators[0]
+        self.generator.state.capturing = True
+        _under_way.append(self)
+
+    def capture_end(self) -> None:
+        from emulated.device import off
+
+        _under_way.pop()
+        with off():
+            self._undo()
+        if self.spoilt:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        end_pool(0, self.pool)
+        self.generator.state.capturing = False
 
     def replay(self) -> None:
         from emulated.device import launched, off
@@ -52,7 +76,7 @@ class CUDAGraph:
                     whole = torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())
                     self.before[memory] = whole, whole.clone()
 
-    def end(self) -> None:
+    def _undo(self) -> None:
         """Nothing has happened."""
         for whole, old in self.before.values():
             whole.copy_(old)
@@ -69,23 +93,62 @@ def capturing() -> CUDAGraph | None:
     return _under_way[-1] if _under_way else None
 
 
-@contextmanager
-def graph(made: CUDAGraph, **_options: Any) -> Iterator[None]:
-    """`torch.cuda.graph`."""
-    from emulated.device import off
+class graph:  # noqa: N801
+    """`torch.cuda.graph`: where the end of its capture fails, the stream stays."""
 
-    _under_way.append(made)
-    try:
-        yield
-    finally:
-        _under_way.pop()
-        with off():
-            made.end()
+    def __init__(self, cuda_graph: CUDAGraph, pool: Any = None, **options: Any) -> None:
+        self.made, self.pool, self.options = cuda_graph, pool, options
+        self.stream = torch.cuda.stream(torch.cuda.Stream())
+
+    def __enter__(self) -> None:
+        self.stream.__enter__()
+        self.made.capture_begin(self.pool, **self.options)
+
+    def __exit__(self, *args: Any) -> None:
+        self.made.capture_end()
+        self.stream.__exit__(*args)
+
+
+class State:
+    """Of a generator; before torch 2.13 nothing is drawn of one that a capture left behind."""
+
+    capturing = False
+
+
+class DefaultGenerator:
+    """What is drawn of a device without a generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.state = device, State()
+
+    def get_state(self) -> Tensor:
+        return torch.Generator().get_state()
+
+    def graphsafe_set_state(self, _other: Any) -> None:
+        self.state = State()
+
+
+def begin_pool(_device: int, pool: Any) -> None:
+    users[pool] = users.get(pool, 0) + 1
+    if pool in open_pools:
+        raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+    open_pools.append(pool)
+
+
+def end_pool(_device: int, pool: Any) -> None:
+    if pool not in open_pools:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    open_pools.remove(pool)
+
+
+def release_pool(_device: int, pool: Any) -> None:
+    users[pool] -= 1
 
 
 def forbid(what: str) -> None:
     """As CUDA does while it captures."""
     if _under_way:
+        _under_way[-1].spoilt = True
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 

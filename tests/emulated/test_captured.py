@@ -8,7 +8,9 @@ from typing import Any
 
 import peagle_heads
 import pytest
+import torch
 from block_heads import block_head, fresh, settings_of
+from emulated import graphs
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
 from torch import Tensor
@@ -23,6 +25,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode_many
 from eval.decode.generation import Generation, Request
+from eval.decode.graphs import CaptureError, Graph
 from eval.decode.passes import PassedBatch
 from heads import buffers
 from heads.blocks.drafter import BlockChain, BlockTree
@@ -248,9 +251,28 @@ class Asking(NoDraft):
         return super().propose(roots)
 
 
-def test_a_step_that_waits_is_not_captured() -> None:
-    with pytest.raises(captured.CaptureError, match="not permitted"):
-        Captured(random_target("cuda"), lambda _: Asking(), 9).decode([Request([5, 17])], 1)
+def test_a_step_that_waits_is_not_captured_and_leaves_nothing_behind() -> None:
+    target, before = random_target("cuda"), torch.cuda.current_stream()
+    with pytest.raises(CaptureError, match=r"not permitted .*: device to host") as failed:
+        Captured(target, lambda _: Asking(), 9).decode([Request([5, 17])], 1)
+    assert "not permitted" in str(failed.value.__cause__)
+    assert torch.cuda.current_stream() is before
+    assert not graphs.open_pools
+    assert not torch.cuda.default_generators[0].state.capturing
+    [text] = Captured(target, lambda _: NoDraft(), 9).decode([Request([5, 17])], 1)
+    assert text.times.step > 0
+
+
+def test_who_stops_a_capture_stops_it_whole() -> None:
+    before = torch.cuda.current_stream()
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Graph(stopped, torch.cuda.graph_pool_handle())
+    assert torch.cuda.current_stream() is before
+    assert not graphs.open_pools
 
 
 def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +298,7 @@ def test_what_capturing_takes_is_in_no_figure(
 ) -> None:
     late, now = [0.0], time.perf_counter
 
-    class Slow(captured.Graph):
+    class Slow(Graph):
         def __init__(self, call: Callable[[], None], pool: Any) -> None:
             super().__init__(call, pool)
             late[0] += 1000

@@ -1,5 +1,6 @@
 """Training from start to end on an emulated GPU: feed, optimizer steps, evaluation, saving."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,12 @@ from emulated.runs import (
 from torch import Tensor
 
 from conf.schema import Dtype
+from data.layout import HIDDEN
 from heads.projection import Projection
-from train.batch.rows import SortedIndices
+from train.batch.rows import Batch, SortedIndices
 from train.loss.fused import Part, fused_linear
 from train.loss.losses import TextTeacher, text_criterion
+from train.objective import Objective
 
 __all__ = ["inputs", "short"]
 
@@ -115,3 +118,19 @@ def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
     assert counts.num_waits == 0
     with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
         wrong.backward()
+
+
+def test_states_of_two_micro_batches_are_on_the_device(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, live, most = Objective.prepare, list[Any](), list[int]()
+
+    def noted(objective: Objective, batch: Batch) -> Batch:
+        found = prepare(objective, batch)
+        live[:] = [*(each for each in live if each() is not None), weakref.ref(found[HIDDEN])]
+        most.append(len(live))
+        return found
+
+    monkeypatch.setattr(Objective, "prepare", noted)
+    on_cuda(run_of("eagle-3", inputs, tmp_path / "run", batch_size=8))
+    assert max(most) == 2

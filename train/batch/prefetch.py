@@ -3,6 +3,10 @@
 A thread loads the micro batches of the next step while this one runs, so a store on disk is
 waited for only if it is slower than training. On CUDA the target reads the next micro batch on
 a stream of its own beside the head's step on this one.
+
+No more than those two are on the device: the target's stream waits for the step on the batch
+before, whose memory it then writes over. The host, which is far ahead, lets go of a batch before it
+asks for the next one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from train.batch.rows import Batch, moved, tensors_of
+from train.batch.rows import Batch, moved
 
 
 class Dataset(Protocol):
@@ -97,7 +101,11 @@ class Prefetcher:
         return self._current
 
     def micro_batches(self) -> Iterator[Batch]:
-        """The same batches on the device, prepared."""
+        """The same batches on the device, prepared.
+
+        Who asks for the next one has given the device all that is done with the last, and has
+        let go of it.
+        """
         for number in range(len(self._current)):
             started = self._ahead or self._start(self._current[number])
             self._ahead = None
@@ -115,6 +123,9 @@ class Prefetcher:
         return coming.result()[0] if coming is not None and ready else None
 
     def _start(self, batch: Batch) -> _Started:
+        if self._stream is not None:
+            # For its memory, see above.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), record_function("target"):
             prepared = self._prepare(on_device(batch, self._device))
             done = None if self._stream is None else self._stream.record_event()
@@ -122,11 +133,9 @@ class Prefetcher:
 
     def _finish(self, started: _Started) -> Batch:
         if started.done is not None:
-            here = torch.cuda.current_stream(self._device)
-            here.wait_event(started.done)
-            for each in tensors_of(started.batch):
-                # Its memory belongs to the side stream, which must not reuse it too early.
-                each.record_stream(here)
+            # Not `record_stream`: the allocator would hold memory back until a host that is far
+            # ahead looks again, and take more meanwhile.
+            torch.cuda.current_stream(self._device).wait_event(started.done)
         return started.batch
 
     def close(self) -> None:

@@ -172,18 +172,6 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors that `moved` moves."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    moved(value, keep)
-    return found
-
-
 def indexed(batch: Batch, num_depths: int) -> Batch:
     """A batch on the CPU with where its documents lie and what depths 0 to `num_depths` learn."""
     documents = Documents.of(batch["document_ids"])

@@ -1,7 +1,6 @@
 """What every training command does around its own head: checks, data, plan, loop, last words."""
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
+from conf.compiler import check_compile, missing
 from conf.schema import TrainConfig, TrainRun
 from conf.statement import plain, stated
 from data.embedded import fill_unset
@@ -89,6 +89,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     check_training(config)
     store = None if config.data.features is None else open_store(config.data, config.target)
     accelerator = processes.start(config.train)
+    check_compile("train.compile", config.train.compile, accelerator.device.type)
     source = (
         from_target(config, accelerator)
         if store is None
@@ -107,6 +108,9 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         config.train, objective, deepspeed, trained=head.path is not None
     )
     compiled = wants_compile(config.train, length, objective, accelerator)
+    if compiled and (lacking := missing(accelerator.device.type)):
+        lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
+        compiled = False
     if compiled:
         objective.compile_parts()
     if store is not None:
@@ -218,9 +222,7 @@ def wants_compile(
     if accelerator.device.type == "cuda":
         return True
     sequences = config.max_steps * config.batch_size // accelerator.num_processes
-    num_logits = sequences * length * objective.slow_logits
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    return compiler is not None and num_logits > LOGITS_THAT_PAY
+    return sequences * length * objective.slow_logits > LOGITS_THAT_PAY
 
 
 def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> Source:

@@ -275,6 +275,7 @@ class Run:
                 with record_function("backward"):
                     self.placement.backward(sums.total)
             found.append(sums.terms)
+            del batch, sums  # the next one takes their memory
         return torch.stack(found)
 
     def _reduce(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:

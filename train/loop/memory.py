@@ -106,7 +106,7 @@ def _reduction(head: Any, setting: Setting) -> int:
 
 
 def _states(objective: Objective, setting: Setting) -> int:
-    """N (1 + layers read) H t of this micro batch, and of the next one on CUDA."""
+    """N (1 + layers read) H t of this micro batch and, on CUDA, the next (`Prefetcher`)."""
     target: Any = objective.target
     read = 1 + len(objective.head.reads.layers)
     here = setting.tokens * read * target.hidden_size * target.dtype.itemsize

@@ -1,0 +1,75 @@
+"""Slots that captured passes keep for drafts: as many as are drafted."""
+
+from typing import Any
+
+import pytest
+from emulated.device import off
+from emulated.test_captured import LENGTHS, NUM_TOKENS, prompts, random_target, told
+
+from eval.decode import captured
+from eval.decode.capturing import Captured
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import decode_many
+from eval.decode.generation import Generation, Request
+from eval.decode.graphs import CaptureError
+from eval.decode.passes import Passes
+from heads import buffers
+from heads.drafting import Draft, Roots
+from heads.tree import Tree
+
+
+class Growing(PromptLookup):
+    """Drafts more with every step, up to a dozen tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.size = 0
+
+    def propose(self, roots: Roots) -> Draft:
+        self.size = min(self.size + 1, 12)
+        tokens = roots.tokens.unsqueeze(1).expand(-1, self.size).contiguous()
+        return Draft(Tree.chain(self.size), tokens, self.size)
+
+
+def in_turn(way: Captured) -> list[Generation]:
+    """Texts one after the other, the longest first."""
+    way.target.model.generation_config.eos_token_id = []
+    return [text for ids in prompts()[:2] for text in way.decode([Request(ids)], 1)]
+
+
+def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 8)
+    monkeypatch.setattr(buffers, "ROUND_TO", 1)
+    with off():
+        target = random_target("cpu")
+        target.model.generation_config.eos_token_id = []
+        requests = [[Request(ids)] for ids in prompts()[:2]]
+        texts = [decode_many(target, lambda _: Growing(), each, NUM_TOKENS, 1) for each in requests]
+    way = Captured(random_target("cuda"), lambda _: Growing(), NUM_TOKENS)
+    assert told(in_turn(way)) == told([text for [text] in texts])
+    assert way._passes is not None
+    assert way._passes.capacity == captured.slots_for(LENGTHS[0] + NUM_TOKENS, 13)
+    assert way._passes.graphs
+
+
+@pytest.mark.parametrize("num_nodes", [13, 9])
+def test_a_compiled_target_needs_room_for_what_is_drafted(
+    num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 1)
+    target, made = random_target("cuda"), list[Passes]()
+    usual = Passes.__init__
+
+    def noted(passes: Passes, *given: Any) -> None:
+        made.append(passes)
+        usual(passes, *given)
+
+    monkeypatch.setattr(Passes, "__init__", noted)
+    target.capacity = captured.slots_for(LENGTHS[0] + NUM_TOKENS, num_nodes)
+    way = Captured(target, lambda _: Growing(), NUM_TOKENS)
+    if num_nodes == 13:
+        in_turn(way)
+        assert len(made) == 1  # whose graphs serve the second text too
+        return
+    with pytest.raises(CaptureError, match=r"12 drafted in a compiled target's \d+ slots"):
+        in_turn(way)
