@@ -16,6 +16,7 @@ from eval.decode.capturing import Captured
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch, decode_many, stream
 from eval.decode.generation import Request
+from eval.decode.graphs import CaptureError, Graph
 from eval.measure.replay import replay
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.drafting import Drafter
@@ -180,6 +181,19 @@ def test_captured_steps_on_cuda_are_those_that_are_not(
             found = captured.decode(requests, batch_size)
             assert [g.token_ids for g in found] == [g.token_ids for g in expected]
             assert [g.steps for g in found] == [g.steps for g in expected]
+
+
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    before, numbers = torch.cuda.current_stream(), torch.zeros(4, device="cuda")
+    with pytest.raises(CaptureError, match="captur") as failed:
+        Graph(lambda: numbers.add_(1).tolist() and None, torch.cuda.graph_pool_handle())
+    assert "previous error" not in str(failed.value)
+    assert torch.cuda.current_stream() == before
+    torch.randn(4, device="cuda")
+    numbers.zero_()
+    graph = Graph(lambda: numbers.add_(1) and None, torch.cuda.graph_pool_handle())
+    graph.launch()
+    assert numbers.tolist() == [1.0] * 4
 
 
 def test_a_step_on_cuda_waits_once() -> None:

@@ -21,6 +21,7 @@ from scripts import bench_memory
 from train.blocks.objective import BlockObjective
 from train.eagle import EagleObjective
 from train.loop import memory
+from train.loss import fused, pieces
 from train.loss.sizes import Setting
 from train.medusa import MedusaObjective
 from train.objective import Objective
@@ -198,3 +199,15 @@ def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
     table = bench_memory.large(256)
     assert [column.header for column in table.columns][1:3] == ["eagle1\nDDP", "eagle1\nFSDP2"]
     assert table.row_count > 5
+
+
+@pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
+def test_a_piece_has_rows_for_a_whole_gpu_within_a_bound(width: int) -> None:
+    size, of_cpu = (fused.piece_bytes(width, cpu) for cpu in (False, True))
+    rows = pieces.rows_of(size, 4 * width)
+    assert rows >= 520 or 255 * 2**20 < size <= fused.MOST_PIECE_BYTES
+    assert 5 * size < 1.4e9
+    if width > 100_000:
+        chunk = pieces.rows_of(fused.CHUNK_BYTES, 2 * width)
+        assert len(pieces.balanced(0, chunk, rows)) == 2
+    assert of_cpu == fused.CPU_PIECE_BYTES

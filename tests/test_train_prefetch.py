@@ -189,3 +189,30 @@ def test_a_target_on_a_stream_of_its_own_gives_the_same() -> None:
             alone = slow({"x": raw["x"].to(device)})["y"]
             torch.testing.assert_close(batch["y"], alone)
     prefetcher.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_memory_of_two_batches_serves_all_and_none_is_written_over_too_early() -> None:
+    device, size = torch.device("cuda"), 2**22
+    weight = torch.randn(2048, 2048, device=device)
+
+    def prepare(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**batch, "y": batch["x"].float().expand(size).clone()}
+
+    before, found, expected = torch.cuda.memory_allocated(), [], []
+    torch.cuda.reset_peak_memory_stats()
+    prefetcher = Prefetcher(load_many, prepare, device, 0, 3)
+    for step in range(3):
+        prefetcher.next_step()
+        for batch, raw in zip(prefetcher.micro_batches(), load_many(step), strict=True):
+            late = weight
+            for _ in range(50):
+                late = torch.tanh(late @ weight)
+            found.append(batch["y"].mean() + 0 * late.sum())
+            expected.append(float(raw["x"]))
+            del batch
+    prefetcher.close()
+    assert torch.stack(found).tolist() == expected
+    most = torch.cuda.max_memory_allocated() - before
+    assert most < 2.5 * 4 * size + 3 * 4 * weight.numel()

@@ -33,8 +33,11 @@ from train.loss.pieces import Where, balanced, number_of, part_of, rows_of
 
 CHUNK_BYTES = 256 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
-PIECE_BYTES = 64 * 2**20
-"""Of one [r, W] float32 tensor, of which about five live at a time."""
+PIECE_BYTES, MOST_PIECE_BYTES = 64 * 2**20, 260 * 2**20
+"""Of one [r, W] float32 tensor, of which about five live at a time: 1.4 GB at most, a quarter of it
+up to 32,000 columns. The larger one is a little more than half a chunk in bfloat16."""
+PIECE_ROWS = 528
+"""r that fills a GPU: four for each of 132 multiprocessors, as a block sums up a row."""
 CPU_CHUNK_BYTES = 96 * 2**20
 CPU_PIECE_BYTES = 2 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
@@ -372,10 +375,16 @@ def chunk_bytes(device: torch.device) -> int:
     return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
 
 
+def piece_bytes(width: int, cpu: bool) -> int:
+    """Of a float32 tensor of a piece of [R, W]."""
+    filling = min(max(PIECE_BYTES, 4 * width * PIECE_ROWS), MOST_PIECE_BYTES)
+    return CPU_PIECE_BYTES if cpu else filling
+
+
 def piece_rows(logits: Tensor) -> int:
     """Rows of a piece of logits [R, W]."""
-    num_bytes = CPU_PIECE_BYTES if logits.device.type == "cpu" else PIECE_BYTES
-    return rows_of(num_bytes, 4 * logits.shape[1])
+    width = logits.shape[1]
+    return rows_of(piece_bytes(width, logits.device.type == "cpu"), 4 * width)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

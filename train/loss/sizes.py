@@ -14,7 +14,7 @@ from heads.target.load import resolve_dtype
 from train.loss import fused
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
-"""Float32 tensors of a piece of the loss that live at a time (see `train.loss.fused.PIECE_BYTES`):
+"""Float32 tensors of a piece of the loss that live at a time (see `train.loss.fused.piece_bytes`):
 against the text and against a distribution; one more where logits are not float32."""
 FLOAT32 = 4
 
@@ -77,8 +77,7 @@ def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: 
     e, (width, hidden) = setting.dtype.itemsize, shape
     whole = chunk_bytes(setting)
     chunk = min(rows, max(1, whole // (width * e)))
-    most = fused.PIECE_BYTES if setting.cuda else fused.CPU_PIECE_BYTES
-    piece = min(most, chunk * width * FLOAT32)
+    piece = min(fused.piece_bytes(width, not setting.cuda), chunk * width * FLOAT32)
     tile = min(fused.TILE_BYTES, width * max(hidden, chunk) * FLOAT32)
     back = chunk * hidden * (e + FLOAT32) + (0 if e == FLOAT32 else tile)
     return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
@@ -93,7 +92,7 @@ def making_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
     """While those are made: logits of all ids, of the draft vocabulary beside them, and pieces."""
     whole = teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
-    most = fused.PIECE_BYTES if setting.cuda else fused.CPU_PIECE_BYTES
+    most = fused.piece_bytes(target.vocab_size, not setting.cuda)
     return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32)
 
 
