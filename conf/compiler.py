@@ -44,11 +44,11 @@ def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
 
 def _toolchain(device_type: str) -> str:
     """Empty where there is one; a name in the environment counts alone."""
-    variable, names, language = ("CC", ("gcc", "clang"), "C")
-    if device_type == "cpu":
-        variable, names, language = ("CXX", ("g++",), "C++")
+    on_cpu = device_type == "cpu"
+    variable, language = ("CXX", "C++") if on_cpu else ("CC", "C")
+    names = ["g++"] if on_cpu else ["gcc", "clang"]
     named = os.environ.get(variable)
-    if any(map(which, names if named is None else (named,))):
+    if any(map(which, names if named is None else [named])):
         return ""
     where = f"{' or '.join(names)} on PATH, or what {variable} names"
     if named is not None:
