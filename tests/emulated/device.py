@@ -21,7 +21,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,21 @@ def _listed(found: Counter[tuple[str, str]]) -> str:
 
 
 _counting: list[Counts] = []
+meters: list[Callable[[Any, Any, Any, Any], None]] = []
+"""Told of each operation with its arguments and its result, as they lie in memory."""
+
+
+class Memory:
+    """Where the numbers of device tensors are: on the CPU, or nowhere (`hollow.py`)."""
+
+    at = CPU
+
+    @property
+    def is_real(self) -> bool:
+        return self.at is CPU
+
+
+memory = Memory()
 
 
 @contextlib.contextmanager
@@ -222,14 +237,18 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     device = _place(func, args, tensors, here, wanted)
     _count(func, args, kwargs, device)
     given = [_held(each) for each in args]
-    options = _plain({key: _held(each) for key, each in kwargs.items()})
+    options = _plain({key: _held(each) for key, each in kwargs.items()}, device)
     kernel, graph = kernels.KERNELS.get(func, func), capturing()
+    if not memory.is_real:
+        kernel = kernels.without_numbers(func)
     if graph is not None:
         graph.keep(func, given, options)
     with _drawing(options, device):
         found = kernel(*given, **options)
     if graph is not None:
         graph.note(kernel, given, options, found)
+    for meter in meters:
+        meter(func, given, options, found)
     if device.type != "cuda":
         return pinned(found) if kwargs.get("non_blocking") else found
     # What was changed in place is the tensor that was given.
@@ -259,10 +278,10 @@ def _held(value: Any) -> Any:
     return value
 
 
-def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for the CPU."""
+def _plain(kwargs: dict[str, Any], device: torch.device = CPU) -> dict[str, Any]:
+    """Arguments for where the numbers are."""
     if kwargs.get("device") is not None:
-        kwargs["device"] = CPU
+        kwargs["device"] = memory.at if device.type == "cuda" else CPU
     return {key: each for key, each in kwargs.items() if key != "pin_memory"}
 
 

@@ -3,6 +3,7 @@
 // kernel attention takes. Loaded before PyTorch, which asks once. Nothing here computes; device.py does.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -37,12 +38,28 @@ struct DeviceGenerator final : at::CPUGeneratorImpl {
   }
 };
 
-// As sdp_utils.cpp on a GPU of compute capability 8.0 and more, where there is a mask.
+// The order of sdp_utils.cpp (check_prefer_cudnn_attention) on a GPU of compute capability 9.0 with
+// cuDNN 9.15 and later: cuDNN, flash, memory-efficient, math; of what each takes, what we give it.
 int64_t attention_kernel(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-    double, bool, std::optional<double>, bool grouped) {
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& mask, double, bool causal, std::optional<double>,
+    bool grouped) {
   using at::SDPBackend;
-  return static_cast<int64_t>(grouped ? SDPBackend::math : SDPBackend::efficient_attention);
+  const auto& context = at::globalContext();
+  const auto size = query.sym_size(-1);
+  const bool half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  const bool even = size == value.sym_size(-1) && size % 8 == 0;
+  auto found = SDPBackend::math;
+  if (context.userEnabledCuDNNSDP() && half && even && size <= 128) {
+    found = SDPBackend::cudnn_attention;
+  } else if (
+      context.userEnabledFlashSDP() && half && even && size <= 256 && !mask.has_value() &&
+      (!causal || query.sym_size(-2) == key.sym_size(-2))) {
+    found = SDPBackend::flash_attention;
+  } else if (context.userEnabledMemEfficientSDP() && !grouped) {
+    found = SDPBackend::efficient_attention;
+  }
+  return static_cast<int64_t>(found);
 }
 
 struct Registered {

@@ -151,6 +151,74 @@ def _seeds() -> tuple[Tensor, Tensor]:
     return torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
 
 
+def flash_of_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Output [B, Q, M, d], rows of all heads together in memory; logsumexp [B, Q, M] float32."""
+    check(dropout == 0.0 and not return_debug_mask, "dropout is not emulated")
+    check(query.dtype in HALVES, "FlashAttention only support fp16 and bf16 data type")
+    check(query.shape[1] % key.shape[1] == 0, "key-value heads must divide the query's")
+    check(not is_causal or query.shape[2] == key.shape[2], "causal of a square alone")
+    scores = _scores(query, _of_heads(key, query), None, is_causal, scale)
+    log_norm = scores.logsumexp(-1)
+    found = (scores - log_norm.unsqueeze(-1)).exp() @ _of_heads(value, query).float()
+    bounds = torch.zeros(0, dtype=torch.int32)
+    longest = query.shape[2], key.shape[2]
+    of_draw = torch.zeros(2, dtype=torch.uint64), _seeds()[0], torch.empty(0)
+    return _rows_first(found.to(query.dtype)), log_norm, bounds, bounds, *longest, *of_draw
+
+
+def flash_of_heads_backward(  # noqa: PLR0917
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_norm: Tensor,
+    _bounds: Tensor,
+    _key_bounds: Tensor,
+    _max_queries: int,
+    _max_keys: int,
+    dropout: float,
+    is_causal: bool,
+    _seed: Tensor,
+    _offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    check(dropout == 0.0, "dropout is not emulated")
+    keys, values = (_of_heads(each, query) for each in (key, value))
+    weights = (_scores(query, keys, None, is_causal, scale) - log_norm.unsqueeze(-1)).exp()
+    inner = (grad.float() * out.float()).sum(-1, keepdim=True)
+    d_scores = weights * (grad.float() @ values.float().mT - inner) * _scale(query, scale)
+    d_query, *d_text = (
+        d_scores @ keys.float(),
+        d_scores.mT @ query.float(),
+        weights.mT @ grad.float(),
+    )
+    # The kernel gives each query head's part, rounded; PyTorch sums a group's.
+    summed = (each.to(query.dtype).unflatten(1, (key.shape[1], -1)).sum(2) for each in d_text)
+    return _rows_first(d_query.to(query.dtype)), *map(_rows_first, summed)
+
+
+def _of_heads(states: Tensor, query: Tensor) -> Tensor:
+    """[B, Q, N, d] of [B, K, N, d]: each head of a group sees its group's."""
+    return states.repeat_interleave(query.shape[1] // states.shape[1], 1)
+
+
+def cudnn_attention(query: Tensor, key: Tensor, *_args: Any, **_options: Any) -> Any:
+    """Takes time for every new shape, and has given wrong numbers: nothing of ours may call it."""
+    raise KernelError(f"cuDNN's attention was chosen: {tuple(query.shape)}, {tuple(key.shape)}")
+
+
 def flash_attention(  # noqa: PLR0917
     query: Tensor,
     key: Tensor,
@@ -352,6 +420,9 @@ def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_cudnn_attention.default: cudnn_attention,
+    aten._scaled_dot_product_flash_attention.default: flash_of_heads,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_of_heads_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient_attention,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
     aten._flash_attention_forward.default: flash_attention,
@@ -362,6 +433,36 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.mm.dtype_out: _into(product),
     aten.addmm.dtype: sum_of_product,
     aten.addmm.dtype_out: _into(sum_of_product),
+}
+
+
+def without_numbers(func: Any) -> Callable[..., Any]:
+    """The kernel of an operation on tensors that have shapes alone; what the host reads is 0."""
+    return SHAPES.get(func, func)
+
+
+def _copied_down(given: Tensor, *args: Any, **options: Any) -> Tensor:
+    if given.is_meta and options.get("device") == torch.device("cpu"):
+        return torch.zeros_like(given, dtype=options.get("dtype"), device="cpu")
+    return aten._to_copy.default(given, *args, **options)
+
+
+def _copied_into(into: Tensor, given: Tensor, *args: Any) -> Tensor:
+    return into.zero_() if given.is_meta and not into.is_meta else into.copy_(given, *args)
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_cudnn_attention.default: cudnn_attention,
+    aten._to_copy.default: _copied_down,
+    aten.copy_.default: _copied_into,
+    aten._local_scalar_dense.default: lambda given: torch.zeros((), dtype=given.dtype).item(),
+    aten.equal.default: lambda *_args: True,
+    aten.mm.dtype: product,
+    aten.mm.dtype_out: _into(product),
+    aten.addmm.dtype: sum_of_product,
+    aten.addmm.dtype_out: _into(sum_of_product),
+    aten._fused_rms_norm.default: rms_norm,
+    aten._fused_rms_norm_backward.default: rms_norm_backward,
 }
 OF_CUDA_ALONE = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
 """Kernels that PyTorch composes of others where a device is not known to have them."""

@@ -108,6 +108,53 @@ def test_attention_under_a_mask_and_its_gradients(dtype: torch.dtype) -> None:
         torch.testing.assert_close(theirs.cpu(), mine, atol=2e-2, rtol=2e-2)
 
 
+OF_BACKENDS = {
+    "flash": ({}, "_scaled_dot_product_flash_attention"),
+    "a mask": ({"mask": True}, "_scaled_dot_product_efficient_attention"),
+    "float32": ({"dtype": torch.float32}, "_scaled_dot_product_efficient_attention"),
+    "causal, a square": ({"causal": True}, "_scaled_dot_product_flash_attention"),
+    "causal, others": ({"causal": True, "keys": 5}, "_scaled_dot_product_efficient_attention"),
+    "grouped": ({"kv_heads": 2}, "_scaled_dot_product_flash_attention"),
+    "grouped, a mask": ({"kv_heads": 2, "mask": True}, "bmm"),
+}
+
+
+@pytest.mark.parametrize(("given", "kernel"), OF_BACKENDS.values(), ids=list(OF_BACKENDS))
+def test_the_kernel_that_a_gpu_takes(given: dict[str, Any], kernel: str) -> None:
+    dtype, kv_heads = given.get("dtype", torch.bfloat16), given.get("kv_heads", 4)
+    query = drawn(1, 4, 9, 16, dtype=dtype)
+    key = drawn(1, kv_heads, given.get("keys", 9), 16, dtype=dtype)
+    options: dict[str, Any] = {"is_causal": given.get("causal", False), "enable_gqa": kv_heads < 4}
+    if given.get("mask"):
+        options["attn_mask"] = torch.zeros(1, 4, 9, 16, dtype=dtype, device=CUDA)[..., :9]
+    with counted() as counts:
+        functional.scaled_dot_product_attention(query, key, key, **options)
+    assert counts.operations[kernel] >= 1
+
+
+def test_cudnn_s_attention_is_refused() -> None:
+    query = drawn(1, 4, 9, 16, dtype=torch.bfloat16)
+    with (
+        torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]),
+        pytest.raises(KernelError, match=r"cuDNN's attention was chosen: \(1, 4, 9, 16\)"),
+    ):
+        functional.scaled_dot_product_attention(query, query, query)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_of_heads_and_its_gradients(causal: bool) -> None:
+    found = []
+    for device in ("cpu", CUDA):
+        shapes = [(1, 4, 9, 16), (2, 2, 9, 16), (3, 2, 9, 16)]
+        heads = [drawn(*s).to(device, torch.bfloat16)[:1] for s in shapes]
+        heads = [(each if device == CUDA else each.float()).requires_grad_() for each in heads]
+        out = functional.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)
+        out.backward(drawn(1, 4, 9, 16).to(device, out.dtype))
+        found.append([out.detach(), *(each.grad for each in heads)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs.cpu().float(), mine, atol=3e-2, rtol=3e-2)
+
+
 def efficient(query: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     return aten._scaled_dot_product_efficient_attention(query, query, query, bias, True)
 

@@ -1,0 +1,150 @@
+"""What a step takes on an H100 by arithmetic: predictions, of what no GPU has run.
+
+`python scripts/predict_gpu.py [--heads medusa ...] [--targets 8b 70b]` runs training steps of every
+kind of head and steps of decoding on a device without numbers, which needs a C++ compiler and no
+GPU, and meters each operation that our code dispatches: 5 microseconds of the host to launch one (a
+captured step is one), and of the device 2 microseconds or, if that is longer, what its bytes take
+at 3.35 TB/s or its products at 990 TFLOP/s. A step takes as long as the slower of host and device.
+So it is a lower bound: kernels reach neither rate. On the other hand, every document counts as long
+as the longest of its sequence, what compiling would fuse is not, and a target is taken as if it
+fitted one GPU.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from conf.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from typing import Any
+
+from tqdm import tqdm
+
+from conf.schema import InputError
+from scripts.bench.apart import ROOT, markdown
+
+LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
+TARGETS = {
+    "8b": {"hidden": 4096, "layers": 32, "vocab": 128256},
+    "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
+}
+FORMS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark", "peagle")
+TRAINING = {"length": 4096, "batch_size": 2}
+DECODING = {"length": 2048, "batch_size": 1}
+PUBLISHED = """\
+Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
+packed 2,048: 7,200 (28 samples/s on 8 A100). TorchSpec, DFlash beside Qwen3-8B, up to 2,048 tokens
+a sample: up to 7,700 (15 samples/s on 4 H100). SpecForge, a draft of 1.1 B beside Qwen3-8B, 256
+anchors, about 550 tokens: 3,400 (50 samples/s on 8 H200), 44% of the products' peak."""
+TESTS = ROOT / "tests"
+WORKER = """\
+import ctypes, sys
+ctypes.CDLL(sys.argv[1])  # before torch
+from emulated.predicted import main
+main(sys.argv[2])"""
+Row = dict[str, Any]
+
+
+def row_of(job: Row) -> Row:
+    """What a step of a job runs, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        question = Path(folder) / "job.json"
+        question.write_text(json.dumps(job))
+        command = [sys.executable, "-c", WORKER, str(guard()), str(question)]
+        paths = os.pathsep.join(map(str, (ROOT, TESTS)))
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise InputError(f"{job} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def guard() -> Path:
+    """The library that has PyTorch believe in a GPU.
+
+    Raises:
+        InputError: there is no compiler for it.
+    """
+    sys.path.insert(0, str(TESTS))
+    from emulated.guard import compiled, compiler
+
+    if compiler() is None:
+        raise InputError("no C++ compiler found: install g++ or clang++, or name one in CXX")
+    folder = ROOT / "outputs" / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    return compiled(folder)
+
+
+def training(name: str, found: Row) -> tuple[str, ...]:
+    """A line of the table of training steps."""
+    host, device = LAUNCH_S * found["num_launches"], found["device_s"]
+    seconds, products = max(host, device), found["product_s"]
+    binds = "launches" if host > device else "products" if products > device / 2 else "memory"
+    return (
+        name, f"{found['num_launches']:,.0f}", f"{found['num_waits']}", f"{found['num_shapes']}",
+        f"{1000 * host:.0f}", f"{1000 * device:.0f}", f"{products / seconds:.0%}", binds,
+        f"{found['num_tokens'] / seconds:,.0f}", f"{found['flops'] / seconds / PEAK_FLOPS:.0%}",
+    )  # fmt: skip
+
+
+def decoding(name: str, found: Row, plain: Row) -> tuple[str, ...]:
+    """A line of the table of decoding steps, beside the one that drafts nothing."""
+    ours, theirs = (
+        max(LAUNCH_S * each["num_launches"], each["device_s"]) for each in (found, plain)
+    )
+    return (
+        name, f"{found['num_launches']:.0f}", f"{found['num_kernels']:,.0f}",
+        f"{found['bytes'] / 1e9:.1f}", f"{1000 * ours:.1f}", f"{ours / theirs:.2f}",
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--targets", nargs="+", default=["8b"], choices=tuple(TARGETS))
+    options = parser.parse_args()
+    names = options.heads
+    with tqdm(total=len(options.targets) * (3 * len(names) + 1), unit="step") as bar:
+
+        def found(form: str | None, shape: str, sizes: dict[str, int]) -> Row:
+            bar.set_postfix_str(f"{form or 'no head'}, {shape}")
+            given = row_of({"form": form, "shape": shape, **sizes})
+            bar.update()
+            return given
+
+        for target in options.targets:
+            sizes = TARGETS[target]
+            rows = [training(name, found(name, "train", {**sizes, **TRAINING})) for name in names]
+            tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
+            tqdm.write(markdown(HEADER, rows))
+            plain = found(None, "chain", {**sizes, **DECODING})
+            steps = [decoding("none", plain, plain)]
+            for name in names:
+                for shape in ("chain", "tree"):
+                    step = found(name, shape, {**sizes, **DECODING})
+                    steps.append(decoding(f"{name}, {shape}", step, plain))
+            tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
+            tqdm.write(markdown(STEPS, steps))
+    print(f"\n{PUBLISHED}")
+
+
+HEADER = (
+    "head", "launches", "waits", "shapes of attention", "host, ms", "device, ms", "products",
+    "binds", "tokens/s", "of peak",
+)  # fmt: skip
+STEPS = ("drafter", "launches", "kernels", "GB", "ms", "over a plain step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What steps of large models run on a GPU, for `scripts/predict_gpu.py`.
+
+A job has `hidden`, `layers`, `vocab`, `length` (tokens of a sequence, or of the text that is
+answered), `batch_size`, `form` of a head or None, and `shape`: `train`, `chain` or `tree`.
+"""
+
+import json
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from emulated.device import counted
+from emulated.hollow import Meter, hollow, metered
+
+import eval.decode.captured
+from eval.decode.capturing import Captured
+from eval.decode.engine import NoDraft
+from eval.decode.generation import Request
+from heads.drafting import Drafter
+from heads.kinds import forms, kind_of
+from heads.sampling import GREEDY
+from heads.target.model import Target
+from heads.tree import Tree
+from heads.vocab import DraftVocab
+from scripts import bench_train
+
+Row = dict[str, Any]
+SHORTER, LONGER = 6, 10
+DRAFT_VOCAB = 32000
+
+
+def trained(job: dict[str, Any]) -> Row:
+    """The second step of a run: the first makes what lasts."""
+    options = _options(job)
+    with hollow(), tempfile.TemporaryDirectory() as folder:
+        run, _ = bench_train.start(options, Path(folder) / "out")
+        run.resume()
+        run.optimizer_step()
+        with metered() as meter, counted() as counts:
+            run.optimizer_step()
+        run.close()
+    num_tokens = options.batch_size * options.max_length
+    return {**_told(meter), "num_tokens": num_tokens, "num_waits": counts.num_waits}
+
+
+def decoded(job: dict[str, Any]) -> Row:
+    """A captured step of one text: what more steps add, by their number."""
+    found: list[tuple[Meter, int]] = []
+    with hollow(), patch.object(eval.decode.captured, "Graph", Whole):
+        room = {**job, "length": 2 * job["length"]}
+        target = bench_train.random_target(_options(room), torch.device("cuda"))
+        make = _drafter(job, target)
+        for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts
+            with metered() as meter, Whole.launched_by(meter):
+                texts = Captured(target, make, length).decode([Request([5] * job["length"])], 1)
+            found.append((meter, len(texts[0].steps)))
+    _, (few, less), (many, more) = found
+    told = _told(many - few)
+    return {name: value / (more - less) for name, value in told.items()}
+
+
+class Whole:
+    """In place of a CUDA graph: what it holds runs anew, for the host one launch."""
+
+    meter: Meter
+
+    def __init__(self, call: Callable[[], None], _pool: Any) -> None:
+        self.call = call
+
+    @classmethod
+    @contextmanager
+    def launched_by(cls, meter: Meter) -> Iterator[None]:
+        """Inside, graphs tell a meter of their launches."""
+        cls.meter = meter
+        yield
+
+    def launch(self) -> None:
+        """All at once."""
+        before = self.meter.num_launches
+        self.call()
+        self.meter.num_launches = before + 1
+
+
+def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Drafter]:
+    if job["form"] is None:
+        return lambda _: NoDraft()
+    vocab = DraftVocab.choose(torch.arange(target.vocab_size), DRAFT_VOCAB, [])
+    head = forms()[job["form"]].untrained(target, job["form"], vocab)
+    kind = kind_of(head.attach(target, target.dtype).eval())
+    chain = job["shape"] == "chain"
+    shape = Tree.chain(kind.usual_depth(head)) if chain else kind.usual_shape(head, gpu=True)
+    return lambda seeds: kind.drafter(head, shape, GREEDY, seeds)
+
+
+def _options(job: dict[str, Any]) -> Namespace:
+    """Of `bench_train`."""
+    options = bench_train.arguments([job["form"] or "medusa", "--dtype", "bfloat16"])
+    options.hidden, options.layers, options.vocab = job["hidden"], job["layers"], job["vocab"]
+    options.max_length, options.batch_size = job["length"], job["batch_size"]
+    return options
+
+
+def _told(meter: Meter) -> Row:
+    return {
+        "num_launches": meter.num_launches, "num_kernels": meter.num_kernels, "bytes": meter.bytes,
+        "flops": meter.flops, "device_s": meter.device_s, "product_s": meter.product_s,
+        "num_shapes": len(meter.attended),
+    }  # fmt: skip
+
+
+def main(path: str) -> None:
+    """Prints what the job in a file gives, in JSON."""
+    from emulated import cuda, device
+
+    cuda.install()
+    job = json.loads(Path(path).read_text())
+    with device.Mode():
+        print(json.dumps(trained(job) if job["shape"] == "train" else decoded(job)))

@@ -1,0 +1,67 @@
+"""The device without numbers: what it meters, and that as much runs on it as where numbers are."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from emulated import predicted
+from emulated.hollow import H100, hollow, metered
+
+TOY = {"hidden": 128, "layers": 4, "vocab": 300, "length": 128, "batch_size": 2}
+
+
+def test_a_product_is_metered_by_its_bytes_and_operations() -> None:
+    with hollow(), metered() as meter:
+        left = torch.empty(3, 4, device="cuda", dtype=torch.bfloat16)
+        right = torch.empty(5, 4, device="cuda", dtype=torch.bfloat16)
+        left @ right.T
+    assert (meter.num_launches, meter.flops, meter.bytes) == (1, 2 * 3 * 4 * 5, 2 * (12 + 20 + 15))
+    assert meter.device_s == meter.product_s == H100.kernel_s
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seconds"),
+    [(torch.bfloat16, 2 * 8192**3 / 990e12), (torch.float32, 2 * 8192**3 / 67e12)],
+)
+def test_a_large_one_takes_as_long_as_its_operations(dtype: torch.dtype, seconds: float) -> None:
+    with hollow(), metered() as meter:
+        square = torch.empty(8192, 8192, device="cuda", dtype=dtype)
+        square @ square
+    assert meter.device_s == pytest.approx(seconds)
+
+
+def test_rows_that_are_looked_up_are_the_ones_that_move() -> None:
+    with hollow(), metered() as meter:
+        table = torch.empty(1000, 8, device="cuda")
+        table[torch.zeros(3, dtype=torch.int64, device="cuda")]
+        table.unsqueeze(0).expand(50, -1, -1) + 1
+    # The zeros, the rows there and back, and a table that lies there once and becomes fifty.
+    assert meter.bytes == 3 * 8 + 2 * 3 * 8 * 4 + (1000 * 8 + 50 * 1000 * 8) * 4
+
+
+def test_the_host_reads_zeros() -> None:
+    with hollow():
+        ones = torch.ones(3, device="cuda")
+        assert float(ones.sum()) == 0
+        assert ones.tolist() == [0, 0, 0]
+        assert torch.ones(3).copy_(ones).tolist() == [0, 0, 0]
+        assert (ones > 0).cpu().dtype == torch.bool
+
+
+@pytest.mark.parametrize("form", ["eagle3", "dflash"])
+def test_a_step_launches_as_much_as_where_there_are_numbers(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: dict[str, Any] = {**TOY, "form": form}
+    without = predicted.trained(job)
+    monkeypatch.setattr(predicted, "hollow", nullcontext)
+    # Memory that a kernel makes may lie in another order.
+    assert predicted.trained(job) == pytest.approx(without, rel=1e-3)
+
+
+def test_a_captured_step_is_one_launch_and_copies() -> None:
+    plain = predicted.decoded({**TOY, "form": None, "shape": "chain"})
+    drafting = predicted.decoded({**TOY, "form": "eagle3", "shape": "chain"})
+    assert plain["num_launches"] == drafting["num_launches"] == 2  # with the record's copy
+    assert drafting["num_kernels"] > 1.2 * plain["num_kernels"]
