@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from emulated import kernels
 from emulated.graphs import capturing, forbid
+from oldest_torch import check_call
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -235,6 +236,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not here and (wanted is None or wanted.type != "cuda"):
         return _on_cpu(func, args, kwargs)
     device = _place(func, args, tensors, here, wanted)
+    check_call(func, args, kwargs)
     _count(func, args, kwargs, device)
     given = [_held(each) for each in args]
     options = _plain({key: _held(each) for key, each in kwargs.items()}, device)
@@ -272,7 +274,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 def _held(value: Any) -> Any:
     if isinstance(value, DeviceTensor):
-        return value.held
+        return value.held if memory.is_real else value.held.to(memory.at)
     if isinstance(value, (list, tuple)):
         return type(value)(_held(each) for each in value)
     return value

@@ -1,4 +1,7 @@
-"""The device without numbers: what it meters, and that as much runs on it as where numbers are."""
+"""The device without numbers: what it meters, and that as much runs on it as where numbers are.
+
+Last by its name: what lasts in a process, as the shapes of trees, has no numbers afterwards.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -49,7 +52,7 @@ def test_the_host_reads_zeros() -> None:
         assert (ones > 0).cpu().dtype == torch.bool
 
 
-@pytest.mark.parametrize("form", ["eagle3", "dflash"])
+@pytest.mark.parametrize("form", ["eagle3"])
 def test_a_step_launches_as_much_as_where_there_are_numbers(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
