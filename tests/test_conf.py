@@ -18,7 +18,7 @@ ONE_OF_EACH_FOLDER = (
     "train/medusa2.py",
     *(pytest.param(e, marks=pytest.mark.slow) for e in ("eval/acceptance.py", "scripts/export.py")),
 )
-PLAIN = ("scripts/make_embedded.py", "scripts/verify_export.py")
+PLAIN = ("scripts/make_embedded.py", "scripts/predict_gpu.py", "scripts/verify_export.py")
 OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
 BENCH_NAMES = (
     "capture", "cpu", "data", "documents", "engine", "generate", "gpu", "hybrid", "losses",
