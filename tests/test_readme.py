@@ -24,7 +24,7 @@ LIMITS = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
 DOORS = {command.name: command for command in doors.COMMANDS.values()}
 # Without Hydra: they have tests of their own, or take three numbers.
-PLAIN = {"verify_export", "bench_engine", "make_embedded"}
+PLAIN = {"verify_export", "bench_engine", "make_embedded", "predict_gpu"}
 # What has no default.
 REQUIRED = {
     "push": ["repo_id=me/head"],
