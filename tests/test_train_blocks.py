@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed.utils as moving
 import torch.nn.functional as F  # noqa: N812
 from block_heads import KINDS, block_head, fresh, objective_of, settings_of
 from exports import config_of
@@ -22,8 +23,16 @@ from heads.export.golden import golden
 from heads.export.writer import export_head
 from heads.projection import Projection
 from heads.target.model import Target
-from train.batch.rows import NOISE_SEEDS, SUPERVISION, UNROLLED, SortedIndices, Unrolled, indexed
-from train.blocks.objective import architecture, drawn
+from train.batch.rows import (
+    NOISE_SEEDS,
+    SUPERVISION,
+    UNROLLED,
+    SortedIndices,
+    Unrolled,
+    indexed,
+    moved,
+)
+from train.blocks.objective import END, FIRST, architecture, drawn
 from train.dflash2 import make_head
 from train.loss import fused
 from train.loss.blocks import dpace_weights, slot_weights
@@ -101,6 +110,23 @@ def test_tokens_may_draft_less_deep_than_others() -> None:
     assert found.steps.tolist() == [0, 0, 1, 0]
     assert found.tokens.tolist() == [1, 2, 1, 5]
     assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 3, 6]
+
+
+def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Target) -> None:
+    """DDP and FSDP2 bring arguments to their device, and FSDP2 casts floats, before `forward`."""
+    config = settings_of("dflash")
+    objective = objective_of(fresh(target, config), target, config)
+    whole = objective.indexed(packed(texts(target, 2, 40)))
+    batch = moved(whole, lambda tensor: tensor.to("meta"))
+    # As DDP does with what is not on its device, of which the meta device is one.
+    (((found,),), _) = moving._to_kwargs((batch,), {}, torch.device("meta"), False)
+    for after in (found, moving._apply_to_tensors(lambda tensor: tensor, found)):
+        for name in (FIRST, END):
+            assert after[name].device.is_meta
+            assert not after[name].host.is_meta
+            assert after[name].host.equal(whole[name].host)
+        answers = after[UNROLLED].rows.answers
+        assert answers.host.equal(whole[UNROLLED].rows.answers.host)
 
 
 def random(*shape: int, seed: int) -> Tensor:

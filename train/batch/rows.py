@@ -10,7 +10,7 @@ a student, N tokens that draft.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,11 @@ Batch = Mapping[str, Any]
 numbers that seed what is drawn for each sequence."""
 
 
-class SortedIndices(NamedTuple):
+@dataclass(frozen=True)
+class SortedIndices:
     """Whole numbers in rising order that Python looks into and the device computes with.
+
+    No tuple: DDP and FSDP2 bring every tensor in one to the device, but leave dataclasses alone.
 
     Attributes:
         host, device: [n] int64, the same numbers twice.
