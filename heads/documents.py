@@ -128,7 +128,7 @@ def flash(
 
 def flash_backward(
     grad: Tensor, text: tuple[Tensor, Tensor, Tensor], found: tuple[Tensor, Tensor],
-    documents: Documents,
+    documents: Documents, window: int | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, keys and values, from what any attention over them and more gave.
 
@@ -140,11 +140,14 @@ def flash_backward(
         text: query, keys and values as `flash` took them.
         found: O [S, Q, d] and L [Q, S] float32.
         documents: of the S tokens.
+        window: as of `flash`.
+        scale: as of `flash`.
     """
     bounds, longest = documents.bounds, documents.longest
     # Drawn from by dropout only, which there is none of.
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), *text, found[0].contiguous(), found[1].contiguous(), bounds, bounds,
-        longest, longest, 0.0, True, unused, unused, window_size_left=-1, window_size_right=0,
+        longest, longest, 0.0, True, unused, unused,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from heads.documents import Documents, fits_flash, flash
+from heads.documents import Documents, fits_flash, flash, flash_backward
 from heads.target.kernels import Scores, causal
 
 NAME = "documents"
@@ -67,13 +68,42 @@ class Reading:
         self.calls.append((scores.window, kernel))
         if kernel is not FLASH:
             output = by_document(q, k, v, documents, scores)
+        elif scores.sinks is not None:
+            output = SinkFlash.apply(documents, scores, q, k, v, scores.sinks)
         else:
-            output, log_norm = flash(q, k, v, documents, scores.window, scores.scale)
-            if scores.sinks is not None:
-                # A key more in the sum under every softmax.
-                share = torch.sigmoid(log_norm.t() - scores.sinks)
-                output = output * share.unsqueeze(-1).to(output.dtype)
+            output, _ = flash(q, k, v, documents, scores.window, scores.scale)
         return output.unflatten(0, (len(query), -1))
+
+
+class SinkFlash(torch.autograd.Function):
+    """`flash` with a key more under every softmax, which has a score per head and no value.
+
+    With its score s the logsumexp of all is M = log(exp(L) + exp(s)), and the output O exp(L - M).
+    From these the kernel makes all gradients but that of s: -sum(exp(s - M) dO O).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, documents: Documents, scores: Scores, *given: Tensor) -> Tensor:
+        """[S, Q, d] of query [S, Q, d], keys and values [S, K, d], and sinks [Q]."""
+        query, keys, values, sinks = given
+        output, log_norm = flash(query, keys, values, documents, scores.window, scores.scale)
+        whole = torch.logaddexp(log_norm, sinks.float().unsqueeze(1))
+        share = (log_norm - whole).exp().t()
+        output = (output * share.unsqueeze(-1)).to(output.dtype)
+        ctx.save_for_backward(*given, output, whole)
+        ctx.documents, ctx.scores = documents, scores
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of what `forward` got."""
+        *text, sinks, output, whole = ctx.saved_tensors
+        window, scale = ctx.scores.window, ctx.scores.scale
+        of_text = flash_backward(grad, text, (output, whole), ctx.documents, window, scale)
+        inner = (grad.float() * output.float()).sum(-1).t()
+        of_sinks = -((sinks.float().unsqueeze(1) - whole).exp() * inner).sum(1)
+        return None, None, *of_text, of_sinks.to(sinks.dtype)
 
 
 class Pass(Protocol):

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.documents import Documents, flash, flash_backward
+from heads.target.attention import FLASH, Reading
+from heads.target.kernels import Scores
 
 CUDA = torch.device("cuda", 0)
 aten: Any = torch.ops.aten
@@ -216,6 +218,27 @@ def plain(
     scores = query.transpose(0, 1) @ spread[0].mT * query.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1) @ spread[1]).transpose(0, 1), scores.logsumexp(-1).detach()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_through_attention_sinks_are_those_of_the_cpu(window: int | None) -> None:
+    documents = Documents.of(torch.tensor([[0] * 5 + [1] * 8]))
+    shapes, dtype = ((13, 4, 16), (13, 2, 16), (13, 2, 16), (4,)), torch.float16
+    grad, found = drawn(13, 4, 16, dtype=dtype).unsqueeze(0), {}
+    for device in ("cpu", CUDA):
+        leaves = [drawn(*shape, n)[..., 0] for n, shape in enumerate(shapes, 1)]
+        leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
+        # What the CPU rounds between its products is not what the kernel does.
+        given = [each.float() if device == "cpu" else each for each in leaves]
+        query, keys, values = (each.transpose(0, 1).unsqueeze(0) for each in given[:3])
+        reading, scores = Reading(documents), Scores(window, 0.3, sinks=given[3])
+        output = reading.attend(None, query, keys, values, scores)
+        output.backward(grad.to(device, output.dtype))
+        found[device] = [output.detach(), *(each.grad for each in leaves)]
+    assert reading.calls == [(window, FLASH)]
+    for mine, theirs in zip(*found.values(), strict=True):
+        off = (theirs.cpu().float() - mine.float()).norm() / mine.float().norm()
+        assert off < 1e-3  # halves have three digits
 
 
 def test_flash_refuses_what_it_does_not_take() -> None:
