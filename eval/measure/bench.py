@@ -31,6 +31,7 @@ from heads.lowrank import reduce_rank
 from heads.packed import pack
 from heads.sampling import Sampling
 from heads.target.identity import Identity, identify, told_of_another, weights_checksum
+from heads.target.kernels import told_of_kernels
 from heads.target.load import load_target
 from heads.target.model import Target
 
@@ -97,6 +98,7 @@ def open_bench(
     if not prompts:
         raise InputError(f"every prompt is left out; the first: {left_out[0]}")
     if state.is_main_process:
+        _tell(told_of_kernels(target.device))
         _tell(f"left out: {why}" for why in left_out)
         _tell_windows(heads, prompts, run.max_new_tokens)
         _tell_other_targets(refs, identify(run.target, target.tokenizer, target.dtype))

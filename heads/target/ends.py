@@ -18,6 +18,7 @@ from conf.schema import InputError, TargetConfig
 from heads.projection import Projection, scaling_of
 from heads.storage import load_tensors, write_folder
 from heads.target import sizes
+from heads.target.kernels import choose_kernels
 
 WEIGHTS = "ends.safetensors"
 EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
@@ -54,6 +55,7 @@ class TargetEnds:
         self.generation_config = generation_config
         self.tokenizer = tokenizer
         self.name = name
+        choose_kernels(self.device)
 
     @property
     def device(self) -> torch.device:

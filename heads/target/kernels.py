@@ -17,6 +17,24 @@ CHUNK_BYTES = 64 << 20  # of float32 scores
 LONGEST_CHUNK = 256
 
 
+def choose_kernels(device: torch.device) -> None:
+    """Chooses how this process attends from now on, where a target lies on a GPU: not by cuDNN.
+
+    On GPUs of capability 9 and 10 PyTorch takes cuDNN's attention first, which makes a plan for
+    each new shape (up to half a second), and here lengths are new in nearly every call.
+    Source: PyTorch, `sdp_utils.cpp`, `check_prefer_cudnn_attention`; `cudnn/MHA.cpp`.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def told_of_kernels(device: torch.device) -> list[str]:
+    """What a command says of it at its start."""
+    if device.type != "cuda":
+        return []
+    return ["attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off"]
+
+
 class Scores(NamedTuple):
     """How a layer scores keys, and which.
 

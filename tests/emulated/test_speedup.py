@@ -13,7 +13,9 @@ from eval import speedup
 from eval.compare import timing
 
 
-def test_steps_and_passes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_passes_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_target(tmp_path / "target", num_hidden_layers=4, **HEADS)
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"turns": [f"hello number {n}"], "category": "a"} for n in range(2)]
@@ -35,6 +37,7 @@ def test_steps_and_passes_are_captured(tmp_path: Path, monkeypatch: pytest.Monke
             out_dir=str(tmp_path / "out"),
         )
     )
+    assert "cuDNN's is off" in capsys.readouterr().err
     result = json.loads((tmp_path / "out" / "speedup.json").read_text())
     assert result["lossless"]["num_equal"] == 2
     captured = {name: row.get("captured") for name, row in result["methods"].items()}

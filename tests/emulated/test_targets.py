@@ -42,9 +42,19 @@ SPREAD = {"device_map": "auto"}
 SHARD_BYTES = 20_000
 
 
-def test_a_target_in_bfloat16(inputs: Path, tmp_path: Path) -> None:
+ATTENTION = "attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off\n"
+
+
+def test_a_target_in_bfloat16(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
     on_cpu(run_of("eagle-3", inputs, tmp_path / "cpu", BFLOAT16))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert ATTENTION not in capsys.readouterr().out
     counts = on_cuda(run_of("eagle-3", inputs, tmp_path / "cuda", BFLOAT16))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert ATTENTION in capsys.readouterr().out
     assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=0.05)
     waits = waits_of_step(counts)
     assert waits.num_waits <= MOST_WAITS, str(waits)
@@ -97,7 +107,9 @@ def test_training_from_a_store(
     data = DataConfig(features=str(stores / teacher.value))
     unset = {"path": None, "dtype": Dtype.auto}
     on_cpu(run_of(name, inputs, tmp_path / "cpu", unset, data))
+    torch.backends.cuda.enable_cudnn_sdp(True)
     counts = on_cuda(run_of(name, inputs, tmp_path / "cuda", unset, data))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     expected = losses(tmp_path / "cpu")
     assert losses(tmp_path / "cuda") == pytest.approx(expected, rel=5e-3, abs=2e-4)
     waits = waits_of_step(counts)

@@ -21,6 +21,7 @@ from data.provenance import provenance
 from eval.measure.asked import follow, follow_or_tell
 from heads.target.ends import TargetEnds
 from heads.target.identity import Identity, identify, told_of_another
+from heads.target.kernels import told_of_kernels
 from heads.target.load import load_target
 from heads.target.model import Reads, Target
 from train.dist import processes
@@ -118,7 +119,8 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
-        lines_of_run = [*source.lines, *lines, optimizer, described(config.train, size, length)]
+        lines_of_run = [*source.lines, *told_of_kernels(accelerator.device), *lines, optimizer]
+        lines_of_run.append(described(config.train, size, length))
         print_plan(config, source.target.name, lines_of_run, where)
     parts = memory_of(accelerator, objective, config.train, source.train)
     rollouts = rollouts_of(config, source)
