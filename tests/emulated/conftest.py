@@ -15,12 +15,9 @@ if GUARD is None:
     collect_ignore_glob = ["*.py"]
 else:
     ctypes.CDLL(GUARD)  # before torch
-    import torch
     from emulated import cuda, device
 
     cuda.install()
-
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
     @pytest.fixture(autouse=True, scope="session")
     def emulated() -> Iterator[None]:

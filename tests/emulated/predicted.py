@@ -118,7 +118,6 @@ def main(path: str) -> None:
     from emulated import cuda, device
 
     cuda.install()
-    torch.backends.cuda.enable_cudnn_sdp(False)
     job = json.loads(Path(path).read_text())
     with device.Mode():
         print(json.dumps(trained(job) if job["shape"] == "train" else decoded(job)))

@@ -12,10 +12,15 @@ from torch.nn import functional
 
 from heads.documents import Documents, flash, flash_backward
 from heads.target.attention import FLASH, Reading
-from heads.target.kernels import Scores
+from heads.target.kernels import Scores, choose_kernels
 
 CUDA = torch.device("cuda", 0)
 aten: Any = torch.ops.aten
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_ever() -> None:
+    choose_kernels(CUDA)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
