@@ -45,11 +45,15 @@ FLOORS = {
     "train_medusa": {"FLOP/s over those of a matmul": 0.25},
     "train_eagle1": {"FLOP/s over those of a matmul": 0.2},
     "train_eagle3": {"FLOP/s over those of a matmul": 0.2},
+    "train_dflash": {"FLOP/s over those of a matmul": 0.1},
+    "train_peagle": {"FLOP/s over those of a matmul": 0.1},
     "engine": {"least speed-up / tau of a chain": 0.6, "least speed-up / tau of a tree": 0.5},
     "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
 }
 """Least values by benchmark; figures without one are told and not judged. Ratios are of what the
 same process measured, so they hold on any GPU."""
+PREDICTED = Path(__file__).parent / "bench" / "predicted.json"
+"""Tokens per second by kind of head, of `scripts/predict_gpu.py --targets bench`."""
 TIMEOUT_S = 240
 Figures = dict[str, float]
 
@@ -143,9 +147,11 @@ def train(head: str, small: bool) -> Figures:
         )
     found = bench_train.measured(bench_train.arguments([head, *sizes.split()]))
     parts = {f"share of {name}": share for name, share in found.parts.items()}
+    predicted = {} if small else json.loads(PREDICTED.read_text())
     return {
         "FLOP/s over those of a matmul": found.utilisation,
         "tokens/s": found.tokens_per_s,
+        **({"tokens/s, predicted at most": predicted[head]} if predicted else {}),
         "peak, GiB": found.peak_gib,
         **parts,
     }
@@ -214,6 +220,8 @@ BENCHES: dict[str, Callable[[bool], Figures]] = {
     "train_medusa": partial(train, "medusa"),
     "train_eagle1": partial(train, "eagle1"),
     "train_eagle3": partial(train, "eagle3"),
+    "train_dflash": partial(train, "dflash"),
+    "train_peagle": partial(train, "peagle"),
     "engine": engine,
     "capture": capture,
 }

@@ -37,8 +37,14 @@ TARGETS = {
     "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
 }
 FORMS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark", "peagle")
-TRAINING = {"length": 4096, "batch_size": 2}
-DECODING = {"length": 2048, "batch_size": 1}
+TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
+OF_BENCH = {
+    "hidden": 2048, "layers": 16, "vocab": 32000,
+    "length": 4096, "batch_size": 8, "micro_batch_size": 2,
+}  # fmt: skip
+PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
+"""What `scripts/bench_gpu.py` shows beside what it measures."""
+DECODING = {"length": 2048}
 PUBLISHED = """\
 Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
 packed 2,048: 7,200 (28 samples/s on 8 A100). TorchSpec, DFlash beside Qwen3-8B, up to 2,048 tokens
@@ -85,10 +91,15 @@ def guard() -> Path:
     return compiled(folder)
 
 
+def seconds_of(found: Row) -> float:
+    """Of the slower of host and device, which work side by side."""
+    return max(LAUNCH_S * found["num_launches"], found["device_s"])
+
+
 def training(name: str, found: Row) -> tuple[str, ...]:
     """A line of the table of training steps."""
     host, device = LAUNCH_S * found["num_launches"], found["device_s"]
-    seconds, products = max(host, device), found["product_s"]
+    seconds, products = seconds_of(found), found["product_s"]
     binds = "launches" if host > device else "products" if products > device / 2 else "memory"
     return (
         name, f"{found['num_launches']:,.0f}", f"{found['num_waits']}", f"{found['num_shapes']}",
@@ -99,43 +110,61 @@ def training(name: str, found: Row) -> tuple[str, ...]:
 
 def decoding(name: str, found: Row, plain: Row) -> tuple[str, ...]:
     """A line of the table of decoding steps, beside the one that drafts nothing."""
-    ours, theirs = (
-        max(LAUNCH_S * each["num_launches"], each["device_s"]) for each in (found, plain)
-    )
+    ours, theirs = seconds_of(found), seconds_of(plain)
     return (
         name, f"{found['num_launches']:.0f}", f"{found['num_kernels']:,.0f}",
         f"{found['bytes'] / 1e9:.1f}", f"{1000 * ours:.1f}", f"{ours / theirs:.2f}",
     )  # fmt: skip
 
 
+def predict(target: str, names: list[str], bar: tqdm) -> None:
+    """Prints both tables of a target."""
+    sizes = TARGETS[target]
+    rows = [training(name, counted(bar, name, "train", sizes | TRAINING)) for name in names]
+    tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
+    tqdm.write(markdown(HEADER, rows))
+    plain = counted(bar, None, "chain", sizes | DECODING)
+    steps = [decoding("none", plain, plain)]
+    for name in names:
+        for shape in ("chain", "tree"):
+            step = counted(bar, name, shape, sizes | DECODING)
+            steps.append(decoding(f"{name}, {shape}", step, plain))
+    tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
+    tqdm.write(markdown(STEPS, steps))
+
+
+def save(names: list[str], bar: tqdm) -> None:
+    """Writes tokens per second of `bench_gpu.py`'s training, for heads that it trains."""
+    found = {name: counted(bar, name, "train", OF_BENCH) for name in names}
+    speeds = {name: each["num_tokens"] / seconds_of(each) for name, each in found.items()}
+    text = json.dumps({name: round(speed) for name, speed in speeds.items()}, indent=1)
+    PREDICTED.write_text(text + "\n")
+    tqdm.write(f"{text}\nwritten to {PREDICTED}")
+
+
+def counted(bar: tqdm, form: str | None, shape: str, sizes: dict[str, int]) -> Row:
+    """`row_of`, and the bar moves."""
+    bar.set_postfix_str(f"{form or 'no head'}, {shape}")
+    found = row_of({"form": form, "shape": shape, **sizes})
+    bar.update()
+    return found
+
+
 def main() -> None:
-    """Prints the tables."""
+    """Prints the tables, or writes what the benchmark on a GPU shows beside its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--heads", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--targets", nargs="+", default=["8b"], choices=tuple(TARGETS))
+    parser.add_argument("--save", action="store_true", help=f"write {PREDICTED.name} and no table")
     options = parser.parse_args()
-    names = options.heads
-    with tqdm(total=len(options.targets) * (3 * len(names) + 1), unit="step") as bar:
-
-        def found(form: str | None, shape: str, sizes: dict[str, int]) -> Row:
-            bar.set_postfix_str(f"{form or 'no head'}, {shape}")
-            given = row_of({"form": form, "shape": shape, **sizes})
-            bar.update()
-            return given
-
-        for target in options.targets:
-            sizes = TARGETS[target]
-            rows = [training(name, found(name, "train", {**sizes, **TRAINING})) for name in names]
-            tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
-            tqdm.write(markdown(HEADER, rows))
-            plain = found(None, "chain", {**sizes, **DECODING})
-            steps = [decoding("none", plain, plain)]
-            for name in names:
-                for shape in ("chain", "tree"):
-                    step = found(name, shape, {**sizes, **DECODING})
-                    steps.append(decoding(f"{name}, {shape}", step, plain))
-            tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
-            tqdm.write(markdown(STEPS, steps))
+    names, targets = options.heads, options.targets
+    num_steps = len(names) if options.save else len(targets) * (3 * len(names) + 1)
+    with tqdm(total=num_steps, unit="step") as bar:
+        if options.save:
+            save(names, bar)
+            return
+        for target in targets:
+            predict(target, names, bar)
     print(f"\n{PUBLISHED}")
 
 

@@ -408,6 +408,11 @@ def rms_norm_backward(
     return found[0] if wanted[0] else None, found[1] if wanted[1] else None
 
 
+def histogram(numbers: Tensor, bins: int = 100, least: float = 0, most: float = 0) -> Tensor:
+    """Of integers too."""
+    return torch.histc(numbers.float(), bins, least, most).to(numbers.dtype)
+
+
 def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same into a tensor that is given."""
 
@@ -429,6 +434,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._flash_attention_backward.default: flash_attention_backward,
     aten._fused_rms_norm.default: rms_norm,
     aten._fused_rms_norm_backward.default: rms_norm_backward,
+    aten.histc.default: histogram,
     aten.mm.dtype: product,
     aten.mm.dtype_out: _into(product),
     aten.addmm.dtype: sum_of_product,

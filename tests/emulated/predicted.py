@@ -1,7 +1,8 @@
 """What steps of large models run on a GPU, for `scripts/predict_gpu.py`.
 
 A job has `hidden`, `layers`, `vocab`, `length` (tokens of a sequence, or of the text that is
-answered), `batch_size`, `form` of a head or None, and `shape`: `train`, `chain` or `tree`.
+answered), for training `batch_size` and `micro_batch_size`, `form` of a head or None, and `shape`:
+`train`, `chain` or `tree`.
 """
 
 import json
@@ -101,7 +102,8 @@ def _options(job: dict[str, Any]) -> Namespace:
     """Of `bench_train`."""
     options = bench_train.arguments([job["form"] or "medusa", "--dtype", "bfloat16"])
     options.hidden, options.layers, options.vocab = job["hidden"], job["layers"], job["vocab"]
-    options.max_length, options.batch_size = job["length"], job["batch_size"]
+    options.max_length, options.batch_size = job["length"], job.get("batch_size", 1)
+    options.micro_batch_size = job.get("micro_batch_size", 1)
     return options
 
 

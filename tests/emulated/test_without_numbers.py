@@ -3,6 +3,7 @@
 Last by its name: what lasts in a process, as the shapes of trees, has no numbers afterwards.
 """
 
+import json
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from emulated import predicted
 from emulated.hollow import H100, hollow, metered
+
+from scripts import predict_gpu
 
 TOY = {"hidden": 128, "layers": 4, "vocab": 300, "length": 128, "batch_size": 2}
 
@@ -61,6 +64,14 @@ def test_a_step_launches_as_much_as_where_there_are_numbers(
     monkeypatch.setattr(predicted, "hollow", nullcontext)
     # Memory that a kernel makes may lie in another order.
     assert predicted.trained(job) == pytest.approx(without, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["eagle3", "dflash"])
+def test_what_the_benchmark_shows_is_what_would_be_predicted(form: str) -> None:
+    found = predicted.trained({**predict_gpu.OF_BENCH, "form": form})
+    speed = found["num_tokens"] / predict_gpu.seconds_of(found)
+    assert json.loads(predict_gpu.PREDICTED.read_text())[form] == pytest.approx(speed, rel=0.1)
 
 
 def test_a_captured_step_is_one_launch_and_copies() -> None:
