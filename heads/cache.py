@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from heads.buffers import SlotBuffer, move
+from heads.buffers import SlotBuffer, move, rounded
 from heads.states import States
 
 
@@ -250,6 +250,9 @@ class TreeCache(Cache):
         else:
             self.to = self.slots.place(num_new, num_pending)
         self.width = self.slots.width(num_pending)
+        if self.slots.held is None and self.slots.device.type == "cuda":
+            # Kernels then see few lengths; what is behind the pending tokens nobody sees.
+            self.width = min(rounded(self.width), self.capacity or rounded(self.width))
 
     def begin_traced(self, num_new: int, num_pending: int, width: int) -> None:
         """`begin` in what is compiled, of which the lengths of texts would become constants."""

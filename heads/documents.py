@@ -26,12 +26,10 @@ class Documents:
     Attributes:
         lengths: tokens of each.
         bounds: [documents + 1] int32 on the device, where each begins, and S.
-        seen: where keys lie, if there are more of them than of the tokens: those are the last.
     """
 
     lengths: tuple[int, ...]
     bounds: Tensor
-    seen: "Documents | None" = None
 
     @classmethod
     def of(cls, document_ids: Tensor) -> "Documents":
@@ -53,18 +51,6 @@ class Documents:
     def single(cls, num_tokens: int, device: torch.device) -> "Documents":
         """One document of so many tokens."""
         return cls((num_tokens,), upload([0, num_tokens], device).int())
-
-    @classmethod
-    def ends(
-        cls, num_texts: int, num_tokens: int, num_seen: int, device: torch.device
-    ) -> "Documents":
-        """The last tokens of so many texts of `num_seen` each."""
-        lengths = [(size,) * num_texts for size in (num_tokens, num_seen)]
-        bounds = [
-            upload([size * n for n in range(num_texts + 1)], device)
-            for size in (num_tokens, num_seen)
-        ]
-        return cls(lengths[0], bounds[0].int(), cls(lengths[1], bounds[1].int()))
 
     def on(self, device: torch.device) -> "Documents":
         """The same with `bounds` on a device; a copy from pinned memory is not waited for."""
@@ -108,7 +94,7 @@ def flash(
 
     Args:
         query: [S, Q, d], which `fits_flash`.
-        keys: [S, K, d], or as many as `documents.seen` says.
+        keys: [S, K, d].
         values: as many.
         documents: of the S tokens.
         window: tokens that a query sees, its own included; None for all before it.
@@ -117,10 +103,9 @@ def flash(
     Returns:
         Output [S, Q, d] and the logsumexp of the scores, [Q, S] float32.
     """
-    seen = documents.seen or documents
+    bounds, longest = documents.bounds, documents.longest
     output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, documents.bounds, seen.bounds, documents.longest, seen.longest,
-        0.0, True, False,
+        query, keys, values, bounds, bounds, longest, longest, 0.0, True, False,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip
     return output, log_norm

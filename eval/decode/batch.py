@@ -271,5 +271,6 @@ def read(crossing: Crossing, draft: Draft, roots: Tensor, cache: TreeCache, read
     layout, target = draft.layout(), crossing.target
     tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)
     tokens = crossing.cut(tokens, layout.depths, cache)
-    output = target.extend(cache, tokens.clamp_min(0), layout.mask, layout.depths, reads)
+    mask = None if draft.is_chain else layout.mask
+    output = target.extend(cache, tokens.clamp_min(0), mask, layout.depths, reads)
     return Nodes(tokens, output, target.logits(output.hidden_states))

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.cache import TreeCache
-from heads.documents import Documents, fits_flash, flash
 from heads.target.kernels import Scores, causal, folded_mask, masked
 from heads.target.sights import within
+from heads.target.slots import SlotTexts, fits_slots
+
+LONG = 1024
+"""Slots beyond which drafts attend to the text apart: that takes some launches more a layer."""
 
 
 class Extension:
@@ -29,6 +32,7 @@ class Extension:
         draft: mask [B or 1, n, P] bool and depths [B or 1, P] int64 of draft tokens; None for
             tokens that are sure, each of which sees those before it.
         chunks: tokens of a chunk, by the number of a layer that sees no further.
+        in_order: whether draft tokens see just those before them, too.
     """
 
     def __init__(
@@ -38,15 +42,17 @@ class Extension:
         num_new: int,
         draft: tuple[Tensor, Tensor] | None,
         chunks: Mapping[int, int],
+        in_order: bool = False,
     ) -> None:
         self.config, self.cache, self.num_new, self.chunks = config, cache, num_new, chunks
         self.slots = cache.slots
+        self.in_order = in_order or draft is None
         self.mask: Tensor | None = None
         self.depths = torch.arange(num_new, device=self.slots.device).unsqueeze(0)
         if draft is not None:
             self.mask, self.depths = draft
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
-        self._ends: dict[torch.device, Documents] = {}
+        self._texts: dict[torch.device, SlotTexts] = {}
 
     @property
     def positions(self) -> Tensor:
@@ -58,32 +64,42 @@ class Extension:
     ) -> Tensor:
         """See `heads.target.attention.Pass`; keys and values are those of all slots."""
         chunk = None if layer is None else self.chunks.get(layer)
-        if self.mask is None and self.cache.even:
-            return self._sure(query, key, value, scores, chunk).transpose(1, 2)
+        # Compiled, masks cost no launches, and slots are as many in every pass.
+        if chunk is None and not torch.compiler.is_compiling():
+            found = self._by_slots(query, key, value, scores)
+            if found is not None:
+                return found
+        if self.mask is None and isinstance(self.cache.to, int):
+            end = self.cache.to + self.num_new
+            return causal(query, key[:, :, :end], value[:, :, :end], scores, chunk).transpose(1, 2)
         key_of_mask = (scores.window, chunk, query.shape[1] // key.shape[1], query.device)
         if key_of_mask not in self._masks:
             self._masks[key_of_mask] = self._mask(*key_of_mask, query.dtype)
         return masked(query, key, value, self._masks[key_of_mask], scores).transpose(1, 2)
 
-    def _sure(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, chunk: int | None
-    ) -> Tensor:
-        same = query.shape[-1] == value.shape[-1]
-        if not (scores.plain and chunk is None and same and fits_flash(query)):
-            return causal(query, key, value, scores, chunk)
-        if query.device not in self._ends:
-            sizes = len(query), query.shape[2], key.shape[2]
-            self._ends[query.device] = Documents.ends(*sizes, query.device)
-        ends = self._ends[query.device]
-        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-        found, _ = flash(q, k, v, ends, scores.window, scores.scale)
-        return found.unflatten(0, (len(query), -1)).transpose(1, 2)
+    def _by_slots(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor | None:
+        """`attend` without a mask over the text; None where the kernel does not do it."""
+        width, window = self.cache.width, scores.window
+        window = None if window is None or window >= width else window
+        alone = self.depths.shape[1] == 1
+        apart = self.mask is not None and not alone and window is None and width > LONG
+        if not (apart or self.in_order or alone) or not fits_slots(query, key, value, scores):
+            return None
+        if query.device not in self._texts:
+            committed = self.slots.committed[:, 0].to(query.device)
+            mask = None if self.mask is None else self.mask.to(query.device)
+            self._texts[query.device] = SlotTexts(committed, self.depths.shape[1], mask)
+        texts = self._texts[query.device]
+        if apart:
+            return texts.joined(query, key, value, scores)
+        return texts.in_order(query, key, value, scores, window)
 
     def _mask(
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
         """What `masked` takes; None where a single token sees everything there is."""
-        whole = self.cache.even and window is None and chunk is None
+        full = self.cache.even and self.slots.width(self.depths.shape[1]) == self.cache.width
+        whole = full and window is None and chunk is None
         if whole and self.depths.shape[1] == 1:
             return None
         if whole and self.mask is not None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 << 20  # of float32 scores
 LONGEST_CHUNK = 256
+MASK_MULTIPLE = 16  # numbers of a row
 
 
 def choose_kernels(device: torch.device) -> None:
@@ -122,8 +123,11 @@ def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """What `masked` takes, of [B or 1, n, m] bool: where a query may look."""
     num_rows, num_queries, num_keys = allowed.shape
     # Made at once in its full size: behind a long text a copy would be most of a pass's memory.
-    size = (num_rows, 1, groups, num_queries, num_keys)
+    # A row that does not begin where CUDA's kernel may read it is copied in each layer.
+    width = num_keys + (-num_keys % MASK_MULTIPLE if allowed.is_cuda else 0)
+    size = (num_rows, 1, groups, num_queries, width)
     mask = torch.full(size, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
+    mask = mask[..., :num_keys]
     return mask.masked_fill_(allowed[:, None, None], 0).flatten(2, 3)
 
 

@@ -229,15 +229,18 @@ class Target(TargetEnds):
             cache: of B texts.
             input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
             mask: [B or 1, n, P] bool, the pending tokens that each new one sees, itself
-                included; every committed token of its text is seen anyway. None for what was
-                announced as sure: each token sees those before it.
-            depths: [B or 1, P] int64, positions behind the last committed token, from 0; as
-                `mask`.
+                included; every committed token of its text is seen anyway. None for all that
+                come before it.
+            depths: [B or 1, P] int64, positions behind the last committed token, from 0; None
+                for what was announced as sure.
             reads: the layers to tap.
             skip: decoder layers, from 0, that are left out.
         """
+        in_order, num_new = mask is None, input_ids.shape[1]
+        if mask is None and depths is not None:
+            places = torch.arange(depths.shape[1], device=depths.device)
+            mask = (places[-num_new:].unsqueeze(1) >= places).unsqueeze(0)
         draft = None if mask is None or depths is None else (mask, depths)
-        num_new = input_ids.shape[1]
         with ExitStack() as undo:
             if self.rope.switch is not None:
                 ends = cache.slots.committed + 1
@@ -251,7 +254,8 @@ class Target(TargetEnds):
                 cache.states.begin(cache.sure, draft)
             for layer in skip:
                 undo.enter_context(skipped(self.blocks[layer], self._num_handed[layer]))
-            found = Extension(self.decoder.config, cache, num_new, draft, self.sights.chunks)
+            own = self.decoder.config, cache, num_new, draft, self.sights.chunks, in_order
+            found = Extension(*own)
             if not self.needs_masks:
                 undo.enter_context(under_way(found))
             return self.behind(found, input_ids, reads)

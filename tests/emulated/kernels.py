@@ -234,7 +234,8 @@ def flash_attention(  # noqa: PLR0917
 ) -> tuple[Tensor, ...]:
     """Output [S, Q, d] and logsumexp [Q, S] float32 of texts one after another."""
     check(dropout == 0.0, "dropout is not emulated")
-    texts = _Texts((query, key, value), (bounds, key_bounds), (max_queries, max_keys))
+    used = options.pop("seqused_k", None)
+    texts = _Texts((query, key, value), (bounds, key_bounds), (max_queries, max_keys), used)
     window = _window(is_causal, options)
     found = torch.empty_like(query)
     log_norm = torch.empty(query.shape[1], query.shape[0])
@@ -301,6 +302,7 @@ class _Texts:
         heads: tuple[Tensor, ...],
         bounds: tuple[Tensor | None, Tensor | None],
         longest: tuple[int, int],
+        used: Tensor | None = None,
     ) -> None:
         query, key, value = heads
         size = query.shape[-1]
@@ -312,19 +314,27 @@ class _Texts:
             check(each.dim() == 3, "only texts one after another, [S, ., d], are emulated")
             check(each.dtype == query.dtype, "query, key and value must have the same dtype")
             check(each.stride(-1) == 1, "Input tensor must have contiguous last dimension")
-        self.ends: list[list[int]] = []
+        self.places: list[list[slice]] = []
         for ends, tokens, most in zip(bounds, (query, key), longest, strict=True):
             check(ends is not None, "only texts one after another, [S, ., d], are emulated")
             assert ends is not None
             check(ends.dtype is torch.int32, "cu_seqlens must have dtype int32")
             check(ends.is_contiguous(), "cu_seqlens must be contiguous")
-            check(int(ends[-1]) <= len(tokens), "cu_seqlens end behind the tokens")
-            check(int(ends.diff().max()) <= most, "a text is longer than max_seqlen")
-            self.ends.append(ends.tolist())
+            places = [slice(*each) for each in pairwise(ends.tolist())]
+            if tokens is key and used is not None:
+                # Of each text, from where it begins; where it ends is not read.
+                check(used.dtype is torch.int32, "seqused_k must have dtype int32")
+                check(used.is_contiguous(), "seqused_k must be contiguous")
+                check(used.shape == (len(places),), "seqused_k: one number for each text")
+                counts = zip(places, used.tolist(), strict=True)
+                places = [slice(each.start, each.start + count) for each, count in counts]
+            check(max(each.stop for each in places) <= len(tokens), "a text ends behind the tokens")
+            longest_text = max(each.stop - each.start for each in places)
+            check(longest_text <= most, "a text is longer than max_seqlen")
+            self.places.append(places)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        rows, columns = ([slice(*ends) for ends in pairwise(e)] for e in self.ends)
-        return iter(zip(rows, columns, strict=True))
+        return iter(zip(*self.places, strict=True))
 
 
 def _window(is_causal: bool, options: dict[str, Any]) -> tuple[int, int]:

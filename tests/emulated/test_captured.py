@@ -10,7 +10,7 @@ import peagle_heads
 import pytest
 import torch
 from block_heads import block_head, fresh, settings_of
-from emulated import graphs
+from emulated import graphs, kernels
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
 from torch import Tensor
@@ -19,6 +19,7 @@ from toys import eagle_head, texts
 from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
 from eval.compare.decoding import Decoding
 from eval.decode import captured, passes
+from eval.decode.batch import Batch
 from eval.decode.capturing import Captured, obstacle
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookup import PromptLookup
@@ -35,6 +36,7 @@ from heads.eagle.head import EagleHead
 from heads.kind import DraftHead
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.sampling import GREEDY, Sampling
+from heads.target import extension
 from heads.target.model import Target
 from heads.tree import DynamicShape
 from heads.vocab import DraftVocab
@@ -432,3 +434,49 @@ def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
     assert len(drafter.kept) > 10
     for tensors, values in drafter.kept:
         assert [each.tolist() for each in tensors] == values
+
+
+class Shapes:
+    """Of the attention kernels that have run, with how far each reads a mask."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.found: set[tuple[Any, ...]] = set()
+        for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
+            kernel = getattr(torch.ops.aten, name).default
+            patch.setitem(kernels.KERNELS, kernel, self._noted(name, kernels.KERNELS[kernel]))
+
+    def _noted(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            self.found.add((name, *(tuple(each.shape) for each in tensors)))
+            return kernel(*args, **options)
+
+        return run
+
+
+@pytest.mark.parametrize(("name", "num_nodes"), [("vanilla", 0), ("recycling", 7)])
+def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
+    name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 32)
+    monkeypatch.setattr(extension, "LONG", 0)
+    shapes = Shapes(monkeypatch)
+    target = random_target("cuda")
+    target.model.to(torch.bfloat16)
+    target.model.generation_config.eos_token_id = []
+    given = target, list(map(Request, prompts()[:2])), 60
+    texts = []
+    for batch in (captured.CapturedBatch(*given), Batch(*given, GREEDY)):
+        steps = batch.run(lambda _: KINDS[name].make(target, GREEDY), 2)
+        for _ in range(3):
+            next(steps)
+        shapes.found.clear()
+        with counted() as counts:
+            for _ in steps:
+                pass
+        assert 0 < len(shapes.found) <= 8
+        biases = [each[-1] for each in shapes.found if "efficient" in each[0]]
+        assert {bias[-1] for bias in biases} == ({num_nodes} if num_nodes else set())
+        assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
+        texts.append([each.token_ids for each in batch.found])
+    assert texts[0] == texts[1]

@@ -1,6 +1,7 @@
 """The emulated devices and kernels themselves: what they refuse, count and compute."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from emulated.kernels import KernelError
 from torch import Tensor
 from torch.nn import functional
 
+from heads.cache import TreeCache
 from heads.documents import Documents, flash, flash_backward
+from heads.target import extension
 from heads.target.attention import FLASH, Reading
+from heads.target.extension import Extension
 from heads.target.kernels import Scores, choose_kernels
 
 CUDA = torch.device("cuda", 0)
@@ -257,6 +261,55 @@ def test_flash_refuses_what_it_does_not_take() -> None:
         flash(halves, halves, halves, Documents((4,), documents.bounds.long()))
     with pytest.raises(MixedDevicesError):
         flash(halves, halves, halves, Documents((4,), documents.bounds.cpu()))
+
+
+# --- Texts in the slots of a cache.
+
+
+def slots_of(num_texts: int, num_slots: int, dtype: torch.dtype) -> list[Tensor]:
+    """Keys and values of two heads in buffers that have more slots than are read."""
+    return [drawn(num_texts, 2, num_slots + 7, 16, n)[..., 0].to(dtype) for n in (1, 2)]
+
+
+DRAFTS = ("sure", "chain", "tree")
+
+
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("committed", [[9], [9, 4, 7]])
+@pytest.mark.parametrize("num_new", [1, 3])
+@pytest.mark.parametrize("long", [0, 99])
+def test_tokens_behind_texts_whose_lengths_the_device_knows(
+    window: int | None, committed: list[int], num_new: int, long: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(extension, "LONG", long)
+    num_texts, scores, found = len(committed), Scores(window, 0.3), {}
+    chain = torch.ones(1, num_new, num_new).tril().bool()
+    tree = chain.clone()
+    tree[:, -1, 1:-1] = False  # the last is a sibling of those before it
+    for device, drafted in product(("cpu", CUDA), DRAFTS):
+        cache = TreeCache(num_texts, torch.device(device), 1)
+        cache.slots.commit([list(range(length)) for length in committed])
+        if device != "cpu":
+            cache.slots.hold(32, num_new)
+        mask = (tree if drafted == "tree" else chain).to(device)
+        draft = None if drafted == "sure" else (mask, mask.sum(2) - 1)
+        cache.sure = [num_new] * num_texts if draft is None else []
+        cache.begin(num_new, num_new)
+        behind = Extension(None, cache, num_new, draft, {}, in_order=drafted == "chain")
+        heads = [drawn(num_texts, 8, num_new, 16, dtype=torch.float16)]
+        heads += slots_of(num_texts, 32, torch.float16)
+        query, *text = (each.to(device) for each in heads)
+        if device == "cpu":
+            query, text = query.float(), [each.float() for each in text]
+        with torch.no_grad():
+            text = [each[:, :, : cache.width] for each in text]
+            found[device, drafted] = behind.attend(None, query, *text, scores)
+        if device != "cpu":
+            by_mask = drafted == "tree" and num_new > 1 and (window == 4 or long > 0)
+            assert bool(behind._masks) is by_mask
+    for drafted in DRAFTS:
+        mine, theirs = found["cpu", drafted], found[CUDA, drafted].cpu().float()
+        torch.testing.assert_close(theirs, mine, atol=2e-3, rtol=2e-3)
 
 
 def test_products_of_halves_in_float32() -> None:

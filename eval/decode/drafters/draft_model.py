@@ -164,7 +164,8 @@ class DraftModel:
         """[B, n, V] logits after the nodes of a level."""
         assert self.cache is not None
         fed = self.tokens[:, level.places].clamp_min(0)
-        output = self.model.extend(self.cache, fed, level.mask, level.depths)
+        mask = level.mask if self.tree.width > 1 else None
+        output = self.model.extend(self.cache, fed, mask, level.depths)
         return self.model.logits(output.hidden_states)
 
     def _sample(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:

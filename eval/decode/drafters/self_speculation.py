@@ -85,11 +85,8 @@ class SelfDraft:
     def _read(self, tokens: Tensor, depth: int) -> Tensor:
         """[B, V] logits after tokens [B] at a depth below the root."""
         assert self.cache is not None
-        everything = torch.ones(1, 1, depth + 1, dtype=torch.bool, device=tokens.device)
         depths = torch.arange(depth + 1, device=tokens.device).unsqueeze(0)
-        output = self.target.extend(
-            self.cache, tokens.unsqueeze(1), everything, depths, skip=self.skip
-        )
+        output = self.target.extend(self.cache, tokens.unsqueeze(1), depths=depths, skip=self.skip)
         return self.ends.logits(output.hidden_states[:, 0])
 
     def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
