@@ -1,6 +1,6 @@
 """What a step takes on an H100 by arithmetic: predictions, of what no GPU has run.
 
-`python scripts/predict_gpu.py [--heads medusa ...] [--targets 8b 70b]` runs training steps of every
+`python scripts/predict_gpu.py [--names medusa ...] [--targets 8b 70b]` runs training steps of every
 kind of head and steps of decoding on a device without numbers, which needs a C++ compiler and no
 GPU, and meters each operation that our code dispatches: 5 microseconds of the host to launch one (a
 captured step is one), and of the device 2 microseconds or, if that is longer, what its bytes take
@@ -36,12 +36,20 @@ TARGETS = {
     "8b": {"hidden": 4096, "layers": 32, "vocab": 128256},
     "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
 }
-FORMS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark", "peagle")
+RECIPES = (
+    "medusa", "medusa2", "eagle1", "hass", "eagle3", "eagle3_1", "dflash", "dflash2", "dspark",
+    "peagle",
+)  # fmt: skip
+ALIKE = ("medusa2", "hass", "eagle3_1")
+"""Draft as `medusa`, `eagle1` and `eagle3` do."""
+OTHERS = ("prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit")
+"""Ways to draft without a head."""
 TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
 OF_BENCH = {
     "hidden": 2048, "layers": 16, "vocab": 32000,
     "length": 4096, "batch_size": 8, "micro_batch_size": 2,
 }  # fmt: skip
+BENCHED = ("medusa", "eagle1", "eagle3", "dflash", "peagle")
 PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
 """What `scripts/bench_gpu.py` shows beside what it measures."""
 DECODING = {"length": 2048}
@@ -120,32 +128,40 @@ def decoding(name: str, found: Row, plain: Row) -> tuple[str, ...]:
 def predict(target: str, names: list[str], bar: tqdm) -> None:
     """Prints both tables of a target."""
     sizes = TARGETS[target]
-    rows = [training(name, counted(bar, name, "train", sizes | TRAINING)) for name in names]
+    trained = [name for name in names if name in RECIPES]
+    rows = [training(name, counted(bar, name, "train", sizes | TRAINING)) for name in trained]
     tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
     tqdm.write(markdown(HEADER, rows))
-    plain = counted(bar, None, "chain", sizes | DECODING)
+    plain = counted(bar, "none", "chain", sizes | DECODING)
     steps = [decoding("none", plain, plain)]
     for name in names:
-        for shape in ("chain", "tree"):
+        for shape in shapes_of(name):
             step = counted(bar, name, shape, sizes | DECODING)
             steps.append(decoding(f"{name}, {shape}", step, plain))
     tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
     tqdm.write(markdown(STEPS, steps))
 
 
-def save(names: list[str], bar: tqdm) -> None:
+def shapes_of(name: str) -> tuple[str, ...]:
+    """Of drafts; those without a head have one."""
+    if name in ALIKE:
+        return ()
+    return ("chain",) if name in OTHERS else ("chain", "tree")
+
+
+def save(bar: tqdm) -> None:
     """Writes tokens per second of `bench_gpu.py`'s training, for heads that it trains."""
-    found = {name: counted(bar, name, "train", OF_BENCH) for name in names}
+    found = {name: counted(bar, name, "train", OF_BENCH) for name in BENCHED}
     speeds = {name: each["num_tokens"] / seconds_of(each) for name, each in found.items()}
     text = json.dumps({name: round(speed) for name, speed in speeds.items()}, indent=1)
     PREDICTED.write_text(text + "\n")
     tqdm.write(f"{text}\nwritten to {PREDICTED}")
 
 
-def counted(bar: tqdm, form: str | None, shape: str, sizes: dict[str, int]) -> Row:
+def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> Row:
     """`row_of`, and the bar moves."""
-    bar.set_postfix_str(f"{form or 'no head'}, {shape}")
-    found = row_of({"form": form, "shape": shape, **sizes})
+    bar.set_postfix_str(f"{name}, {shape}")
+    found = row_of({"name": name, "shape": shape, **sizes})
     bar.update()
     return found
 
@@ -153,15 +169,17 @@ def counted(bar: tqdm, form: str | None, shape: str, sizes: dict[str, int]) -> R
 def main() -> None:
     """Prints the tables, or writes what the benchmark on a GPU shows beside its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--heads", nargs="+", default=list(FORMS), choices=FORMS)
+    known = (*RECIPES, *OTHERS)
+    parser.add_argument("--names", nargs="+", default=list(known), choices=known)
     parser.add_argument("--targets", nargs="+", default=["8b"], choices=tuple(TARGETS))
     parser.add_argument("--save", action="store_true", help=f"write {PREDICTED.name} and no table")
     options = parser.parse_args()
-    names, targets = options.heads, options.targets
-    num_steps = len(names) if options.save else len(targets) * (3 * len(names) + 1)
+    names, targets = options.names, options.targets
+    of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)
+    num_steps = len(BENCHED) if options.save else len(targets) * (of_target + 1)
     with tqdm(total=num_steps, unit="step") as bar:
         if options.save:
-            save(names, bar)
+            save(bar)
             return
         for target in targets:
             predict(target, names, bar)

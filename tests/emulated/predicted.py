@@ -1,8 +1,8 @@
 """What steps of large models run on a GPU, for `scripts/predict_gpu.py`.
 
 A job has `hidden`, `layers`, `vocab`, `length` (tokens of a sequence, or of the text that is
-answered), for training `batch_size` and `micro_batch_size`, `form` of a head or None, and `shape`:
-`train`, `chain` or `tree`.
+answered), for training `batch_size` and `micro_batch_size`, `name` of a recipe or of a way to draft
+(`none` drafts nothing), and `shape`: `train`, `chain` or `tree`.
 """
 
 import json
@@ -19,16 +19,32 @@ from emulated.device import counted
 from emulated.hollow import Meter, hollow, metered
 
 import eval.decode.captured
+import eval.decode.passes
+from conf import entry
+from conf.schema_eagle import EagleConfig
+from conf.schema_medusa2 import Medusa2Run
 from eval.decode.capturing import Captured
+from eval.decode.drafters.lookahead import Lookahead
+from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
+from eval.decode.drafters.self_speculation import SelfDraft
+from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft
 from eval.decode.generation import Request
 from heads.drafting import Drafter
+from heads.eagle.head import EagleHead
 from heads.kinds import forms, kind_of
+from heads.medusa.adapted import AdaptedMedusa
 from heads.sampling import GREEDY
+from heads.target.adapter import Adapter
 from heads.target.model import Target
 from heads.tree import Tree
 from heads.vocab import DraftVocab
 from scripts import bench_train
+from scripts.bench.objectives import fresh_objective
+from train.eagle import EagleObjective
+from train.medusa import make_head
+from train.medusa2 import Medusa2Objective
 
 Row = dict[str, Any]
 SHORTER, LONGER = 6, 10
@@ -38,7 +54,8 @@ DRAFT_VOCAB = 32000
 def trained(job: dict[str, Any]) -> Row:
     """The second step of a run: the first makes what lasts."""
     options = _options(job)
-    with hollow(), tempfile.TemporaryDirectory() as folder:
+    objective = patch.object(bench_train, "fresh_objective", _objective)
+    with hollow(), objective, tempfile.TemporaryDirectory() as folder:
         run, _ = bench_train.start(options, Path(folder) / "out")
         run.resume()
         run.optimizer_step()
@@ -52,7 +69,11 @@ def trained(job: dict[str, Any]) -> Row:
 def decoded(job: dict[str, Any]) -> Row:
     """A captured step of one text: what more steps add, by their number."""
     found: list[tuple[Meter, int]] = []
-    with hollow(), patch.object(eval.decode.captured, "Graph", Whole):
+    with (
+        hollow(),
+        patch.object(eval.decode.captured, "Graph", Whole),
+        patch.object(eval.decode.passes, "Graph", WholePass),
+    ):
         room = {**job, "length": 2 * job["length"]}
         target = bench_train.random_target(_options(room), torch.device("cuda"))
         make = _drafter(job, target)
@@ -87,11 +108,45 @@ class Whole:
         self.meter.num_launches = before + 1
 
 
+class WholePass(Whole):
+    """The same of a verify pass, which hands on what it was captured with."""
+
+    def __init__(self, call: Callable[[], None], pool: Any) -> None:
+        super().__init__(call, pool)
+        call()
+
+
+def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
+    """Of a recipe, with an untrained head."""
+    if name == "medusa2":
+        run = Medusa2Run()
+        run.joint.heads_only_steps = 0
+        heads = make_head(run.head, target)
+        adapter = Adapter(target, run.adapter, seed=0)
+        return Medusa2Objective(AdaptedMedusa(heads, adapter), target, run)
+    if name in forms():
+        return fresh_objective(name, target, vocab)
+    config = entry.head_recipe(EagleConfig, name)
+    head = EagleHead.from_target(target, config, vocab, seed=0)
+    return EagleObjective(head, target, config)
+
+
 def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Drafter]:
-    if job["form"] is None:
-        return lambda _: NoDraft()
+    name, depth = job["name"], 4
+    if name not in forms():
+        skipped = tuple(range(target.num_layers // 2, target.num_layers))
+        others: dict[str, Callable[[list[int]], Drafter]] = {
+            "none": lambda _: NoDraft(),
+            "prompt_lookup": lambda _: PromptLookup(depth),
+            "ngram": lambda _: Ngram(depth),
+            "suffix": lambda _: Suffix(SuffixTree(8)),
+            "recycling": lambda _: Recycling(Successors(), recycling_tree(60)),
+            "lookahead": lambda _: Lookahead(),
+            "early_exit": lambda seeds: SelfDraft(target, skipped, depth, seeds=seeds),
+        }
+        return others[name]
     vocab = DraftVocab.choose(torch.arange(target.vocab_size), DRAFT_VOCAB, [])
-    head = forms()[job["form"]].untrained(target, job["form"], vocab)
+    head = forms()[name].untrained(target, name, vocab)
     kind = kind_of(head.attach(target, target.dtype).eval())
     chain = job["shape"] == "chain"
     shape = Tree.chain(kind.usual_depth(head)) if chain else kind.usual_shape(head, gpu=True)
@@ -100,7 +155,8 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
 
 def _options(job: dict[str, Any]) -> Namespace:
     """Of `bench_train`."""
-    options = bench_train.arguments([job["form"] or "medusa", "--dtype", "bfloat16"])
+    options = bench_train.arguments(["--dtype", "bfloat16"])
+    options.head = job["name"]
     options.hidden, options.layers, options.vocab = job["hidden"], job["layers"], job["vocab"]
     options.max_length, options.batch_size = job["length"], job.get("batch_size", 1)
     options.micro_batch_size = job.get("micro_batch_size", 1)

@@ -55,11 +55,11 @@ def test_the_host_reads_zeros() -> None:
         assert (ones > 0).cpu().dtype == torch.bool
 
 
-@pytest.mark.parametrize("form", ["eagle3"])
+@pytest.mark.parametrize("name", ["eagle3"])
 def test_a_step_launches_as_much_as_where_there_are_numbers(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job: dict[str, Any] = {**TOY, "form": form}
+    job: dict[str, Any] = {**TOY, "name": name}
     without = predicted.trained(job)
     monkeypatch.setattr(predicted, "hollow", nullcontext)
     # Memory that a kernel makes may lie in another order.
@@ -67,15 +67,15 @@ def test_a_step_launches_as_much_as_where_there_are_numbers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["eagle3", "dflash"])
-def test_what_the_benchmark_shows_is_what_would_be_predicted(form: str) -> None:
-    found = predicted.trained({**predict_gpu.OF_BENCH, "form": form})
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_what_the_benchmark_shows_is_what_would_be_predicted(name: str) -> None:
+    found = predicted.trained({**predict_gpu.OF_BENCH, "name": name})
     speed = found["num_tokens"] / predict_gpu.seconds_of(found)
-    assert json.loads(predict_gpu.PREDICTED.read_text())[form] == pytest.approx(speed, rel=0.1)
+    assert json.loads(predict_gpu.PREDICTED.read_text())[name] == pytest.approx(speed, rel=0.1)
 
 
 def test_a_captured_step_is_one_launch_and_copies() -> None:
-    plain = predicted.decoded({**TOY, "form": None, "shape": "chain"})
-    drafting = predicted.decoded({**TOY, "form": "eagle3", "shape": "chain"})
+    plain = predicted.decoded({**TOY, "name": "none", "shape": "chain"})
+    drafting = predicted.decoded({**TOY, "name": "eagle3", "shape": "chain"})
     assert plain["num_launches"] == drafting["num_launches"] == 2  # with the record's copy
     assert drafting["num_kernels"] > 1.2 * plain["num_kernels"]
