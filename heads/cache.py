@@ -9,14 +9,16 @@ Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K hea
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.buffers import SlotBuffer, move, rounded
-from heads.states import States
+
+if TYPE_CHECKING:
+    from heads.states import States
 
 
 def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
@@ -224,7 +226,7 @@ class TreeCache(Cache):
         device: torch.device,
         num_layers: int,
         capacity: int | None = None,
-        states: States | None = None,
+        states: "States | None" = None,
         mover: Callable[..., None] = move,
     ) -> None:
         self.capacity, self.mover = capacity, mover

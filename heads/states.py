@@ -4,11 +4,14 @@ Letters: B texts, P pending tokens, n new tokens, w nodes.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+from heads.cache import upload
 
 CONV, RECURRENT = "conv_states", "recurrent_states"  # transformers' names
 State = dict[tuple[str, int], Tensor]  # what one mixer keeps, [b, ...] by kind and number
@@ -40,8 +43,8 @@ def levels(mask: Tensor, depths: Tensor) -> list[Level]:
     own = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
     deepest, parents = ((mask & ~own) * (1 + depths).unsqueeze(1)).max(-1)
     num_texts = max(len(mask), len(depths))
-    above = torch.where(deepest > 0, 1 + parents, 0).expand(num_texts, -1).tolist()
-    below = depths[:, -num_new:].expand(num_texts, -1).tolist()
+    both = torch.where(deepest > 0, 1 + parents, 0), depths[:, -num_new:]
+    above, below = torch.stack([each.expand(num_texts, -1) for each in both]).tolist()
     found = []
     for depth in sorted({each for row in below for each in row}):
         # The first of all tokens is run before the others, so it may be repeated at any depth.
@@ -49,8 +52,14 @@ def levels(mask: Tensor, depths: Tensor) -> list[Level]:
         width = max(map(len, rows))
         nodes = [row + row[:1] * (width - len(row)) for row in rows]
         before = [[each[node] for node in row] for row, each in zip(nodes, above, strict=True)]
-        found.append(Level(*(torch.tensor(e, device=mask.device) for e in (nodes, before))))
+        found.append(Level(*upload([nodes, before], mask.device)))
     return found
+
+
+def levels_of_chain(num_new: int, num_pending: int, device: torch.device) -> list[Level]:
+    """The same of tokens each of which goes on from the one before it; waits for nothing."""
+    tokens = torch.arange(num_pending, device=device).view(-1, 1, 1)
+    return [Level(*each) for each in zip(tokens[:num_new], tokens[-num_new:], strict=True)]
 
 
 class States:
@@ -71,6 +80,7 @@ class States:
         self.sure: list[int] = []
         self.num_earlier = 0
         self._num_texts, self._num_pending = num_texts, 0
+        self._runs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self._cache: Any = DynamicCache(config=config)
         self._num_states = [getattr(each, "number_of_states", 0) for each in self._cache.layers]
         self._tables: dict[int, State] = {}  # [B, 1 + P, ...]
@@ -81,15 +91,41 @@ class States:
         tables = (states for table in self._tables.values() for states in table.values())
         return sum(states[0, 0].nbytes for states in tables)
 
-    def begin(self, sure: list[int], draft: tuple[Tensor, Tensor] | None) -> None:
-        """Says what the next pass runs: tokens that are sure, or those that `levels` is told of."""
+    def begin(
+        self, sure: list[int], draft: tuple[Tensor, Tensor] | None, in_order: bool = False
+    ) -> None:
+        """Says what the next pass runs.
+
+        Args:
+            sure: tokens of each text that are its own; empty for a draft.
+            draft: mask and depths, as `levels` is told.
+            in_order: whether each draft token goes on from the one before it.
+        """
         assert sure or draft
-        self.sure = sure
+        self.sure, self._runs = sure, {}
         self.levels, self._num_pending, self.num_earlier = [], 0, 0
         if draft is not None and not sure:
-            self.levels = levels(*draft)
             num_new, self._num_pending = draft[0].shape[1:]
             self.num_earlier = self._num_pending - num_new
+            if in_order:
+                self.levels = levels_of_chain(num_new, self._num_pending, draft[0].device)
+            else:
+                self.levels = levels(*draft)
+
+    def sure_runs(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Texts [m, 1] of which as many tokens are sure, and these [m, n], on a device."""
+        if device not in self._runs:
+            by_length = {length: list[int]() for length in sorted(set(self.sure))}
+            for text, length in enumerate(self.sure):
+                by_length[length].append(text)
+            texts = upload([*chain.from_iterable(by_length.values())], device).unsqueeze(1)
+            self._runs[device] = [
+                (each, torch.arange(length, device=device).expand(len(each), -1))
+                for length, each in zip(
+                    by_length, texts.split(list(map(len, by_length.values()))), strict=True
+                )
+            ]
+        return self._runs[device]
 
     def after(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
         """The states [m, ...] that a mixer has left behind; nothing before it has run.
@@ -116,20 +152,24 @@ class States:
 
     def commit(self, kept: list[list[int]]) -> None:
         """Goes on from the last token that each text keeps."""
-        last = torch.tensor([1 + nodes[-1] if nodes else 0 for nodes in kept])
-        if self.sure:
-            last.zero_()
-        for table in self._tables.values():
-            for name, states in table.items():
-                texts = torch.arange(len(kept), device=states.device)
-                table[name] = states[texts, last.to(states.device)].unsqueeze(1)
+        last = [1 + nodes[-1] if nodes and not self.sure else 0 for nodes in kept]
+        self._pick([*range(len(kept))], last)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         self._num_texts = len(rows)
+        self._pick(rows)
+
+    def _pick(self, texts: list[int], tokens: list[int] | None = None) -> None:
+        """Keeps the states of some texts, of one token of each if it is said which."""
+        index: dict[torch.device, Tensor] = {}
         for table in self._tables.values():
             for name, states in table.items():
-                table[name] = states[torch.tensor(rows, device=states.device)]
+                device = states.device
+                if device not in index:
+                    index[device] = upload([texts, tokens or texts], device)
+                rows, last = index[device]
+                table[name] = states[rows] if tokens is None else states[rows, last].unsqueeze(1)
 
     def take(self, row: int, other: "States") -> None:
         """A text goes on in place of another, with what its mixers have left behind elsewhere."""

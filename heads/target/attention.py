@@ -41,6 +41,7 @@ class Reading:
     Attributes:
         documents: of its tokens.
         calls: window and kernel of each attention layer, in their order.
+        runs: what recurrent layers made of the documents for a device, see `recurrent.py`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Reading:
     ) -> None:
         self.documents, self.config, self.chunks = documents, config, chunks or {}
         self.calls: list[tuple[int | None, str]] = []
+        self.runs: dict[torch.device, Any] = {}
         self._placed: dict[tuple[torch.device, int | None], Documents] = {}
 
     def on(self, device: torch.device, layer: int | None = None) -> Documents:

@@ -251,7 +251,7 @@ class Target(TargetEnds):
                 return self._compiled.extend(cache, input_ids, draft, reads or Reads())
             cache.begin(num_new, num_new if mask is None else mask.shape[2])
             if cache.states is not None:
-                cache.states.begin(cache.sure, draft)
+                cache.states.begin(cache.sure, draft, in_order)
             for layer in skip:
                 undo.enter_context(skipped(self.blocks[layer], self._num_handed[layer]))
             own = self.decoder.config, cache, num_new, draft, self.sights.chunks, in_order

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache, DynamicCache
 
-from heads.cache import TreeCache
+from heads.cache import TreeCache, upload
 from heads.states import States
 from heads.target.attention import Reading, current
 from heads.target.decoder import call_decoder
@@ -93,15 +93,12 @@ class Mixer:
             run = self._texts if cache.states.sure else self._tree
             return run(_Call(self.forward, args, kwargs), cache.states)
         if cache is None and isinstance(reading, Reading):
-            return _documents(_Call(self.forward, args, kwargs), reading.documents.lengths)
+            return _documents(_Call(self.forward, args, kwargs), reading)
         return self.forward(*args, **kwargs)
 
     def _texts(self, call: "_Call", states: States) -> Any:
         """Tokens that are sure; texts with as many are one run."""
-        lengths = torch.tensor(states.sure)
-        for length in lengths.unique().tolist():
-            texts = (lengths == length).nonzero().to(call.device)
-            tokens = torch.arange(length, device=call.device).expand(len(texts), -1)
+        for texts, tokens in states.sure_runs(call.device):
             committed = torch.zeros_like(texts)
             self._run(call, states, (texts, tokens), committed, committed)
         return call.output()
@@ -129,14 +126,39 @@ class Mixer:
         states.put(self.number, texts, after[:, 0], states.in_cache(self.layer))
 
 
-def _documents(call: "_Call", lengths: tuple[int, ...]) -> Any:
+def _documents(call: "_Call", reading: Reading) -> Any:
     """Each document from an empty state; those of like length in one run, filled up behind."""
-    places = torch.arange(sum(lengths)).split(list(lengths))
-    for group in _groups(lengths):
-        rows = nn.utils.rnn.pad_sequence([places[n] for n in group], True, -1).to(call.device)
-        found = rows.clamp_min(0)
-        call.run(found // call.shape[1], found % call.shape[1], None, rows >= 0)
-    return call.output()
+    if call.device not in reading.runs:
+        reading.runs[call.device] = _runs(reading.documents.lengths, call.shape[1], call.device)
+    runs, places = reading.runs[call.device]
+    for texts, tokens in runs:
+        call.run(texts, tokens, None)
+    return call.output_at(places)
+
+
+def _runs(
+    lengths: tuple[int, ...], num_tokens: int, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Runs of documents in sequences of so many tokens, by one copy to the device.
+
+    Returns:
+        Texts and tokens [a, b] int64 of each run, and where each token [S] is among all that are
+        run, one run after another.
+    """
+    every = torch.arange(sum(lengths))
+    begins = every.split(list(lengths))
+    rows = [
+        nn.utils.rnn.pad_sequence([begins[n] for n in group], True, -1)
+        for group in _groups(lengths)
+    ]
+    run = torch.cat([each.flatten() for each in rows])
+    is_real = (run >= 0).nonzero().squeeze(1)
+    places = torch.empty_like(every).index_copy_(0, run[is_real], is_real)
+    found = upload(torch.cat([run.clamp_min(0), places]), device)
+    run, places = found.split([len(run), len(places)])
+    parts = zip(run.split([each.numel() for each in rows]), rows, strict=True)
+    tokens = [part.view(each.shape) for part, each in parts]
+    return [(each // num_tokens, each % num_tokens) for each in tokens], places
 
 
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -172,16 +194,13 @@ class _Call:
         self._found: list[list[Any]] = []
         self._form: Any = None
 
-    def run(
-        self, texts: Tensor, tokens: Tensor, cache: Cache | None, real: Tensor | None = None
-    ) -> None:
+    def run(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
         """Runs some tokens.
 
         Args:
             texts: [a, b] or [a, 1] int64, for each of a new texts of b tokens whose they are.
             tokens: [a, b] int64, which.
             cache: in place of the one that was given.
-            real: [a, b] bool, whose answers count; None for all.
         """
 
         def pick(value: Any) -> Any:
@@ -195,20 +214,32 @@ class _Call:
 
         args, kwargs = tree_map(pick, self._given)
         found, self._form = tree_flatten(self._forward(*args, **kwargs))
-        real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-        self._places.append((texts * self.shape[1] + tokens)[real])
-        self._found.append([each[real] if isinstance(each, Tensor) else each for each in found])
+        self._places.append((texts * self.shape[1] + tokens).flatten())
+        self._found.append(
+            [each.flatten(0, 1) if isinstance(each, Tensor) else each for each in found]
+        )
 
     def output(self) -> Any:
         """What the module gives for all of them, zeros where none was run."""
         places = torch.cat(self._places)
-        return tree_unflatten(
-            [self._whole(e, places) for e in zip(*self._found, strict=True)], self._form
-        )
 
-    def _whole(self, parts: tuple[Any, ...], places: Tensor) -> Any:
-        if not isinstance(parts[0], Tensor):
-            return parts[0]
-        rows = torch.cat(parts)
-        empty = rows.new_zeros(self.shape.numel(), *rows.shape[1:])
-        return empty.index_put((places,), rows).unflatten(0, self.shape)
+        def whole(rows: Tensor) -> Tensor:
+            return rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_put((places,), rows)
+
+        return self._whole(whole)
+
+    def output_at(self, places: Tensor) -> Any:
+        """What the module gives for all, each of them at one of the places [S] that were run."""
+        return self._whole(lambda rows: rows.index_select(0, places))
+
+    def _whole(self, whole: Callable[[Tensor], Tensor]) -> Any:
+        """All answers, by what makes those of one kind of the rows of all runs."""
+        return tree_unflatten(
+            [
+                whole(torch.cat(parts)).unflatten(0, self.shape)
+                if isinstance(parts[0], Tensor)
+                else parts[0]
+                for parts in zip(*self._found, strict=True)
+            ],
+            self._form,
+        )

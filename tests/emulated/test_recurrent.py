@@ -1,0 +1,71 @@
+"""Recurrent targets on an emulated GPU: what they give is the CPU's, and what a pass waits for."""
+
+from typing import Any
+
+import pytest
+import torch
+from emulated.device import Counts, counted, off
+from emulated.test_decoding import PROMPTS
+from toys import random_model, tree_of
+
+from eval.decode.drafters.recycling import Recycling, Successors
+from eval.decode.engine import NoDraft, stream
+from heads.documents import Documents
+from heads.drafting import Drafter
+from heads.sampling import GREEDY
+from heads.target.model import Target
+from heads.target.recurrent import _groups
+
+LENGTHS = (20, 6, 2, 19, 7, 2)  # of two sequences
+
+
+def target_of(device: str) -> Target:
+    """Of two layers with short convolutions, and two that attend."""
+    model = random_model("lfm2", num_hidden_layers=4)
+    return Target(model.to(device), None, "lfm2")
+
+
+def test_reading_documents_waits_for_nothing() -> None:
+    assert len(_groups(LENGTHS)) == 3
+    numbers = torch.arange(sum(LENGTHS))
+    owners = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    ids = (numbers * 7 % 90).view(2, -1)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, -1)
+    found = {}
+    for device in ("cpu", "cuda"):
+        target, documents = target_of(device), Documents.of(owners.view(2, -1))
+        given = ids.to(device), positions.to(device), documents.on(torch.device(device))
+        with counted() as counts, torch.no_grad():
+            states = target.read(*given).hidden_states
+        found[device] = states.cpu()
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-4, rtol=1e-4)
+    assert counts.num_waits == 0, str(counts)
+
+
+def decoded(device: str, drafter: Drafter) -> tuple[list[list[int]], list[Counts]]:
+    target = target_of(device)
+    target.model.generation_config.eos_token_id = []
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    prompts = [[token % 90 for token in ids] for ids in PROMPTS]
+    steps, found = stream(target, drafter, prompts, 8, GREEDY, [3, 4, 5]), []
+    while True:
+        with counted() as counts:
+            new = next(steps, None)
+        if new is None:
+            return texts, found[2:-1]
+        found.append(counts)
+        for text, tokens in new.items():
+            texts[text] += tokens
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_step_waits_for_its_tree_and_for_what_is_kept(tree: bool) -> None:
+    def drafter() -> Any:
+        return Recycling(Successors(), tree_of([0, 0, 1, 1])) if tree else NoDraft()
+
+    with off():
+        expected, _ = decoded("cpu", drafter())
+    texts, steps = decoded("cuda", drafter())
+    assert texts == expected
+    for counts in steps:
+        assert counts.num_waits <= 1 + tree, str(counts)
