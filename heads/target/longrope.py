@@ -7,13 +7,14 @@ Source: LongRoPE, arXiv 2402.13753; transformers `modeling_rope_utils.py`, `dyna
 Letters: B texts, n tokens.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class LongRope:
@@ -34,7 +35,7 @@ class LongRope:
             if getattr(module, "rope_type", None) == "longrope":
                 rope = module.config.rope_parameters
                 self.switch = int(rope["original_max_position_embeddings"])
-                module.forward = self._by_length(module.forward)
+                module.forward = self._by_length(module, module.forward, self.switch)
 
     @contextmanager
     def reading(self, long: Tensor) -> Iterator[None]:
@@ -45,19 +46,26 @@ class LongRope:
         finally:
             self._long = None
 
-    def _by_length(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_length(self, module: Any, forward: Callable[..., Any], switch: int) -> Any:
+        # By the largest position of a call the module decides for all, which some versions of
+        # transformers wait for; below that lies what computes with one set of frequencies.
+        compute = inspect.unwrap(type(module).forward)
+        made: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
         def rotate(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
             if self._long is None:
                 return forward(x, position_ids)
-            assert self.switch is not None
-            # By the largest position of a call the module decides for all; the first parts of a
-            # long prompt have none that is large.
-            far = (
-                each[:, :-1] for each in forward(x, pad(position_ids, (0, 1), value=self.switch))
-            )
-            near = forward(x, position_ids.clamp_max(self.switch - 1))
+            if x.device not in made:
+                far, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                    module.config, x.device, seq_len=switch + 1
+                )
+                made[x.device] = far, module.original_inv_freq.to(x.device, copy=True)
+            found, own = [], module.inv_freq
+            for module.inv_freq in made[x.device]:
+                found.append(compute(module, x, position_ids))
+            module.inv_freq = own  # which some versions write over
             long = self._long.unsqueeze(2)
-            cos, sin = (torch.where(long, *each) for each in zip(far, near, strict=True))
+            cos, sin = (torch.where(long, *each) for each in zip(*found, strict=True))
             return cos, sin
 
         return rotate

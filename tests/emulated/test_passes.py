@@ -1,12 +1,16 @@
-"""Recurrent targets on an emulated GPU: what they give is the CPU's, and what a pass waits for."""
+"""Passes of recurrent targets, and of LongRoPE: what they give is the CPU's; what is waited for."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import PROMPTS
+from torch import Tensor
 from toys import random_model, tree_of
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from eval.decode.drafters.recycling import Recycling, Successors
 from eval.decode.engine import NoDraft, stream
@@ -19,13 +23,39 @@ from heads.target.recurrent import _groups
 LENGTHS = (20, 6, 2, 19, 7, 2)  # of two sequences
 
 
-def target_of(device: str) -> Target:
+def recurrent_of(device: str) -> Target:
     """Of two layers with short convolutions, and two that attend."""
     model = random_model("lfm2", num_hidden_layers=4)
     return Target(model.to(device), None, "lfm2")
 
 
-def test_reading_documents_waits_for_nothing() -> None:
+def longrope_of(device: str) -> Target:
+    """Of which some documents are longer than the switch."""
+    settings = {"short_factor": [1.5] * 16, "long_factor": [3.0 + n for n in range(16)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    rope["partial_rotary_factor"] = 1.0
+    model = random_model(
+        "phi3", original_max_position_embeddings=12, rope_parameters=rope | settings
+    )
+    return Target(model.to(device), None, "phi3")
+
+
+@pytest.fixture
+def waiting_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.17: the host decides by the largest position."""
+    update = Phi3RotaryEmbedding.forward
+
+    @wraps(update)
+    def forward(module: Any, x: Tensor, position_ids: Tensor) -> Any:
+        assert int(position_ids.max()) >= 0
+        return update(module, x, position_ids)
+
+    monkeypatch.setattr(Phi3RotaryEmbedding, "forward", forward)
+
+
+@pytest.mark.usefixtures("waiting_rope")
+@pytest.mark.parametrize("target_of", [recurrent_of, longrope_of])
+def test_reading_documents_waits_for_nothing(target_of: Callable[[str], Target]) -> None:
     assert len(_groups(LENGTHS)) == 3
     numbers = torch.arange(sum(LENGTHS))
     owners = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
@@ -35,15 +65,17 @@ def test_reading_documents_waits_for_nothing() -> None:
     for device in ("cpu", "cuda"):
         target, documents = target_of(device), Documents.of(owners.view(2, -1))
         given = ids.to(device), positions.to(device), documents.on(torch.device(device))
-        with counted() as counts, torch.no_grad():
-            states = target.read(*given).hidden_states
+        with torch.no_grad():
+            target.read(*given)  # makes what lasts
+            with counted() as counts:
+                states = target.read(*given).hidden_states
         found[device] = states.cpu()
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-4, rtol=1e-4)
     assert counts.num_waits == 0, str(counts)
 
 
 def decoded(device: str, drafter: Drafter) -> tuple[list[list[int]], list[Counts]]:
-    target = target_of(device)
+    target = recurrent_of(device)
     target.model.generation_config.eos_token_id = []
     texts: list[list[int]] = [[] for _ in PROMPTS]
     prompts = [[token % 90 for token in ids] for ids in PROMPTS]
