@@ -2,7 +2,8 @@
 
 import json
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.accept import verify
+from eval.decode.captured import CaptureError, Graph, slots_for
+from eval.decode.capturing import obstacle
 from eval.measure.heads import device_name
-from heads.cache import TreeCache
+from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Roots, Seen
 from heads.sampling import GREEDY, Generators
 from heads.target.model import Reads, Target
@@ -104,7 +108,8 @@ def time_steps(
     output head, the greedy rule and the one wait. As in decoding, drafts and passes alternate:
     one right after another would find its weights in the processor's cache, and take a tenth
     less. Passes over one token are those of decoding without drafts: one right after another.
-    Of every kind of pass and draft the least of as many samples counts.
+    Of every kind of pass and draft the least of as many samples counts. On a GPU they are CUDA
+    graphs where those of decoding are.
 
     Args:
         target: the target.
@@ -121,22 +126,31 @@ def time_steps(
     roots = Roots.of([root] * batch_size, target.device)
     for tokens in ([context] * batch_size, [[root]] * batch_size):
         output = prefill(target, cache, tokens, reads)
-        seen = Seen(tokens, output, cache, target.logits(output.hidden_states[:, -1:]))
+        logits, counts = target.logits(output.hidden_states[:, -1:]), [len(tokens[0])] * batch_size
+        found = upload(tokens, target.device), upload(counts, target.device)
+        seen = Seen(tokens, output, cache, logits, found)
         for drafter in drafters.values():
-            _draft(drafter, seen, roots)
+            _draft(drafter, seen, roots).tolist()
+    captures = target.device.type == "cuda" and not obstacle(target, GREEDY)
+    if captures:
+        width = target.capacity or slots_for(len(context) + 1, sizes[-1])
+        cache.hold(width, sizes[-1], width)
+    verify = partial(_verify, target, cache, roots)
+    checks = {size: _Act(partial(verify, reads, size), captures) for size in sizes}
+    plain = _Act(partial(verify, Reads(), 1), captures)
+    proposals = {
+        key: _Act(partial(_draft, each, seen, roots), captures and each.static_nodes is not None)
+        for key, each in drafters.items()
+    }
     passes: dict[Key, dict[int, list[float]]]
     passes = {key: {n: [] for n in (1, *sizes)} for key in drafters}
     drafts: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
-    verify = partial(_verify, target, cache, roots)
     for _ in tqdm(range(NUM_ROUNDS), desc=f"step times, batch {batch_size}", leave=False):
-        for key, drafter in drafters.items():
-            plain = [timed(partial(verify, Reads(), 1), target.device) for _ in range(NUM_PLAIN)]
-            passes[key][1].append(plain[-1])
+        for key in drafters:
+            passes[key][1].append([timed(plain, target.device) for _ in range(NUM_PLAIN)][-1])
             for size in sizes:
-                drafts[key][size].append(
-                    timed(partial(_draft, drafter, seen, roots), target.device)
-                )
-                passes[key][size].append(timed(partial(verify, reads, size), target.device))
+                drafts[key][size].append(timed(proposals[key], target.device))
+                passes[key][size].append(timed(checks[size], target.device))
     # What else the machine does only ever adds to a time; what a draft does to a pass, however,
     # is different for each drafter and belongs to it.
     seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]
@@ -152,7 +166,35 @@ def typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) ->
     return prompt + text[: len(text) // 2]
 
 
-def _verify(target: Target, cache: TreeCache, roots: Roots, reads: Reads, size: int) -> None:
+class _Act:
+    """What decoding does in each step, launched as it does that, and waited for.
+
+    Args:
+        run: gives what the host learns; asks it for nothing.
+        captures: whether it is to be a CUDA graph.
+    """
+
+    def __init__(self, run: Callable[[], Tensor], captures: bool) -> None:
+        self.run, self.graph = run, None
+        if captures:
+            # A first time as it is: kernels are loaded and buffers made outside of any capture.
+            run()
+            with suppress(CaptureError):
+                self.graph = Graph(self._keep, torch.cuda.graph_pool_handle())
+
+    def __call__(self) -> None:
+        """Once."""
+        if self.graph is None:
+            self._keep()
+        else:
+            self.graph.launch()
+        self.found.tolist()
+
+    def _keep(self) -> None:
+        self.found = self.run()
+
+
+def _verify(target: Target, cache: TreeCache, roots: Roots, reads: Reads, size: int) -> Tensor:
     tokens = roots.tokens.unsqueeze(1).repeat(1, size)
     tree = Tree.from_paths([[rank] for rank in range(size - 1)])
     draft = Draft.of(tree, tokens[:, 1:])
@@ -161,9 +203,9 @@ def _verify(target: Target, cache: TreeCache, roots: Roots, reads: Reads, size: 
     accepted = verify(
         draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([], [])
     )
-    accepted.bonus.tolist()
+    return accepted.bonus
 
 
-def _draft(drafter: Drafter, seen: Seen, roots: Roots) -> None:
+def _draft(drafter: Drafter, seen: Seen, roots: Roots) -> Tensor:
     drafter.observe(seen)
-    drafter.propose(roots).tokens.tolist()
+    return drafter.propose(roots).tokens

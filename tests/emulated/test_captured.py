@@ -28,6 +28,7 @@ from eval.decode.engine import NoDraft, decode_many
 from eval.decode.generation import Generation, Request
 from eval.decode.graphs import CaptureError, Graph
 from eval.decode.passes import PassedBatch
+from eval.tune import cost
 from heads import buffers
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.drafting import Draft, Drafter, Roots, Seen
@@ -480,3 +481,15 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
         assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
         texts.append([each.token_ids for each in batch.found])
     assert texts[0] == texts[1]
+
+
+def test_what_is_timed_is_launched_as_decoding_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 2)
+    target, make = prepared("cuda", "eagle_chain, EAGLE-1")
+    drafters: dict[str, Drafter] = {"head": make([7]), "host": PromptLookup(4)}
+    with counted() as counts:
+        curve, drafts = cost.time_steps(target, drafters, prompts()[0], 1, (2, 4))
+    # Of a round, passes over one token in a row, and over each size; drafts of the head alone.
+    of_round = 2 * (cost.NUM_PLAIN + 2) + 2
+    assert counts.operations["graph"] == 2 * of_round
+    assert (curve.sizes, drafts.keys()) == ([1, 2, 4], drafters.keys())
