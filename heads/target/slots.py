@@ -19,7 +19,8 @@ from heads.target.kernels import Scores, folded_mask
 
 def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> bool:
     """Whether the kernel takes queries [B, Q, n, d] and texts [B, K, m, d] as they lie."""
-    if not (scores.plain and fits_flash(query) and query.shape[-1] == values.shape[-1]):
+    same = query.shape[-1] == values.shape[-1]
+    if scores.cap is not None or not (same and fits_flash(query)):
         return False
     text, _, row, number = keys.stride()
     return number == 1 and text % row == 0 and keys.stride() == values.stride()
@@ -59,9 +60,12 @@ class SlotTexts:
         Returns:
             [B, n, Q, d].
         """
-        used = self._seen(self.num_pending)
+        text, used = (keys, values), self._seen(self.num_pending)
         left = -1 if window is None else window - 1
-        return self._flash(query.transpose(1, 2), (keys, values), used, scores.scale, left, 0)[0]
+        found, norm = self._flash(query.transpose(1, 2), text, used, scores.scale, (True, left))
+        if scores.sinks is None:
+            return found
+        return _sunk(found, norm.t().unflatten(0, found.shape[:2]), scores.sinks)
 
     def joined(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """Of draft tokens, each of which sees all that is committed, and pending ones by the mask.
@@ -71,24 +75,31 @@ class SlotTexts:
         """
         rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         heads, text = rows.flatten(1, 2).unsqueeze(1), (keys, values)
-        before, norm = self._flash(heads, text, self._seen(0), scores.scale, -1, -1)
+        before, norm = self._flash(heads, text, self._seen(0), scores.scale)
         own, own_norm = self._own(rows, text, scores.scale)
         norm = norm.t().unflatten(1, rows.shape[1:3])
         share = torch.sigmoid(norm - own_norm).unsqueeze(-1).to(own.dtype)
         found = torch.lerp(own, before.view_as(rows), share)
+        if scores.sinks is not None:
+            sinks = scores.sinks.view(keys.shape[1], -1, 1).expand(-1, -1, query.shape[2])
+            found = _sunk(found, torch.logaddexp(norm, own_norm), sinks.flatten(1))
         return found.reshape(query.shape).transpose(1, 2)
 
     def _flash(
         self, query: Tensor, text: tuple[Tensor, Tensor], used: Tensor, scale: float | None,
-        left: int, right: int,
+        causal: tuple[bool, int] = (False, -1),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Output [B, n, Q, d] of queries [B, n, Q, d], and logsumexp [Q, B * n]."""
+        """Output [B, n, Q, d] of queries [B, n, Q, d], and logsumexp [Q, B * n].
+
+        `causal` is whether they are, and how far they see to the left.
+        """
         num_texts, num_queries = query.shape[:2]
         begins = self._begin(num_queries), self._begin(_step(text[0]))
         found, log_norm, *_ = torch.ops.aten._flash_attention_forward(
             query.flatten(0, 1), *map(_rows, text), *begins, num_queries, text[0].shape[2],
-            0.0, right == 0, False,
-            scale=scale, window_size_left=left, window_size_right=right, seqused_k=used,
+            0.0, causal[0], False,
+            # To the right nobody sees: told so here, the kernel would not divide keys.
+            scale=scale, window_size_left=causal[1], window_size_right=-1, seqused_k=used,
         )  # fmt: skip
         return found.unflatten(0, (num_texts, num_queries)), log_norm
 
@@ -132,6 +143,11 @@ class SlotTexts:
             numbers = torch.arange(len(self.committed) + 1, device=self.committed.device)
             self._begins[step] = (numbers * step).int()
         return self._begins[step]
+
+
+def _sunk(found: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
+    """Output [..., d] with a key more under its softmax, without a value and of scores `sinks`."""
+    return found * torch.sigmoid(log_norm - sinks).unsqueeze(-1).to(found.dtype)
 
 
 def _step(states: Tensor) -> int:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import peagle_heads
 import pytest
@@ -437,19 +437,36 @@ def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
         assert [each.tolist() for each in tensors] == values
 
 
+class Attended(NamedTuple):
+    """An attention kernel that has run.
+
+    Attributes:
+        name: of the operator.
+        shapes: of the tensors that it was given.
+        divided: whether PyTorch's flash kernel divides keys among blocks, as far as it is asked.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    divided: bool
+
+
 class Shapes:
-    """Of the attention kernels that have run, with how far each reads a mask."""
+    """Of the attention kernels that have run."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.found: set[tuple[Any, ...]] = set()
+        self.found: set[Attended] = set()
         for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
             kernel = getattr(torch.ops.aten, name).default
             patch.setitem(kernels.KERNELS, kernel, self._noted(name, kernels.KERNELS[kernel]))
 
     def _noted(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
-            tensors = [each for each in args if isinstance(each, Tensor)]
-            self.found.add((name, *(tuple(each.shape) for each in tensors)))
+            shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
+            divided = "flash" in name and (
+                args[5], options["window_size_left"], options["window_size_right"]
+            ) == (1, -1, -1)  # fmt: skip
+            self.found.add(Attended(name, shapes, divided))
             return kernel(*args, **options)
 
         return run
@@ -476,8 +493,9 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
             for _ in steps:
                 pass
         assert 0 < len(shapes.found) <= 8
-        biases = [each[-1] for each in shapes.found if "efficient" in each[0]]
+        biases = [each.shapes[-1] for each in shapes.found if "efficient" in each.name]
         assert {bias[-1] for bias in biases} == ({num_nodes} if num_nodes else set())
+        assert all(each.divided for each in shapes.found if "flash" in each.name)
         assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
         texts.append([each.token_ids for each in batch.found])
     assert texts[0] == texts[1]
@@ -485,7 +503,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
 
 def test_what_is_timed_is_launched_as_decoding_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "NUM_ROUNDS", 2)
-    target, make = prepared("cuda", "eagle_chain, EAGLE-1")
+    target, make = prepared("cuda", "medusa_chain")
     drafters: dict[str, Drafter] = {"head": make([7]), "host": PromptLookup(4)}
     with counted() as counts:
         curve, drafts = cost.time_steps(target, drafters, prompts()[0], 1, (2, 4))

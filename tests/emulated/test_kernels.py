@@ -282,7 +282,7 @@ def test_tokens_behind_texts_whose_lengths_the_device_knows(
     window: int | None, committed: list[int], num_new: int, long: int, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(extension, "LONG", long)
-    num_texts, scores, found = len(committed), Scores(window, 0.3), {}
+    num_texts, found = len(committed), {}
     chain = torch.ones(1, num_new, num_new).tril().bool()
     tree = chain.clone()
     tree[:, -1, 1:-1] = False  # the last is a sibling of those before it
@@ -301,6 +301,8 @@ def test_tokens_behind_texts_whose_lengths_the_device_knows(
         query, *text = (each.to(device) for each in heads)
         if device == "cpu":
             query, text = query.float(), [each.float() for each in text]
+        sinks = torch.linspace(-1, 2, 8, device=device) if (window, long) == (40, 0) else None
+        scores = Scores(window, 0.3, sinks=sinks)
         with torch.no_grad():
             text = [each[:, :, : cache.width] for each in text]
             found[device, drafted] = behind.attend(None, query, *text, scores)
