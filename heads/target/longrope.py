@@ -60,12 +60,13 @@ class LongRope:
                     module.config, x.device, seq_len=switch + 1
                 )
                 made[x.device] = far, module.original_inv_freq.to(x.device, copy=True)
-            found, own = [], module.inv_freq
+            found: list[tuple[Tensor, Tensor]] = []
+            own = module.inv_freq
             for module.inv_freq in made[x.device]:
                 found.append(compute(module, x, position_ids))
             module.inv_freq = own  # which some versions write over
             long = self._long.unsqueeze(2)
-            cos, sin = (torch.where(long, *each) for each in zip(*found, strict=True))
-            return cos, sin
+            (far_cos, far_sin), (near_cos, near_sin) = found
+            return torch.where(long, far_cos, near_cos), torch.where(long, far_sin, near_sin)
 
         return rotate

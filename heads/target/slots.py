@@ -140,8 +140,8 @@ class SlotTexts:
     def _begin(self, step: int) -> Tensor:
         """[B + 1] int32, where texts begin that are so many rows apart."""
         if step not in self._begins:
-            numbers = torch.arange(len(self.committed) + 1, device=self.committed.device)
-            self._begins[step] = (numbers * step).int()
+            end, device = step * (len(self.committed) + 1), self.committed.device
+            self._begins[step] = torch.arange(0, end, step, dtype=torch.int32, device=device)
         return self._begins[step]
 
 
@@ -152,7 +152,7 @@ def _sunk(found: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
 
 def _step(states: Tensor) -> int:
     """Rows of `_rows` from a text to the next; of one text any number will do."""
-    return states.stride(0) // states.stride(2) if len(states) > 1 else 0
+    return states.stride(0) // states.stride(2) if len(states) > 1 else 1
 
 
 def _rows(states: Tensor) -> Tensor:
