@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.blocks import attention
+from heads.blocks import attention, kernels
 from heads.blocks.attention import Sight, block_attention, plain_attention
 
 S, SIZE = 11, 3
@@ -72,10 +72,16 @@ def expected_of(heads: tuple[int, int], causal: bool, window: int | None) -> tup
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize(("causal", "window"), KINDS)
 @pytest.mark.parametrize("rows", [1, 6, 128])
+@pytest.mark.parametrize("cpu", [True, False])
 def test_rows_see_their_text_and_their_block(
-    heads: tuple[int, int], causal: bool, window: int | None, rows: int, monkeypatch
+    heads: tuple[int, int], causal: bool, window: int | None, rows: int, cpu: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr(attention, "ROWS_PER_CHUNK", rows)
+    for name in ("ROWS_PER_CHUNK", "ROWS_PER_LAUNCH"):
+        monkeypatch.setattr(attention, name, rows)
+    # Elsewhere in whole tiles, of which there is more than one here.
+    monkeypatch.setattr(attention, "TOKENS", 4)
+    monkeypatch.setattr(attention, "MORE_TOKENS", 4)
+    monkeypatch.setattr(kernels, "on_cpu", lambda _: cpu)
     made = inputs(heads)
     expected = expected_of(heads, causal, window)
     for attend in (block_attention, plain_attention):
@@ -110,9 +116,35 @@ def test_narrow_numbers_are_near_wide_ones(dtype: torch.dtype) -> None:
 
 
 def test_a_chunk_reads_no_token_that_none_of_its_blocks_sees(monkeypatch) -> None:
+    def read(seen: Sight) -> list[tuple[slice, slice]]:
+        return [(each.rows, each.tokens) for each in seen.plan(torch.empty(0), S, 1).chunks]
+
     monkeypatch.setattr(attention, "ROWS_PER_CHUNK", 2 * SIZE)
-    assert sight().chunks == [
-        (slice(0, 2), slice(0, 4)),
-        (slice(2, 4), slice(4, 9)),
-        (slice(4, 5), slice(9, 11)),
-    ]
+    rows = slice(0, 6), slice(6, 12), slice(12, 15)
+    tokens = slice(0, 4), slice(4, 9), slice(9, 11)
+    assert read(sight()) == list(zip(rows, tokens, strict=True))
+    # The first row of a block sees one token less than the window.
+    tokens = slice(0, 4), slice(4, 9), slice(9, 11)
+    assert read(sight(window=3)) == list(zip(rows, tokens, strict=True))
+    tokens = slice(0, 4), slice(5, 9), slice(10, 11)
+    assert read(sight(window=2)) == list(zip(rows, tokens, strict=True))
+
+
+def test_off_the_cpu_a_run_sees_few_lengths() -> None:
+    lengths = [attention._length(number) for number in range(1, 16385)]
+    assert all(length >= number for number, length in enumerate(lengths, 1))
+    assert sorted(set(lengths)) == [
+        512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192,
+        10240, 12288, 14336, 16384,
+    ]  # fmt: skip
+
+
+def test_what_hides_tokens_is_made_once_for_all_layers(monkeypatch) -> None:
+    made = []
+    of_text = Sight.of_text
+    monkeypatch.setattr(Sight, "of_text", lambda *given: made.append(1) or of_text(*given))
+    seen, inside = sight(window=3), inputs()
+    for number, attend in enumerate((block_attention, plain_attention), 1):
+        for _ in range(3):
+            run(both_ways(attend, seen), inside)
+        assert len(made) == number

@@ -1,24 +1,47 @@
 """The attention of blocks that draft side by side: each over its text, and over itself.
 
 From a token p of a text a block of R rows drafts in one pass. Its rows see the text's features up
-to p and each other, never another block's. So A blocks cost A times (text + R), in pieces of some
-rows whose scores live in a fused kernel where there is one, and nothing is of tokens by tokens.
+to p and each other, never another block's. So A blocks cost A times (text + R): fused kernels take
+some rows at a time over the text and all blocks over themselves, and what these give is joined to
+one distribution by their logsumexp, as at the top of `heads/eagle/branch_kernels.py`.
 
-Letters: T texts, S tokens of a text, A blocks, R rows of a block, c blocks of a chunk, s tokens of
-a chunk, Q heads, K key-value heads, d head size.
+Letters: T texts, S tokens of a text, A blocks, R rows of a block, N = A * R rows, n rows
+and s tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from heads.blocks import kernels
+from heads.blocks.kernels import HIDDEN, attend, attend_backward, bias_like
+
 ROWS_PER_CHUNK = 128
+"""On a CPU, where a chunk costs little beside the tokens that it need not read."""
+ROWS_PER_LAUNCH = 1024
+"""Elsewhere; with some heads they fill a GPU."""
+TOKENS, MORE_TOKENS = 128, 512
+"""Elsewhere few lengths are met: multiples of the second, and from 8 of it on 4 an octave; if there
+are no more tokens, the next multiple of the first."""
+
+
+class Chunk(NamedTuple):
+    """Rows that look at the same stretch of a text.
+
+    Attributes:
+        rows: n of them, the last of which may be none.
+        tokens: s of them, the last of which may be none.
+        bias: [n, s], what is added to the scores.
+    """
+
+    rows: slice
+    tokens: slice
+    bias: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,20 +65,30 @@ class Sight:
     causal: bool = False
     window: int | None = None
     host: tuple[Tensor, Tensor] | None = None
+    _found: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    @cached_property
-    def chunks(self) -> list[tuple[slice, slice]]:
-        """Blocks and the tokens that any of them sees, chunk by chunk; of one text."""
-        assert self.host is not None
-        number, found = max(1, ROWS_PER_CHUNK // self.size), []
-        for start in range(0, len(self.first), number):
-            blocks = slice(start, min(start + number, len(self.first)))
-            tokens = slice(int(self.host[0][blocks].min()), int(self.host[1][blocks].max()))
-            found.append((blocks, tokens))
-        return found
+    def plan(self, query: Tensor, num_tokens: int, group: int) -> "Plan":
+        """How blocks with such queries attend to one text; found once for all layers."""
+        return self._once(Plan, query, num_tokens, group, key=(query.dtype, num_tokens, group))
+
+    def masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """[A, R, S] and [R, R] bool, what rows see of texts and blocks; found once for all layers.
+
+        Args:
+            num_tokens: S.
+        """
+        return self._once(Sight._masks, num_tokens, key=num_tokens)
+
+    def _once(self, make: Callable[..., Any], *given: Any, key: Any) -> Any:
+        if key not in self._found:
+            self._found[key] = make(self, *given)
+        return self._found[key]
+
+    def _masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.of_text(slice(0, len(self.end)), slice(0, num_tokens)), self.of_block()
 
     def of_text(self, blocks: slice, tokens: slice) -> Tensor:
-        """[c, R, s] bool, the tokens that each row sees."""
+        """[c, R, s] bool, the tokens that each row of c blocks sees."""
         places = torch.arange(tokens.start, tokens.stop, device=self.end.device)
         first, end = (each[blocks, None, None] for each in (self.first, self.end))
         seen = (places >= first) & (places < end)
@@ -70,6 +103,75 @@ class Sight:
         distance = rows.unsqueeze(1) - rows
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return seen if self.window is None else seen & (distance.abs() < self.window)
+
+
+class Plan:
+    """Chunks of the rows of blocks over one text, with what hides tokens and rows from them.
+
+    The biases take N times the tokens of a document, 38 MB in bfloat16 for 512 blocks of 16 rows in
+    4,096 tokens, and are shared by all layers and their backward passes.
+
+    Args:
+        sight: of the blocks.
+        query: of which it takes dtype and device.
+        num_tokens: S.
+        group: G.
+
+    Attributes:
+        chunks: in the order of the rows.
+        own: [G * R, R], what is added to scores inside a block; None for nothing.
+        num_rows, num_tokens: up to the end of all chunks that there can be.
+    """
+
+    def __init__(self, sight: Sight, query: Tensor, num_tokens: int, group: int) -> None:
+        self.sight, self.exact = sight, kernels.on_cpu(query)
+        self.num_tokens = num_tokens if self.exact else _up(num_tokens, TOKENS)
+        number, size = len(sight.end), sight.size
+        most = max(1, (ROWS_PER_CHUNK if self.exact else ROWS_PER_LAUNCH) // size)
+        if not self.exact:
+            # Powers of two: whole tiles of rows, and few shapes.
+            most = 1 << min(most.bit_length() - 1, (number - 1).bit_length())
+        self.num_rows = (number if self.exact else _up(number, most)) * size
+        self.chunks = [self._chunk(start, most, query) for start in range(0, number, most)]
+        self.own: Tensor | None = None
+        if sight.causal or sight.window is not None:
+            self.own = bias_like(query, group * size, size)
+            self.own.masked_fill_(~sight.of_block().repeat(group, 1), HIDDEN)
+
+    def _chunk(self, start: int, number: int, query: Tensor) -> Chunk:
+        """Some blocks from `start` on and the tokens that any of them sees."""
+        size, blocks = self.sight.size, slice(start, start + number)
+        rows = slice(start * size, min((start + number) * size, self.num_rows))
+        tokens = self._tokens(blocks)
+        bias = bias_like(query, rows.stop - rows.start, tokens.stop - tokens.start)
+        hidden = ~self.sight.of_text(blocks, tokens)
+        bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN)
+        return Chunk(rows, tokens, bias)
+
+    def _tokens(self, blocks: slice) -> slice:
+        assert self.sight.host is not None
+        (first, end), window = (each[blocks] for each in self.sight.host), self.sight.window
+        stop = int(end.max())
+        # A row that sees no token sees its block alone.
+        start = int(first.min() if window is None else first.maximum(end + 1 - window).min())
+        start = min(start, stop - 1)
+        if self.exact:
+            return slice(start, stop)
+        length = min(_length(stop - start), self.num_tokens)
+        start = min(start, self.num_tokens - length)
+        return slice(start, start + length)
+
+    def rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
+        """[G, K, N, d] view of [A, R, Q, d], with rows that give nothing up to `num_rows`.
+
+        So keys are shared in a group without a copy.
+        """
+        rows = _padded(states.flatten(0, 1), self.num_rows)
+        return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
+
+    def text(self, states: Tensor, group: int) -> Tensor:
+        """[G, K, S, d] view of a text's keys or values [S, K, d], with tokens nobody sees."""
+        return _padded(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
 
 
 def block_attention(
@@ -88,7 +190,7 @@ def block_attention(
     """
     if len(text[0]) == 1:
         # Not `[0]`, whose gradient is written into zeros.
-        return _Chunked.apply(sight, query, *(each.squeeze(0) for each in text), *own)
+        return _Joined.apply(sight, query, *(each.squeeze(0) for each in text), *own)
     return plain_attention(query, text, own, sight)
 
 
@@ -100,10 +202,9 @@ def plain_attention(
     blocks = query.unflatten(0, (num_texts, -1)).unflatten(-2, (num_kv_heads, -1)) * size**-0.5
     scores = torch.einsum("tarkgd,tskd->takgrs", blocks, text[0]).flatten(0, 1)
     within = torch.einsum("arkgd,aukd->akgru", blocks.flatten(0, 1), own[0])
-    everything = slice(0, len(query)), slice(0, num_tokens)
-    seen = sight.of_text(*everything)[:, None, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    within = within.masked_fill(~sight.of_block(), -torch.inf)
+    seen, seen_within = sight.masks(num_tokens)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    within = within.masked_fill(~seen_within, -torch.inf)
     joined = torch.cat([scores, within], -1)
     weights = joined.to(torch.promote_types(joined.dtype, torch.float32)).softmax(-1).to(query)
     of_text, of_block = weights.split([num_tokens, sight.size], -1)
@@ -112,70 +213,98 @@ def plain_attention(
     return (found.flatten(0, 1) + more).flatten(2, 3)
 
 
-class _Chunked(torch.autograd.Function):
-    """Attention over one text, a chunk of blocks at a time, in the backward pass too.
-
-    Chunks see stretches of the text that overlap; autograd would write the gradient of each into
-    zeros of the whole.
-    """
+class _Joined(torch.autograd.Function):
+    """Attention over one text, a chunk of rows at a time, and over blocks."""
 
     @staticmethod
     def forward(ctx: Any, sight: Sight, query: Tensor, *both: Tensor) -> Tensor:
         """[A, R, Q, d] of query [A, R, Q, d]; `both` are keys and values of text and blocks."""
-        ctx.save_for_backward(query, *both)
-        ctx.sight = sight
-        parts = []
-        for blocks, tokens in sight.chunks:
-            here = _here(query, both, blocks, tokens)
-            parts.append(_attend(here, _mask(sight, blocks, tokens)))
-        return torch.cat(parts)
+        num_kv_heads, group = both[0].shape[1], query.shape[2] // both[0].shape[1]
+        plan = sight.plan(query, len(both[0]), group)
+        rows, own = plan.rows(query, num_kv_heads), _heads_first(both[2:])
+        keys, values = (plan.text(each, group) for each in both[:2])
+        parts = [
+            attend(rows[:, :, c.rows], keys[:, :, c.tokens], values[:, :, c.tokens], c.bias)
+            for c in plan.chunks
+        ]
+        found = torch.cat([output.transpose(1, 2) for output, _ in parts], 1).transpose(1, 2)
+        norms = torch.cat([log_norm for _, log_norm in parts], 2)
+        mine, own_norms = attend(_in_blocks(query, group), own[0], own[1], plan.own)
+        of_text, of_own = _of_rows(found, query), _of_blocks(mine, group)
+        norm, own_norm = _of_rows(norms, query), _of_blocks(own_norms, group)
+        share = (own_norm - norm).sigmoid_().unsqueeze(-1).to(query.dtype)
+        output = torch.lerp(of_text, of_own, share, out=query.new_empty(of_text.shape))
+        torch.logaddexp(norm, own_norm, out=norm)
+        output = output.flatten(2, 3)
+        ctx.save_for_backward(query, *both, output, norms)
+        ctx.plan = plan
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what `forward` got; a chunk is computed again."""
-        query, *both = ctx.saved_tensors
-        d_query, *d_own = (torch.empty_like(each) for each in (query, *both[2:]))
+        """Gradients of what `forward` got."""
+        plan, (query, keys, values, *own, output, norms) = ctx.plan, ctx.saved_tensors
+        num_kv_heads, group = keys.shape[1], query.shape[2] // keys.shape[1]
+        rows, grads, found = (
+            plan.rows(each, num_kv_heads) for each in (query, grad.contiguous(), output)
+        )
+        found = found.transpose(1, 2).contiguous().transpose(1, 2)
+        text = [plan.text(each, group) for each in (keys, values)]
         # A token's gradient comes in parts from many chunks: summed in float32 at least.
         wide = torch.promote_types(query.dtype, torch.float32)
-        d_text = [torch.zeros_like(each, dtype=wide) for each in both[:2]]
-        for blocks, tokens in ctx.sight.chunks:
-            here = _here(query, both, blocks, tokens)
-            inputs = [each.detach().requires_grad_() for each in here]
-            with torch.enable_grad():
-                found = _attend(inputs, _mask(ctx.sight, blocks, tokens))
-            d_query[blocks], *parts = torch.autograd.grad(found, inputs, grad[blocks])
-            for whole, part in zip(d_text, parts[:2], strict=True):
-                whole[tokens] += part
-            for whole, part in zip(d_own, parts[2:], strict=True):
-                whole[blocks] = part
-        return None, d_query, *(each.to(query.dtype) for each in d_text), *d_own
+        d_text = [torch.zeros_like(each[0], dtype=wide) for each in text]
+        parts = []
+        for c in plan.chunks:
+            here = rows[:, :, c.rows], *(each[:, :, c.tokens] for each in text)
+            mine = [each[:, :, c.rows] for each in (found, norms)]
+            part, *both = attend_backward(grads[:, :, c.rows], here, c.bias, *mine)
+            parts.append(part.transpose(1, 2))
+            for whole, each in zip(d_text, both, strict=True):
+                whole[:, c.tokens].add_(each.sum(0, dtype=wide))
+        d_rows = _of_rows(torch.cat(parts, 1).transpose(1, 2), query)
+        blocks, grads, found = (_in_blocks(each, group) for each in (query, grad, output))
+        norms = _of_rows(norms, query).permute(0, 2, 3, 1).flatten(2, 3)
+        here = blocks, *_heads_first(own)
+        part, *d_own = attend_backward(grads, here, plan.own, found, norms)
+        of_own = _of_blocks(part, group)
+        d_query = torch.add(d_rows, of_own, out=query.new_empty(of_own.shape)).flatten(2, 3)
+        d_text = [each[:, : len(keys)].transpose(0, 1).to(query.dtype) for each in d_text]
+        return None, d_query, *d_text, *_heads_first(d_own)
 
 
-def _here(
-    query: Tensor, both: Sequence[Tensor], blocks: slice, tokens: slice
-) -> tuple[Tensor, ...]:
-    """What a chunk needs: rows, and keys and values of its tokens and of its own."""
-    keys, values, *own = both
-    return query[blocks], keys[tokens], values[tokens], *(each[blocks] for each in own)
+def _in_blocks(states: Tensor, group: int) -> Tensor:
+    """[A, K, G * R, d] of [A, R, Q, d], the rows of a block one after another in memory."""
+    heads = states.unflatten(2, (-1, group)).permute(0, 3, 1, 2, 4)
+    return heads.reshape(len(states), -1, *heads.shape[3:]).transpose(1, 2)
 
 
-def _mask(sight: Sight, blocks: slice, tokens: slice) -> Tensor:
-    """[c * R, s + c * R] bool."""
-    number = blocks.stop - blocks.start
-    mine = torch.block_diag(*[sight.of_block()] * number)
-    return torch.cat([sight.of_text(blocks, tokens).flatten(0, 1), mine.bool()], 1)
+def _of_blocks(found: Tensor, group: int) -> Tensor:
+    """[A, R, K, G, ...] view of [A, K, G * R, ...]."""
+    return found.unflatten(2, (group, -1)).movedim(3, 1)
 
 
-def _attend(here: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """[c, R, Q, d] of rows over text [s, K, d] and blocks [c, R, K, d] where `mask` allows."""
-    query, *text, own_keys, own_values = here
-    num_heads = own_keys.shape[2]
-    rows = query.flatten(0, 1).unflatten(1, (num_heads, -1)).permute(2, 1, 0, 3)
-    # A batch of Q / K and K heads, so that keys are shared in a group without a copy.
-    keys, values = (
-        torch.cat([of_text, own.flatten(0, 1)]).transpose(0, 1).expand(len(rows), -1, -1, -1)
-        for of_text, own in zip(text, (own_keys, own_values), strict=True)
-    )
-    found = functional.scaled_dot_product_attention(rows, keys, values, mask)
-    return found.permute(2, 1, 0, 3).reshape(query.shape)
+def _of_rows(found: Tensor, query: Tensor) -> Tensor:
+    """[A, R, K, G, ...] view of [G, K, N, ...], for a query [A, R, Q, d]."""
+    num_blocks, size = query.shape[:2]
+    rows = found[:, :, : num_blocks * size].unflatten(2, (num_blocks, size))
+    return rows.movedim((2, 3), (0, 1)).transpose(2, 3)
+
+
+def _heads_first(both: Sequence[Tensor]) -> list[Tensor]:
+    return [each.transpose(1, 2) for each in both]
+
+
+def _padded(states: Tensor, length: int) -> Tensor:
+    """[length, ., d] with zeros behind [., ., d]."""
+    missing = length - len(states)
+    return functional.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states
+
+
+def _up(number: int, multiple: int) -> int:
+    return number + -number % multiple
+
+
+def _length(num_tokens: int) -> int:
+    """At least as many, of the few lengths that there are."""
+    return _up(num_tokens, max(MORE_TOKENS, 1 << max(0, (num_tokens - 1).bit_length() - 3)))

@@ -69,8 +69,9 @@ class BlockObjective(Objective):
         Per row and layer: 4 I e in the MLP, 8 + 2 e bytes of width Q and K each in the attention
         (projected, normed, turned), 16 + 2 e of width H: norms in float32, their output, residual
         stream. Per token of the text (8 + 2 e) K in each layer, 8 + e of width H, and what `fc`
-        reads. Of a draft H in float32 in the last norm, and H e three times: the output, the row
-        that the loss takes of it, and its gradient.
+        reads. Per row and token of a sequence e, once, for what hides tokens. Of a draft H in
+        float32 in the last norm, and H e three times: the output, the row that the loss takes of
+        it, and its gradient.
         """
         head, settings, tokens, e = self.head, self.config, setting.tokens, setting.dtype.itemsize
         llama, attention = head.config.llama, head.layers[0].self_attn
@@ -81,6 +82,7 @@ class BlockObjective(Objective):
         a_row = 4 * e * inner + (8 + 2 * e) * (query + keys) + (16 + 2 * e) * hidden
         a_token, text = (8 + 2 * e) * keys, (8 + e) * hidden + e * head.fc.in_features
         kept = len(head.layers) * (rows * a_row + tokens * a_token) + tokens * text
+        kept += rows * tokens // setting.train.micro_batch_size * e
         kept += drafts * hidden * (sizes.FLOAT32 + 3 * e) + self.kept_beside(blocks, e)
         one = head.projection().weight.shape[0], hidden
         loss = sizes.loss_bytes(setting, drafts, one, sizes.PIECES_OF_TEACHER)
