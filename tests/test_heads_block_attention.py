@@ -57,7 +57,7 @@ def run(attend, made: list[Tensor]) -> tuple[Tensor, ...]:
     """The output, and gradients of all that went in."""
     output = attend(*made)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    return output, *torch.autograd.grad(output, made, upstream.to(output))
+    return output.detach(), *torch.autograd.grad(output, made, upstream.to(output))
 
 
 def both_ways(attend, seen: Sight):
@@ -113,6 +113,32 @@ def test_narrow_numbers_are_near_wide_ones(dtype: torch.dtype) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype is dtype
         torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [33, 96, 129, 1100])
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3), (4, 1)])
+def test_on_cuda_numbers_are_those_of_the_definition(
+    heads: tuple[int, int], window: int | None, num_tokens: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    end = torch.randperm(num_tokens - 1, generator=generator)[:70].sort().values + 1
+    first, (many, few) = end // 32 * 16, heads
+    own, text = (len(end), 5), (1, num_tokens)
+    shapes = [(*own, many), *[(*text, few)] * 2, *[(*own, few)] * 2]
+    made = [torch.randn(*each, 64, generator=generator).to(dtype) for each in shapes]
+    results = []
+    for device, attend, wide in (("cpu", plain_attention, torch.float64), ("cuda", None, dtype)):
+        places = first.to(device), end.to(device)
+        seen = Sight(*places, 5, window is not None, window, (first, end))
+        leaves = [each.to(device, wide).requires_grad_() for each in made]
+        results.append(run(both_ways(attend or block_attention, seen), leaves))
+    tolerance = 5e-3 if dtype is torch.float32 else 0.05  # products may be in TF32
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_chunk_reads_no_token_that_none_of_its_blocks_sees(monkeypatch) -> None:
