@@ -87,7 +87,7 @@ GPU_PYTHON ?= 3.12
 GPU_PATH := .gpu-packages
 # Benchmarks of scripts/bench_gpu.py, all unless told; GPU_TESTS= leaves the tests out.
 GPU_BENCHES ?=
-GPU_TESTS ?= tests
+GPU_TESTS ?= tests/test_gpu_first.py tests
 
 gpu-wheels: wheels/.done  ## what a GPU machine without a registry lacks, to carry there
 

@@ -12,6 +12,7 @@ from test_train_placement import launched
 from training_step import KINDS, differences, gradients
 
 from conf.schema import Dtype
+from scripts import bench_train
 
 __all__ = ["inputs"]
 OF_BFLOAT16 = 0.12
@@ -55,6 +56,25 @@ def test_a_gpu_gives_the_gradients_of_the_cpu(
     kind: str, compiled: bool, dtype: Dtype, bound: float, tmp_path: Path
 ) -> None:
     assert worst(kind, "cuda", dtype, tmp_path, compiled) < bound
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("form", ["medusa", "eagle3", "dflash"])
+def test_thirty_steps_compile_nothing_anew(form: str, tmp_path: Path) -> None:
+    sizes = "--hidden 256 --layers 6 --vocab 512 --max-length 256 --steps 30 --compile"
+    torch._dynamo.reset()
+    run, _ = bench_train.start(bench_train.arguments([form, *sizes.split()]), tmp_path / "run")
+    run.resume()
+    graphs = torch._dynamo.utils.counters["stats"]
+    for _ in range(6):
+        run.optimizer_step()
+    before = graphs["unique_graphs"]
+    for _ in range(24):
+        run.optimizer_step()
+    run.close()
+    assert before > 0
+    assert graphs["unique_graphs"] == before
 
 
 @pytest.mark.gpu

@@ -29,13 +29,6 @@ def test_this_version_takes_whatever_the_oldest_takes(operator: Any) -> None:
     assert operator._schema.is_backward_compatible_with(OPERATORS[operator])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_build_for_cuda_has_them(name: str) -> None:
-    assert hasattr(torch._C, name)
-
-
 def test_an_argument_that_is_newer_is_refused() -> None:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     check_call(flash, (1, 2, 3), {"scale": 1.0})
