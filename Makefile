@@ -87,7 +87,8 @@ GPU_PYTHON ?= 3.12
 GPU_PATH := .gpu-packages
 # Benchmarks of scripts/bench_gpu.py, all unless told; GPU_TESTS= leaves the tests out.
 GPU_BENCHES ?=
-GPU_TESTS ?= tests/test_gpu_first.py tests
+GPU_TESTS ?= tests
+GPU_PYTEST = $(PYTHON) -m pytest -m gpu -p no:cacheprovider
 
 gpu-wheels: wheels/.done  ## what a GPU machine without a registry lacks, to carry there
 
@@ -106,7 +107,8 @@ $(GPU_PATH)/.done: Makefile
 
 test-gpu: $(GPU_PATH)/.done  ## gpu tests, then every benchmark in one table with floors
 	@export PYTHONPATH=$(CURDIR)/$(GPU_PATH) HF_HUB_OFFLINE=1; tests=0; \
-	$(if $(GPU_TESTS),$(PYTHON) -m pytest -m gpu -p no:cacheprovider $(GPU_TESTS) || tests=$$?;) \
+	$(if $(GPU_TESTS),$(GPU_PYTEST) tests/test_gpu_first.py || tests=$$?; \
+	$(GPU_PYTEST) --ignore tests/test_gpu_first.py $(GPU_TESTS) || tests=$$?;) \
 	$(PYTHON) scripts/bench_gpu.py $(GPU_BENCHES) && exit $$tests
 
 clean:  ## remove the environments and caches, keep outputs
