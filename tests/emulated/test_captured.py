@@ -482,7 +482,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
     target = random_target("cuda")
     target.model.to(torch.bfloat16)
     target.model.generation_config.eos_token_id = []
-    given = target, list(map(Request, prompts()[:2])), 60
+    given = target, list(map(Request, prompts()[:2])), 40
     texts = []
     for batch in (captured.CapturedBatch(*given), Batch(*given, GREEDY)):
         steps = batch.run(lambda _: KINDS[name].make(target, GREEDY), 2)
