@@ -9,7 +9,7 @@ from heads.documents import Documents
 from heads.target import extension
 from heads.target.attention import FLASH, Reading
 from heads.target.extension import Extension
-from heads.target.kernels import Scores
+from heads.target.kernels import Scores, choose_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +52,7 @@ def test_tokens_behind_texts_of_which_a_graph_learns_how_long_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(extension, "LONG", long)
+    choose_kernels(torch.device("cuda"))
     num_texts, num_new = len(committed), 1 if drafted == "token" else 4
     mask = (
         None if drafted == "sure" else TREE if drafted == "tree" else torch.ones_like(TREE).tril()

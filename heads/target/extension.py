@@ -53,6 +53,7 @@ class Extension:
             self.mask, self.depths = draft
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
         self._texts: dict[torch.device, SlotTexts] = {}
+        self._near: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def positions(self) -> Tensor:
@@ -69,6 +70,9 @@ class Extension:
             found = self._by_slots(query, key, value, scores)
             if found is not None:
                 return found
+            reach = (scores.window or self.cache.width) + self.depths.shape[1]
+            if self.mask is not None and query.is_cuda and reach < self.cache.width:
+                return self._within(query, key, value, scores)
         if self.mask is None and isinstance(self.cache.to, int):
             end = self.cache.to + self.num_new
             return causal(query, key[:, :, :end], value[:, :, :end], scores, chunk).transpose(1, 2)
@@ -93,6 +97,31 @@ class Extension:
         if apart:
             return texts.joined(query, key, value, scores)
         return texts.in_order(query, key, value, scores, window)
+
+    def _within(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """`attend` of draft tokens in a sliding layer, over the slots that they reach to."""
+        key_of_near = (scores.window, query.shape[1] // key.shape[1], query.device)
+        if key_of_near not in self._near:
+            assert scores.window is not None
+            self._near[key_of_near] = self._reached(scores.window, *key_of_near[1:], query.dtype)
+        texts, slots, mask = self._near[key_of_near]
+        key, value = (each[texts, :, slots].transpose(1, 2) for each in (key, value))
+        return masked(query, key, value, mask, scores).transpose(1, 2)
+
+    def _reached(
+        self, window: int, groups: int, device: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Texts [B, 1], slots [B, window - 1 + P] and what `masked` takes for them."""
+        assert self.mask is not None
+        committed, num_pending = self.slots.committed, self.depths.shape[1]
+        places = torch.arange(1 - window, num_pending, device=self.slots.device)
+        slots, depths = committed + places, self.depths[:, -self.num_new :].unsqueeze(2)
+        before, behind = slots[:, : window - 1] >= 0, depths - self.depths.unsqueeze(1) < window
+        text = before.unsqueeze(1) & (places[: window - 1] > depths - window)
+        own = (self.mask & behind).expand(len(slots), -1, -1)
+        mask = folded_mask(torch.cat([text, own], 2).to(device), groups, dtype)
+        texts = torch.arange(len(slots), device=device).unsqueeze(1)
+        return texts, slots.clamp_min(0).to(device), mask
 
     def _mask(
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype

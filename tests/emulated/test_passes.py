@@ -1,4 +1,4 @@
-"""Passes of recurrent targets, and of LongRoPE: what they give is the CPU's; what is waited for."""
+"""Passes of recurrent and sliding targets, and of LongRoPE: as on the CPU, and without waits."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,8 +12,11 @@ from torch import Tensor
 from toys import random_model, tree_of
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from eval.decode import captured
+from eval.decode.capturing import Captured
 from eval.decode.drafters.recycling import Recycling, Successors
-from eval.decode.engine import NoDraft, stream
+from eval.decode.engine import NoDraft, decode_many, stream
+from eval.decode.generation import Request
 from heads.documents import Documents
 from heads.drafting import Drafter
 from heads.sampling import GREEDY
@@ -101,3 +104,26 @@ def test_a_step_waits_for_its_tree_and_for_what_is_kept(tree: bool) -> None:
     assert texts == expected
     for counts in steps:
         assert counts.num_waits <= 1 + tree, str(counts)
+
+
+def test_captured_trees_in_sliding_layers_are_those_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 32)
+    requests = [Request([token % 90 for token in ids] * 3) for ids in PROMPTS[:2]]
+
+    def make(_seeds: list[int]) -> Drafter:
+        return Recycling(Successors(), tree_of([0, 0, 1, 1]))
+
+    def texts(device: str) -> list[list[int]]:
+        target = Target(random_model("mistral").to(device), None, "mistral")
+        target.model.generation_config.eos_token_id = []
+        if device == "cpu":
+            found = decode_many(target, make, requests, 30, 2)
+        else:
+            found = Captured(target, make, 30).decode(requests, 2)
+        return [each.token_ids for each in found]
+
+    with off():
+        expected = texts("cpu")
+    assert texts("cuda") == expected
