@@ -31,11 +31,12 @@ from train.batch.rows import SortedIndices
 from train.loss.divergences import Softmax
 from train.loss.pieces import Where, balanced, number_of, part_of, rows_of
 
-CHUNK_BYTES = 256 * 2**20
-"""Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in."""
+CHUNK_BYTES = 512 * 2**20
+"""Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in. Each
+chunk adds to the whole gradient of a projection, 2.1 GB in float32 for 128k columns of 4,096."""
 PIECE_BYTES, MOST_PIECE_BYTES = 64 * 2**20, 260 * 2**20
 """Of one [r, W] float32 tensor, of which about five live at a time: 1.4 GB at most, a quarter of it
-up to 32,000 columns. The larger one is a little more than half a chunk in bfloat16."""
+up to 32,000 columns. The larger one is a little more than a quarter of a chunk in bfloat16."""
 PIECE_ROWS = 528
 """r that fills a GPU: four for each of 132 multiprocessors, as a block sums up a row."""
 CPU_CHUNK_BYTES = 96 * 2**20
