@@ -11,6 +11,8 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from emulated.device import Counts, counted, off
 from torch import Tensor
+from torch.distributed.utils import _to_kwargs
+from torch.nn.modules.module import register_module_forward_pre_hook
 from toys import save_target
 
 from conf.schema import DataConfig, Dtype, TargetConfig, TrainConfig
@@ -30,6 +32,7 @@ from conf.schema_medusa2 import AdapterConfig, JointConfig, Medusa2Run
 from conf.schema_peagle import PEagleConfig, PEagleRun
 from train import dflash, dflash2, dspark, eagle, medusa, medusa2, peagle
 from train.loop import loop, replay
+from train.objective import Objective
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 NUM_STEPS = 3
@@ -152,8 +155,16 @@ def on_cpu(run: Callable[[], None]) -> None:
         run()
 
 
+def stays_where_it_is(objective: Any, given: tuple[Any, ...]) -> None:
+    """Does to what an objective gets what DDP does, FSDP2 too: nothing may move."""
+    if isinstance(objective, Objective) and torch.is_grad_enabled():
+        with counted() as counts:
+            _to_kwargs(given, {}, torch.device("cuda", 0), False)
+        assert counts.num_up == 0, f"DDP would move what is for the host: {counts}"
+
+
 def on_cuda(run: Callable[[], None]) -> list[Counts]:
-    """What was counted before each optimizer step began."""
+    """What was counted before each optimizer step began; batches are as a wrapper leaves them."""
     found: list[Counts] = []
     step = loop.Run.optimizer_step
 
@@ -164,7 +175,11 @@ def on_cuda(run: Callable[[], None]) -> list[Counts]:
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
         patch.setattr(loop.Run, "optimizer_step", marked)
         forget()
-        run()
+        hook = register_module_forward_pre_hook(stays_where_it_is)
+        try:
+            run()
+        finally:
+            hook.remove()
     return found
 
 
