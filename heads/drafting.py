@@ -189,8 +189,13 @@ class TreeLayout:
 
 
 @cache
+@torch.inference_mode(mode=False)
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """The layout [1, N] of a tree, which stays where it is: captured graphs read it there."""
+    """The layout [1, N] of a tree, which stays where it is: captured graphs read it there.
+
+    No tensors of inference mode, wherever it is asked for first: a compiled pass, which would be
+    compiled once more for those, sees one kind.
+    """
     if tree.width <= 1:
         # Chains that are copied from a text have another length in every step.
         parents = torch.arange(tree.depth, device=device)

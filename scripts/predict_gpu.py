@@ -120,7 +120,8 @@ def decoding(name: str, found: Row, plain: Row) -> tuple[str, ...]:
     """A line of the table of decoding steps, beside the one that drafts nothing."""
     ours, theirs = seconds_of(found), seconds_of(plain)
     return (
-        name, f"{found['num_launches']:.0f}", f"{found['num_kernels']:,.0f}",
+        name, f"{found['num_launches']:.0f}", f"{found['num_waits']:.0f}",
+        f"{found['num_shapes']:.0f}", f"{found['num_kernels']:,.0f}",
         f"{found['bytes'] / 1e9:.1f}", f"{1000 * ours:.1f}", f"{ours / theirs:.2f}",
     )  # fmt: skip
 
@@ -190,7 +191,10 @@ HEADER = (
     "head", "launches", "waits", "shapes of attention", "host, ms", "device, ms", "products",
     "binds", "tokens/s", "of peak",
 )  # fmt: skip
-STEPS = ("drafter", "launches", "kernels", "GB", "ms", "over a plain step")
+STEPS = (
+    "drafter", "launches", "waits", "shapes of attention", "kernels", "GB", "ms",
+    "over a plain step",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from eval.decode.accept import Accepted, verify
 from heads.drafting import PAD, Draft, TreeLayout, tree_layout
 from heads.sampling import GREEDY, Generators, Sampling, Typical, drafter_seeds
-from heads.tree import Tree
+from heads.tree import Tree, default_tree
 
 V = 6
 NUM_TEXTS = 1000
@@ -374,3 +374,11 @@ def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
     ]:
         found = verified(drafted(chain, [token]), logits, replace(PLAIN, typical=rule))
         assert found.num_accepted.tolist() == [kept]
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(23), default_tree(3, 23)])
+def test_a_layout_is_one_for_passes_in_and_outside_of_inference_mode(tree: Tree) -> None:
+    with torch.inference_mode():
+        layout = tree_layout(tree, torch.device("cpu"))
+    found = (layout.parents, layout.mask, layout.depths)
+    assert not any(each.is_inference() for each in found)

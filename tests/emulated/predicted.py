@@ -68,7 +68,7 @@ def trained(job: dict[str, Any]) -> Row:
 
 def decoded(job: dict[str, Any]) -> Row:
     """A captured step of one text: what more steps add, by their number."""
-    found: list[tuple[Meter, int]] = []
+    found: list[tuple[Meter, int, int]] = []
     with (
         hollow(),
         patch.object(eval.decode.captured, "Graph", Whole),
@@ -78,12 +78,13 @@ def decoded(job: dict[str, Any]) -> Row:
         target = bench_train.random_target(_options(room), torch.device("cuda"))
         make = _drafter(job, target)
         for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts
-            with metered() as meter, Whole.launched_by(meter):
+            with metered() as meter, counted() as counts, Whole.launched_by(meter):
                 texts = Captured(target, make, length).decode([Request([5] * job["length"])], 1)
-            found.append((meter, len(texts[0].steps)))
-    _, (few, less), (many, more) = found
-    told = _told(many - few)
-    return {name: value / (more - less) for name, value in told.items()}
+            found.append((meter, counts.num_waits, len(texts[0].steps)))
+    _, (few, fewer_waits, less), (many, more_waits, more) = found
+    told = {**_told(many - few), "num_waits": more_waits - fewer_waits}
+    of_step = {name: value / (more - less) for name, value in told.items()}
+    return {**of_step, "num_shapes": len(many.attended)}
 
 
 class Whole:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulated import predicted
 from emulated.hollow import H100, hollow, metered
+from emulated.runs import MOST_WAITS
 
 from scripts import predict_gpu
 
@@ -72,6 +73,28 @@ def test_what_the_benchmark_shows_is_what_would_be_predicted(name: str) -> None:
     found = predicted.trained({**predict_gpu.OF_BENCH, "name": name})
     speed = found["num_tokens"] / predict_gpu.seconds_of(found)
     assert json.loads(predict_gpu.PREDICTED.read_text())[name] == pytest.approx(speed, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", predict_gpu.RECIPES)
+def test_training_meets_few_shapes(name: str) -> None:
+    found = predicted.trained({**TOY, "length": 4096, "name": name})
+    assert found["num_shapes"] <= 16
+    assert found["num_waits"] <= MOST_WAITS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (name, shape)
+        for name in ("none", *predict_gpu.RECIPES, *predict_gpu.OTHERS)
+        for shape in predict_gpu.shapes_of(name)
+    ],
+)
+def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:
+    found = predicted.decoded({**TOY, "length": 2048, "name": name, "shape": shape})
+    assert found["num_shapes"] <= 8 + 4  # and a prompt, 512 tokens at a time
 
 
 def test_a_captured_step_is_one_launch_and_copies() -> None:
