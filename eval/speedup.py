@@ -5,7 +5,6 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
@@ -13,10 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.compiler import check_compile
 from conf.entry import Command
 from conf.schema_measure import SpeedupRun
+from eval.compare.names import check_methods, check_words
 from eval.refusals import check_measure
 
-CHECK = partial(check_measure, result="speedup.json", need_head=False)
-COMMAND = Command(__doc__, SpeedupRun, "speedup", check=CHECK)
+
+def check(run: SpeedupRun) -> None:
+    """Refuses, before anything heavy is imported, what no head can make right."""
+    check_words(run.methods)
+    check_measure(run, "speedup.json", need_head=False)
+
+
+COMMAND = Command(__doc__, SpeedupRun, "speedup", check=check)
 if __name__ == "__main__":
     COMMAND.begin()
 
@@ -27,7 +33,6 @@ from rich.table import Table
 
 from eval.compare.figures import summarise
 from eval.compare.methods import build_methods, choose_methods
-from eval.compare.names import check_methods
 from eval.compare.sizes import at_size, show_sizes
 from eval.compare.timing import time_methods
 from eval.decode.captured import slots_for

@@ -203,6 +203,7 @@ def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) ->
         ("train/dflash.py", "head.path=./gone", "head.path=./gone: no such folder"),
         ("eval/acceptance.py", "seed=1", "head.path is unset: a folder with a trained head"),
         ("eval/speedup.py", "heads=[./gone]", "heads=./gone: no such folder"),
+        ("eval/speedup.py", "methods=[medussa]", "methods=['medussa']: allowed: all, vanilla"),
         ("eval/speedup.py", "draft.path=./gone", "draft.path=./gone: no such folder"),
         ("eval/tree_search.py", "out_dir=done", "out_dir=done already holds tree_search.json"),
         ("scripts/capture.py", "data.path=gone.csv", "data.path=gone.csv: no such file or folder"),

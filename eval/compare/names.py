@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from conf.schema import InputError
-from heads.kinds import KINDS
 
 VANILLA = "vanilla"
 BASELINES = (VANILLA, "generate")
@@ -26,6 +25,8 @@ METHODS = {
     "self_draft.skip",
 }
 """What each method without a head is or needs."""
+OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
+"""Ways of a head to draft: its kind stands before, as in `medusa_tree`."""
 
 
 def known_methods() -> dict[str, str]:
@@ -34,6 +35,8 @@ def known_methods() -> dict[str, str]:
     With several heads of a kind, further ones are called `eagle_tree_2` and so on, in the order of
     `head.path` and `heads`.
     """
+    from heads.kinds import KINDS  # with torch, which a refused name does not wait for
+
     of_heads: dict[str, str] = {}
     for name, kind in KINDS.items():
         of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
@@ -43,6 +46,22 @@ def known_methods() -> dict[str, str]:
         if kind.static:
             of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
     return METHODS | of_heads
+
+
+def check_words(names: Sequence[str]) -> None:
+    """Refuses names that no head can make one of a method, before anything heavy is imported.
+
+    Raises:
+        InputError: with the names there are.
+    """
+    known = ("all", *METHODS)
+    ends = tuple(f"_{way}" for way in OF_HEADS)
+    unknown = [n for n in names if unnumbered(n) not in known and not unnumbered(n).endswith(ends)]
+    if unknown:
+        raise InputError(
+            f"methods={unknown}: allowed: {', '.join(known)}, and of a head its kind and "
+            f"{', '.join(OF_HEADS)}, e.g. medusa_tree"
+        )
 
 
 def check_methods(names: Sequence[str]) -> None:
