@@ -39,7 +39,7 @@ test: check  ## the default test suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-emulated: setup  ## on an emulated CUDA device, with a C++ compiler
-	$(BIN)/python -m pytest -m emulated
+	$(BIN)/python -m pytest -m emulated tests/test_emulated.py
 
 test-slow: setup  ## the long tests
 	$(BIN)/python -m pytest -m slow

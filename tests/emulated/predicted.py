@@ -47,7 +47,7 @@ from train.medusa import make_head
 from train.medusa2 import Medusa2Objective
 
 Row = dict[str, Any]
-SHORTER, LONGER = 6, 10
+SHORTER, LONGER = 4, 6
 DRAFT_VOCAB = 32000
 
 

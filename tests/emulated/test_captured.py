@@ -149,7 +149,7 @@ def told(found: list[Generation]) -> list[Any]:
 # for more slots; hardly two steps of a graph.
 SIZES = [(3, 512), (1, 16), (2, 8)]
 OFTEN = {
-    "vanilla": (1, 2), "medusa_tree": (3, 1), "eagle_tree, EAGLE-3": (3, 2), "dspark_chain": (1,),
+    "vanilla": (1, 2), "medusa_tree": (3, 1), "eagle_tree, EAGLE-3": (3,), "dspark_chain": (2,),
 }  # fmt: skip
 """Batch sizes: the rest is slow."""
 

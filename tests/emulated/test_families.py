@@ -20,7 +20,15 @@ from toys import save_target
 __all__ = ["inputs", "short"]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "lfm2", "qwen3_next"])
+# The last has both what a mixture has and what recurrent layers have.
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_moe", "lfm2")),
+        "qwen3_next",
+    ],
+)
 def test_losses_are_those_of_the_cpu(family: str, inputs: Path, tmp_path: Path) -> None:
     target: dict[str, Any] = {"path": str(save_target(tmp_path / "target", family))}
     data = conversations(inputs)

@@ -99,6 +99,6 @@ def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:
 
 def test_a_captured_step_is_one_launch_and_copies() -> None:
     plain = predicted.decoded({**TOY, "name": "none", "shape": "chain"})
-    drafting = predicted.decoded({**TOY, "name": "eagle3", "shape": "chain"})
+    drafting = predicted.decoded({**TOY, "name": "medusa", "shape": "tree"})
     assert plain["num_launches"] == drafting["num_launches"] == 2  # with the record's copy
-    assert drafting["num_kernels"] > 1.2 * plain["num_kernels"]
+    assert drafting["num_kernels"] > 1.1 * plain["num_kernels"]
