@@ -97,8 +97,11 @@ def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:
     assert found["num_shapes"] <= 8 + 4  # and a prompt, 512 tokens at a time
 
 
-def test_a_captured_step_is_one_launch_and_copies() -> None:
+def test_a_captured_step_is_one_launch_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted, "SHORTER", 4)
+    monkeypatch.setattr(predicted, "LONGER", 6)
     plain = predicted.decoded({**TOY, "name": "none", "shape": "chain"})
     drafting = predicted.decoded({**TOY, "name": "medusa", "shape": "tree"})
     assert plain["num_launches"] == drafting["num_launches"] == 2  # with the record's copy
+    assert plain["num_waits"] == drafting["num_waits"] == 1
     assert drafting["num_kernels"] > 1.1 * plain["num_kernels"]
