@@ -42,8 +42,11 @@ RECIPES = (
 )  # fmt: skip
 ALIKE = ("medusa2", "hass", "eagle3_1")
 """Draft as `medusa`, `eagle1` and `eagle3` do."""
-OTHERS = ("prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit")
-"""Ways to draft without a head."""
+OTHERS = (
+    "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit", "skip_layers",
+    "draft_model",
+)  # fmt: skip
+"""Ways to draft without a head; the model has half the target's layers and half its width."""
 TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
 OF_BENCH = {
     "hidden": 2048, "layers": 16, "vocab": 32000,

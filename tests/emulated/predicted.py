@@ -24,6 +24,7 @@ from conf import entry
 from conf.schema_eagle import EagleConfig
 from conf.schema_medusa2 import Medusa2Run
 from eval.decode.capturing import Captured
+from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
@@ -74,8 +75,7 @@ def decoded(job: dict[str, Any]) -> Row:
         patch.object(eval.decode.captured, "Graph", Whole),
         patch.object(eval.decode.passes, "Graph", WholePass),
     ):
-        room = {**job, "length": 2 * job["length"]}
-        target = bench_train.random_target(_options(room), torch.device("cuda"))
+        target = _target(job)
         make = _drafter(job, target)
         for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts
             with metered() as meter, counted() as counts, Whole.launched_by(meter):
@@ -87,6 +87,12 @@ def decoded(job: dict[str, Any]) -> Row:
     told = {**_told(many - few), "num_waits": more_waits - fewer_waits}
     of_step = {name: value / (more - less) for name, value in told.items()}
     return {**of_step, "num_shapes": len(many.attended)}
+
+
+def _target(job: dict[str, Any]) -> Target:
+    """With room for what is answered."""
+    room = {**job, "length": 2 * job["length"]}
+    return bench_train.random_target(_options(room), torch.device("cuda"))
 
 
 class Whole:
@@ -137,7 +143,9 @@ def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
 def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Drafter]:
     name, depth = job["name"], 4
     if name not in forms():
-        skipped = tuple(range(target.num_layers // 2, target.num_layers))
+        layers = range(target.num_layers)
+        behind, other = tuple(layers[len(layers) // 2 :]), tuple(layers[1::2])
+        small = {**job, "hidden": job["hidden"] // 2, "layers": job["layers"] // 2}
         others: dict[str, Callable[[list[int]], Drafter]] = {
             "none": lambda _: NoDraft(),
             "prompt_lookup": lambda _: PromptLookup(depth),
@@ -145,7 +153,11 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
             "suffix": lambda _: Suffix(SuffixTree(8)),
             "recycling": lambda _: Recycling(Successors(), recycling_tree(60)),
             "lookahead": lambda _: Lookahead(),
-            "early_exit": lambda seeds: SelfDraft(target, skipped, depth, seeds=seeds),
+            "early_exit": lambda seeds: SelfDraft(target, behind, depth, seeds=seeds),
+            "skip_layers": lambda seeds: SelfDraft(target, other, depth, seeds=seeds),
+            "draft_model": lambda seeds: DraftModel(
+                _target(small), Tree.chain(depth), GREEDY, seeds
+            ),
         }
         return others[name]
     vocab = DraftVocab.choose(torch.arange(target.vocab_size), DRAFT_VOCAB, [])

@@ -94,7 +94,8 @@ def test_training_meets_few_shapes(name: str) -> None:
 )
 def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:
     found = predicted.decoded({**TOY, "length": 2048, "name": name, "shape": shape})
-    assert found["num_shapes"] <= 8 + 4  # and a prompt, 512 tokens at a time
+    num_readers = 2 if name == "draft_model" else 1
+    assert found["num_shapes"] <= 8 + 4 * num_readers  # of a prompt, 512 tokens at a time
 
 
 def test_a_captured_step_is_one_launch_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
