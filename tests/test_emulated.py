@@ -34,7 +34,8 @@ def test_on_an_emulated_device(request: pytest.FixtureRequest, which: str) -> No
         pytest.skip("this torch has a CUDA device of its own")
     assert request.config.cache is not None
     built = library(request.config.cache.mkdir("emulated"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     found = subprocess.run(
         [*command, "-m", which, *sorted(map(str, HERE.glob("emulated/test_*.py")))],
         env={**os.environ, guard.VARIABLE: str(built)},
