@@ -181,12 +181,15 @@ def main() -> None:
     names, targets = options.names, options.targets
     of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)
     num_steps = len(BENCHED) if options.save else len(targets) * (of_target + 1)
-    with tqdm(total=num_steps, unit="step") as bar:
-        if options.save:
-            save(bar)
-            return
-        for target in targets:
-            predict(target, names, bar)
+    try:
+        with tqdm(total=num_steps, unit="step") as bar:
+            if options.save:
+                save(bar)
+                return
+            for target in targets:
+                predict(target, names, bar)
+    except InputError as error:
+        sys.exit(f"error: {error}")
     print(f"\n{PUBLISHED}")
 
 

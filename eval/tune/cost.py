@@ -17,8 +17,9 @@ from tqdm import tqdm
 from conf.schema import InputError
 from eval.clock import timed
 from eval.decode.accept import verify
-from eval.decode.captured import CaptureError, Graph, slots_for
+from eval.decode.captured import slots_for
 from eval.decode.capturing import obstacle
+from eval.decode.graphs import CaptureError, Graph
 from eval.measure.heads import device_name
 from heads.cache import TreeCache, upload
 from heads.drafting import Draft, Drafter, Roots, Seen

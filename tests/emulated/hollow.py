@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from emulated import device
 from emulated.graphs import tensors
+from emulated.kernels import HALVES
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-HALVES = (torch.bfloat16, torch.float16)
 READ_ROWS = {"embedding", "index", "index_select", "gather"}
 WRITE_ROWS = {
     "index_put", "index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_",
@@ -36,14 +36,12 @@ class Gpu:
         bytes_per_s: of its memory.
         flops_per_s: dense products of 16-bit numbers.
         flops32_per_s: products of float32.
-        launch_s: of the host.
         kernel_s: of the device, at least.
     """
 
     bytes_per_s: float = 3.35e12
     flops_per_s: float = 990e12
     flops32_per_s: float = 67e12
-    launch_s: float = 5e-6
     kernel_s: float = 2e-6
 
 

@@ -87,10 +87,19 @@ def efficient_attention_backward(  # noqa: PLR0917
     scores = _scores(query, key, bias, is_causal, scale)
     weights = (scores - log_norm[..., : query.shape[2], None]).exp()
     seen = _as_read(out) if query.dtype in HALVES else out
-    inner = (grad.float() * seen.float()).sum(-1, keepdim=True)
-    d_scores = weights * (grad.float() @ value.float().mT - inner) * _scale(query, scale)
-    found = (d_scores @ key.float(), d_scores.mT @ query.float(), weights.mT @ grad.float())
+    found = _gradients(grad, (query, key, value), weights, seen, scale)
     return *(_rows_first(each.to(query.dtype)) for each in found), None
+
+
+def _gradients(
+    grad: Tensor, heads: tuple[Tensor, ...], weights: Tensor, out: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value [B, Q, ., d] in float32; `weights` are [B, Q, M, N]."""
+    query, key, value = (each.float() for each in heads)
+    d_out = grad.float()
+    inner = (d_out * out.float()).sum(-1, keepdim=True)
+    d_scores = weights * (d_out @ value.mT - inner) * _scale(query, scale)
+    return d_scores @ key, d_scores.mT @ query, weights.mT @ d_out
 
 
 def _check_heads(
@@ -197,13 +206,7 @@ def flash_of_heads_backward(  # noqa: PLR0917
     check(dropout == 0.0, "dropout is not emulated")
     keys, values = (_of_heads(each, query) for each in (key, value))
     weights = (_scores(query, keys, None, is_causal, scale) - log_norm.unsqueeze(-1)).exp()
-    inner = (grad.float() * out.float()).sum(-1, keepdim=True)
-    d_scores = weights * (grad.float() @ values.float().mT - inner) * _scale(query, scale)
-    d_query, *d_text = (
-        d_scores @ keys.float(),
-        d_scores.mT @ query.float(),
-        weights.mT @ grad.float(),
-    )
+    d_query, *d_text = _gradients(grad, (query, keys, values), weights, out, scale)
     # The kernel gives each query head's part, rounded; PyTorch sums a group's.
     summed = (each.to(query.dtype).unflatten(1, (key.shape[1], -1)).sum(2) for each in d_text)
     return _rows_first(d_query.to(query.dtype)), *map(_rows_first, summed)
