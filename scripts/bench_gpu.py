@@ -52,8 +52,6 @@ FLOORS = {
 }
 """Least values by benchmark; figures without one are told and not judged. Ratios are of what the
 same process measured, so they hold on any GPU."""
-PREDICTED = Path(__file__).parent / "bench" / "predicted.json"
-"""Tokens per second by kind of head, of `scripts/predict_gpu.py --targets bench`."""
 TIMEOUT_S = 240
 Figures = dict[str, float]
 
@@ -138,6 +136,7 @@ def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> d
 def train(head: str, small: bool) -> Figures:
     """The loop itself, with a kind of head."""
     from scripts import bench_train
+    from scripts.predict_gpu import PREDICTED
 
     sizes = "--hidden 64 --layers 6 --vocab 256 --max-length 128 --steps 2"
     if not small:

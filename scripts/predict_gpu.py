@@ -54,7 +54,7 @@ OF_BENCH = {
 }  # fmt: skip
 BENCHED = ("medusa", "eagle1", "eagle3", "dflash", "peagle")
 PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
-"""What `scripts/bench_gpu.py` shows beside what it measures."""
+"""Tokens per second by kind of head, which `scripts/bench_gpu.py` shows beside what it measures."""
 DECODING = {"length": 2048}
 PUBLISHED = """\
 Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
