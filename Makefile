@@ -85,7 +85,7 @@ GPU_PACKAGES := hydra-core omegaconf antlr4-python3-runtime datasets dill multip
 # Of that machine.
 GPU_PYTHON ?= 3.12
 GPU_PATH := .gpu-packages
-# Benchmarks of scripts/bench_gpu.py, all unless told; GPU_TESTS= leaves the tests out.
+# Benchmarks of scripts/bench/gpu.py, all unless told; GPU_TESTS= leaves the tests out.
 GPU_BENCHES ?=
 GPU_TESTS ?= tests
 GPU_PYTEST = $(PYTHON) -m pytest -m gpu -p no:cacheprovider
@@ -107,9 +107,9 @@ $(GPU_PATH)/.done: Makefile
 
 test-gpu: $(GPU_PATH)/.done  ## gpu tests, then every benchmark in one table with floors
 	@export PYTHONPATH=$(CURDIR)/$(GPU_PATH) HF_HUB_OFFLINE=1; tests=0; \
-	$(if $(GPU_TESTS),$(GPU_PYTEST) tests/test_gpu_first.py || tests=$$?; \
-	$(GPU_PYTEST) --ignore tests/test_gpu_first.py $(GPU_TESTS) || tests=$$?;) \
-	$(PYTHON) scripts/bench_gpu.py $(GPU_BENCHES) && exit $$tests
+	$(if $(GPU_TESTS),$(GPU_PYTEST) tests/gpu/test_first.py || tests=$$?; \
+	$(GPU_PYTEST) --ignore tests/gpu/test_first.py $(GPU_TESTS) || tests=$$?;) \
+	$(PYTHON) scripts/bench/gpu.py $(GPU_BENCHES) && exit $$tests
 
 clean:  ## remove the environments and caches, keep outputs
 	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from conf.schema import InputError
+from conf.errors import InputError
 
 
 class Vocabulary(Protocol):

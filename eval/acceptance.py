@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_measure import AcceptanceRun
+from conf.command.entry import Command
+from conf.settings.measure import AcceptanceRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="acceptance.json")
@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.schema_measure import Mode
-from data.journal import Journal
+from conf.command.journal import Journal
+from conf.settings.measure import Mode
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation import Step
 from eval.measure import processes
@@ -41,7 +41,7 @@ from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, shown, summary, tree_figures
 from eval.report.figures import plot_acceptance
-from heads.tree import Tree
+from heads.decoding.tree import Tree
 
 
 def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, 
         return {kind: _decoded(bench, config, prompt, kind) for kind in ("chain", "tree")}
     head, shapes = bench.head, {"chain": bench.head.chain, "tree": bench.head.tree}
     response = decode(bench.target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids
-    output = bench.target.read_response(prompt.token_ids, response, head.head.reads)
+    output = bench.target.read_response(prompt.token_ids, response, head.head.taps)
     found: dict[str, Any] = {}
     for name, shape in shapes.items():
         if not isinstance(shape, Tree):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_calibrate import CalibrateRun
+from conf.command.entry import Command
+from conf.settings.calibrate import CalibrateRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="calibrate.json")
@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.schema import InputError
-from conf.schema_measure import SpeedupRun
-from data.journal import Journal
+from conf.command.journal import Journal
+from conf.errors import InputError
+from conf.settings.measure import SpeedupRun
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.names import VANILLA
@@ -56,9 +56,9 @@ from eval.tune.confidence import (
     fit,
 )
 from eval.tune.cost import CostCurve, time_steps, typical_context
-from heads.confidence import Calibration
-from heads.drafting import Draft, Drafter, Roots
-from heads.tree import Tree
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Draft, Drafter, Roots
+from heads.decoding.tree import Tree
 
 COSTS = -1
 """The row of a journal that holds what drafts and passes cost."""
@@ -71,7 +71,7 @@ class _Recorder:
     static_nodes = None
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.reads = drafter, drafter.reads
+        self.drafter, self.taps = drafter, drafter.taps
         self.observe, self.keep = drafter.observe, drafter.keep
         self.logits: list[list[float]] = []
 

@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from conf.places import check_room
-from conf.schema import HeadRef, InputError
-from conf.schema_measure import MeasureRun, SpeedupRun
-from data.sources import check_data
-from eval.launch import check_spread
+from conf.command.launch import check_spread
+from conf.errors import InputError
+from conf.paths import check_room
+from conf.settings.common import HeadRef
+from conf.settings.measure import MeasureRun, SpeedupRun
+from data.rows.sources import check_data
 from heads.folders import check_head, check_target
 
 

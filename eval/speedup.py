@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.compiler import check_compile
-from conf.entry import Command
-from conf.schema_measure import SpeedupRun
+from conf.command.compiler import check_compile
+from conf.command.entry import Command
+from conf.settings.measure import SpeedupRun
 from eval.compare.names import check_methods, check_words
 from eval.refusals import check_measure
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_measure import TreeSearchRun
+from conf.command.entry import Command
+from conf.settings.measure import TreeSearchRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="tree_search.json")
@@ -28,8 +28,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conf.schema import InputError
-from conf.schema_measure import SpeedupRun
+from conf.errors import InputError
+from conf.settings.measure import SpeedupRun
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.names import VANILLA
@@ -45,8 +45,8 @@ from eval.report.figures import plot_tree_search
 from eval.tune.advice import Advice, advise, check
 from eval.tune.cost import CostCurve, load_curve, time_steps, typical_context
 from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
-from heads.sampling import GREEDY
-from heads.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tree
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tree
 
 NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Draft tokens of the dynamic trees that are tried."""

@@ -7,8 +7,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from conf.places import here
-from conf.schema import HeadRef, InputError, TargetConfig
+from conf.errors import InputError
+from conf.paths import here
+from conf.settings.common import HeadRef, TargetConfig
 
 PROVENANCE = "headsmith.json"
 """Beside a head: how it was made."""

@@ -16,15 +16,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from conf.schema import InputError
-from conf.schema_export import ExportFormat
-from heads.confidence import Calibration
-from heads.drafting import Drafter
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import Shape
 from heads.folders import other_target
-from heads.sampling import Sampling
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target, TargetOutput
-from heads.tree import Shape
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 UNKNOWN = "unknown"
@@ -37,13 +37,13 @@ class DraftHead(nn.Module, ABC):
     Attributes:
         config: of its own kind; `config.target` names the target it was trained for.
         vocab: the ids that it drafts.
-        reads: what it needs of a pass of the target.
+        taps: what it needs of a pass of the target.
         window: positions that it knows; what lies beyond it does not draft. None for all.
     """
 
     config: Any
     vocab: DraftVocab
-    reads: Reads
+    taps: Taps
     window: int | None = None
 
     @property
@@ -52,7 +52,7 @@ class DraftHead(nn.Module, ABC):
         return self.config.target
 
     @abstractmethod
-    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "DraftHead":
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> "DraftHead":
         """Checks that it fits a target, and moves to its device; `dtype` unset leaves weights.
 
         Raises:
@@ -249,7 +249,7 @@ class Kind(ABC, Generic[Head]):
         return ()
 
     @abstractmethod
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> Head:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> Head:
         """A fresh head with the recipe's settings, for benchmarks; `vocab` where it may choose."""
 
     # Repair.
@@ -325,7 +325,9 @@ def trained_with(provenance: dict[str, Any]) -> dict[str, Any]:
     return (provenance.get("config") or {}).get("head") or {}
 
 
-def check_fits(head: DraftHead, target: TargetEnds, size: int, which: str = "hidden_size") -> None:
+def check_fits(
+    head: DraftHead, target: EmbeddingsAndHead, size: int, which: str = "hidden_size"
+) -> None:
     """Refuses a target of other sizes than a head was trained for.
 
     Args:

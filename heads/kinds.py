@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.schema import InputError
+from conf.errors import InputError
 from heads.dflash.kind import DFlashKind
 from heads.dflash2.kind import DFlash2Kind
 from heads.dspark.kind import DSparkKind

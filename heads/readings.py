@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema import InputError
-from heads.target import sizes
+from conf.errors import InputError
+from heads.target_model import sizes
 from heads.vocab import DraftVocab
 
 FUSED = ("fc.weight", "input_norm.weight", "mask_hidden")

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.places import here
-from conf.retry import retried
-from conf.schema import InputError
+from conf.errors import InputError
+from conf.paths import here
+from conf.retries import retried
 from heads.folders import folder_with
 
 

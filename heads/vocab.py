@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema import InputError
+from conf.errors import InputError
 
 
 # Tensors have no single truth value, so a generated `==` would raise.
@@ -41,7 +41,7 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, size: int, t2d: Tensor | None = None) -> "DraftVocab":
-        """Reads the mapping of a published head.
+        """Taps the mapping of a published head.
 
         Args:
             d2t: [Vd] integers; target id = draft id + d2t[draft id].

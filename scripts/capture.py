@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_capture import CaptureRun
+from conf.command.entry import Command
+from conf.settings.capture import CaptureRun
 from eval.refusals import check_inputs
 
 COMMAND = Command(__doc__, CaptureRun, "capture", check=check_inputs)
@@ -31,21 +31,21 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.places import make_folder
-from conf.retry import retried
-from conf.schema import InputError
+from conf.command.journal import locked, write_whole
+from conf.command.provenance import provenance
+from conf.errors import InputError
+from conf.paths import make_folder
+from conf.retries import retried
 from data.embedded import fill_unset
-from data.feature_writer import SHARD_BYTES, Shard, Writers, save_shard
-from data.journal import locked, write_whole
-from data.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
-from data.provenance import provenance
-from data.shard import ShardIndex, file_checksum, is_whole
+from data.features.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
+from data.features.shards import ShardIndex, file_checksum, is_whole
+from data.features.writer import SHARD_BYTES, Shard, Writers, save_shard
 from eval.measure.asked import follow_or_tell
 from eval.measure.processes import start
-from heads.target.ends import TargetEnds
-from heads.target.layerless import LayerlessTarget
-from heads.target.load import load_target, load_tokenizer
-from heads.target.model import Target
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.load import load_target, load_tokenizer
+from heads.target_model.model import Target
+from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import Work, check_disk, prepared, target_json
 from scripts.store.states import (
     Copies,
@@ -135,7 +135,7 @@ def write_shards(work: Work, state: PartialState) -> None:
             capture_shard(work, shard, target, states_of, writers, bar)
 
 
-def target_of(config: CaptureRun, device: torch.device) -> TargetEnds:
+def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
     """The whole target, or what an engine that runs its layers leaves to us."""
     if config.engine is None:
         target = load_target(config.target, device)
@@ -143,10 +143,10 @@ def target_of(config: CaptureRun, device: torch.device) -> TargetEnds:
         if told is not None:
             print(told, file=sys.stderr)
         return target
-    return LayerlessTarget.of(config.target, torch.device("cpu"))
+    return RemoteTarget.of(config.target, torch.device("cpu"))
 
 
-def save_ends(target: TargetEnds, folder: Path) -> None:
+def save_ends(target: EmbeddingsAndHead, folder: Path) -> None:
     """Writes embedding and output head, and checks that they give the target's logits.
 
     Raises:
@@ -157,7 +157,7 @@ def save_ends(target: TargetEnds, folder: Path) -> None:
     states = torch.randn(4, target.hidden_size, generator=generator).to(target.device)
     with torch.no_grad():
         same = torch.equal(
-            target.logits(states), TargetEnds.load(folder, target.device).logits(states)
+            target.logits(states), EmbeddingsAndHead.load(folder, target.device).logits(states)
         )
     if not same:
         shutil.rmtree(folder)
@@ -168,7 +168,12 @@ def save_ends(target: TargetEnds, folder: Path) -> None:
 
 
 def capture_shard(
-    work: Work, shard: Shard, target: TargetEnds, states_of: StatesOf, writers: Writers, bar: tqdm
+    work: Work,
+    shard: Shard,
+    target: EmbeddingsAndHead,
+    states_of: StatesOf,
+    writers: Writers,
+    bar: tqdm,
 ) -> None:
     """Takes the states of the sequences of a shard and hands them to a writer."""
     contents = work.plan.contents
@@ -193,16 +198,18 @@ def capture_shard(
 
 
 def states_source(
-    config: CaptureRun, target: TargetEnds, layers: tuple[int, ...]
+    config: CaptureRun, target: EmbeddingsAndHead, layers: tuple[int, ...]
 ) -> AbstractContextManager[StatesOf]:
     """Where the hidden states of packed sequences come from."""
-    if isinstance(target, LayerlessTarget):
+    if isinstance(target, RemoteTarget):
         return states_from_engine(str(config.engine), target, layers)
     assert isinstance(target, Target)
     return nullcontext(states_from_target(target, layers))
 
 
-def batches(work: Work, shard: Shard, target: TargetEnds) -> Iterator[list[dict[str, Tensor]]]:
+def batches(
+    work: Work, shard: Shard, target: EmbeddingsAndHead
+) -> Iterator[list[dict[str, Tensor]]]:
     """The sequences of a shard, as many at a time as run together."""
     if shard.split == "replay":
         assert isinstance(target, Target)
@@ -240,7 +247,7 @@ def finish(work: Work, state: PartialState) -> None:
             f"out_dir={folder}: {len(missing)} of {len(work.shards)} shards are not here, e.g. "
             f"{missing[0]}: name a folder that all machines see"
         )
-    ends = TargetEnds.load(folder / ENDS_FOLDER, torch.device("cpu"))
+    ends = EmbeddingsAndHead.load(folder / ENDS_FOLDER, torch.device("cpu"))
     counts = {name: each.token_counts(ends.vocab_size) for name, each in work.sets.items()}
     retried(partial(write_whole, folder / TOKEN_COUNTS, save(counts)))
     entries = []

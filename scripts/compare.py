@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_measure import CompareRun
+from conf.command.entry import Command
+from conf.settings.measure import CompareRun
 
 COMMAND = Command(__doc__, CompareRun, "compare")
 if __name__ == "__main__":
@@ -22,8 +22,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import InputError
-from conf.statement import changed, differences, stated
+from conf.command.statement import changed, differences, stated
+from conf.errors import InputError
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.figures import plot_comparison
 

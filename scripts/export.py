@@ -10,8 +10,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_export import ExportRun
+from conf.command.entry import Command
+from conf.settings.export import ExportRun
 from scripts.refusals import check_export
 
 COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
@@ -20,16 +20,17 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.schema import InputError, TargetConfig
+from conf.errors import InputError
+from conf.settings.common import TargetConfig
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead
 from heads.kinds import kind_of, read_head
 from heads.storage import locate
-from heads.target.identity import identify, told_of_another
-from heads.target.load import load_target
-from heads.target.model import Target
+from heads.target_model.identity import identify, told_of_another
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
 from scripts.publish.staging import read_json
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_medusa2 import MergeAdapterRun
+from conf.command.entry import Command
+from conf.settings.medusa2 import MergeAdapterRun
 from scripts.refusals import check_merge
 
 COMMAND = Command(__doc__, MergeAdapterRun, "merge_adapter", check=check_merge)
@@ -18,10 +18,10 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.schema import Dtype
+from conf.settings.common import Dtype
 from heads.storage import write_folder
-from heads.target.load import load_model, load_tokenizer, resolve_dtype
-from heads.target.saved_adapter import merged, with_adapter
+from heads.target_model.load import load_model, load_tokenizer, resolve_dtype
+from heads.target_model.saved_adapter import merged, with_adapter
 
 
 def main(config: MergeAdapterRun) -> None:

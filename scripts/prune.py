@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_measure import PruneRun
+from conf.command.entry import Command
+from conf.settings.measure import PruneRun
 from scripts.refusals import check_prune
 
 COMMAND = Command(__doc__, PruneRun, "prune", check=check_prune)
@@ -27,12 +27,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conf.schema import InputError
+from conf.command.journal import write_whole
+from conf.command.provenance import provenance
+from conf.errors import InputError
 from data.embedded import fill_unset
-from data.journal import write_whole
-from data.layout import HIDDEN
-from data.pack import DataReport, PackedDataset, prepare
-from data.provenance import provenance
+from data.features.layout import HIDDEN
+from data.prepared.pack import DataReport, PackedDataset, prepare
 from eval.measure import processes
 from eval.measure.asked import follow_or_tell
 from eval.measure.bench import greedy_responses
@@ -42,17 +42,17 @@ from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, shown, tau, tau_interval
 from eval.report.figures import plot_pruning
 from eval.tune.cost import time_steps
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head
-from heads.lowrank import check_rank, reduce_rank
-from heads.packed import pack
-from heads.sampling import GREEDY
+from heads.layers.low_rank import check_rank, reduce_rank
+from heads.layers.packed import pack
 from heads.storage import locate
-from heads.target.identity import identify, told_of_another
-from heads.target.load import load_target
-from heads.target.model import Reads, Target
-from heads.tree import Tree
+from heads.target_model.identity import identify, told_of_another
+from heads.target_model.load import load_target
+from heads.target_model.model import Taps, Target
 from heads.vocab import DraftVocab, share
 from scripts.publish.staging import read_json
 from train.batch.prefetch import on_device
@@ -205,7 +205,7 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
     for index in tqdm(chosen, desc="target's choices", unit="sequence"):
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
         batch = on_device(indexed(row, 0), target.device)
-        hidden = with_states(target, batch, Reads())[HIDDEN][0]
+        hidden = with_states(target, batch, Taps())[HIDDEN][0]
         for states in hidden[batch[SUPERVISION].places].split(ROWS_PER_CHUNK):
             best = target.logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))
@@ -248,7 +248,7 @@ def replay(
     """The verify passes of each head and prompt; the target reads each text once."""
     found: list[list[PromptSteps]] = [[] for _ in heads]
     for number, (prompt, text) in enumerate(tqdm(answers, desc="replay", unit="prompt")):
-        output = target.read_response(prompt, text, heads[0].reads)
+        output = target.read_response(prompt, text, heads[0].taps)
         for head, prompts in zip(heads, found, strict=True):
             ranked = ranked_drafts(head, chain, output, prompt, text)
             steps = steps_along(chain, ranked, text)
@@ -262,7 +262,7 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
     Args:
         head: gets the target's dtype, and output heads of low rank.
         target: lends its own output head to a head that has none.
-        rank: see `heads.lowrank`; None leaves output heads as they are.
+        rank: see `heads.layers.low_rank`; None leaves output heads as they are.
 
     Returns:
         Ids, rank, and bytes of weights without embeddings.

@@ -12,8 +12,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_push import PushRun
+from conf.command.entry import Command
+from conf.settings.push import PushRun
 from scripts.refusals import check_push
 
 COMMAND = Command(__doc__, PushRun, "push", check=check_push)
@@ -21,8 +21,8 @@ if __name__ == "__main__":
     COMMAND.begin()
 
 
-from conf.schema import InputError
-from conf.schema_push import Layout
+from conf.errors import InputError
+from conf.settings.push import Layout
 from data.embedded import TARGET
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead
@@ -196,7 +196,7 @@ def _figures(config: PushRun, folder: Path) -> list[Path]:
 def _measurement(
     places: list[Path], name: str, folder: Path, most: int | None
 ) -> dict[str, Any] | None:
-    """Reads `acceptance.json` or `speedup.json`.
+    """Taps `acceptance.json` or `speedup.json`.
 
     Args:
         places: folders, the first that has the file counts.

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from conf.schema import InputError, Quantization
-from conf.schema_contest import ContestRun
-from conf.schema_export import ExportRun
-from conf.schema_measure import PruneRun
-from conf.schema_medusa2 import MergeAdapterRun
-from conf.schema_push import PushRun
-from data.sources import check_data
+from conf.errors import InputError
+from conf.settings.common import Quantization
+from conf.settings.contest import ContestRun
+from conf.settings.export import ExportRun
+from conf.settings.measure import PruneRun
+from conf.settings.medusa2 import MergeAdapterRun
+from conf.settings.push import PushRun
+from data.rows.sources import check_data
 from eval.refusals import check_inputs
 from heads.folders import PROVENANCE, check_head
 from scripts.publish.staging import read_json

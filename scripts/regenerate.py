@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_regenerate import RegenerateRun
+from conf.command.entry import Command
+from conf.settings.regenerate import RegenerateRun
 from eval.refusals import check_inputs
 
 COMMAND = Command(__doc__, RegenerateRun, "regenerate", check=check_inputs)
@@ -31,17 +31,18 @@ if __name__ == "__main__":
 import torch
 from tqdm import tqdm
 
-from conf.schema import Form, InputError, OnBadRow
-from conf.statement import stated
-from data.chat import Encoder
+from conf.command.journal import ROWS_NAME, Journal
+from conf.command.statement import stated
+from conf.errors import InputError
+from conf.settings.common import Form, OnBadRow
 from data.embedded import fill_unset
-from data.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
-from data.journal import ROWS_NAME, Journal
-from data.records import Records, load_data
+from data.rows.records import Records, load_data
+from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
+from data.templates.chat import Encoder
 from eval.measure.asked import follow
-from heads.packed import pack
-from heads.target.identity import identify
-from heads.target.load import generation_config, load_target, resolve_dtype, tokenizer_of
+from heads.layers.packed import pack
+from heads.target_model.identity import identify
+from heads.target_model.load import generation_config, load_target, resolve_dtype, tokenizer_of
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_repair import RepairRun
+from conf.command.entry import Command
+from conf.settings.repair import RepairRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="repair.json")
@@ -31,17 +31,17 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.schema import InputError
-from data.provenance import provenance
+from conf.command.provenance import provenance
+from conf.errors import InputError
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.prompts import Prompt
 from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, tau, tau_difference
+from heads.decoding.tree import Tree
 from heads.kind import DraftHead
 from heads.kinds import kind_of, load_head
-from heads.tree import Tree
 
 DECLARED = "as its files say"
 WORTH = 0.02
@@ -97,7 +97,7 @@ class Answers:
         """Replays chains of a head over all of them."""
         chain, found, words = Tree.chain(depth), [], changes[-1] if changes else DECLARED
         for prompt, answer in tqdm(self.texts, desc=words, unit="prompt", leave=False):
-            output = self.target.read_response(prompt.token_ids, answer, head.reads)
+            output = self.target.read_response(prompt.token_ids, answer, head.taps)
             ranked = ranked_drafts(head, chain, output, prompt.token_ids, answer)
             steps = steps_along(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)

@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_measure import ServeCheckRun
+from conf.command.entry import Command
+from conf.settings.measure import ServeCheckRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="serve_check.json")
@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.schema import InputError
-from data.endpoint import Endpoint
-from data.engine_counts import DraftCounts, RunningEngine
+from conf.errors import InputError
+from data.servers.counts import DraftCounts, RunningEngine
+from data.servers.endpoint import Endpoint
 from eval.measure.bench import Bench, open_bench, seed_of, write_result
 from eval.measure.counts import Totals, divergences, drafted, problems
 

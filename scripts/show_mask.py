@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema import ShowMaskRun
+from conf.command.entry import Command
+from conf.settings.common import ShowMaskRun
 
 COMMAND = Command(__doc__, ShowMaskRun, "show_mask")
 if __name__ == "__main__":
@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import Encoder, Sample
 from data.embedded import fill_unset
-from data.records import load_data
-from heads.target.load import tokenizer_of
+from data.rows.records import load_data
+from data.templates.chat import Encoder, Sample
+from heads.target_model.load import tokenizer_of
 
 
 def main(config: ShowMaskRun) -> None:

@@ -1,6 +1,6 @@
 """Checks an export on any machine: `python scripts/verify_export.py DIR`.
 
-Reads the folder as its engine does, computes the head and compares its logits with the trained
+Taps the folder as its engine does, computes the head and compares its logits with the trained
 head's in `parity/`. Needs torch and safetensors, no engine, no target and no GPU.
 """
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.threads import rest_while_waiting
+from conf.command.threads import rest_while_waiting
 
 rest_while_waiting()
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.gate import FORMATS, check_parity
 
 

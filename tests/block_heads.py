@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from toys import packed, texts
 
-from conf.schema_blocks import BlockConfig
-from conf.schema_dflash import DFlashConfig
-from conf.schema_dflash2 import DFlash2Config
-from conf.schema_dspark import DSparkConfig, Markov
-from conf.schema_eagle import Divergence
+from conf.settings.blocks import BlockConfig
+from conf.settings.dflash import DFlashConfig
+from conf.settings.dflash2 import DFlash2Config
+from conf.settings.dspark import DSparkConfig, Markov
+from conf.settings.eagle import Divergence
 from heads.blocks.config import block_config
 from heads.blocks.head import BlockHead
 from heads.dflash.head import DFlashHead
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
-from heads.target.model import Target
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.blocks.objective import BlockObjective
 from train.dflash import DFlashObjective

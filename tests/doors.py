@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from conf.entry import Command
+from conf.command.entry import Command
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKERS = ("scripts/bench/peers/", "scripts/bench/parts.py", "scripts/contest/costs.py")
+"""What other scripts start, and no user."""
 DOOR = 'if __name__ == "__main__":\n    COMMAND.begin()\n'
 
 
@@ -18,6 +20,6 @@ def _declared(script: Path) -> "Command[Any]":
 COMMANDS = {
     str(script.relative_to(ROOT)): _declared(script)
     for folder in ("train", "eval", "scripts")
-    for script in sorted((ROOT / folder).glob("*.py"))
+    for script in sorted((ROOT / folder).rglob("*.py"))
     if DOOR in script.read_text()
 }

@@ -12,7 +12,7 @@ from block_heads import block_head
 from peagle_heads import peagle_head
 from toys import eagle_head, noisy_head, random_model, random_target, tokenizer
 
-from conf.schema_eagle import EagleForm
+from conf.settings.eagle import EagleForm
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
@@ -21,16 +21,16 @@ from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.engine import NoDraft
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
-from heads.drafting import Drafter
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
+from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
-from heads.sampling import GREEDY, Sampling, drafter_seeds
-from heads.target.model import Target
-from heads.tree import DynamicShape, Tree
+from heads.target_model.model import Target
 
 WINDOW, SHORT_WINDOW = 48, 32
 """Of the target, and of every model that drafts for it."""

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.schema import Dtype, TargetConfig
-from heads.documents import Documents
+from conf.settings.common import Dtype, TargetConfig
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
-from heads.target.load import load_target
-from heads.target.model import Target
+from heads.layers.documents import Documents
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
 
 SCRIPTS = Path(__file__).parent / "engines"
 VLLM = "HEADSMITH_VLLM_PYTHON"

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.schema_eagle import EagleConfig, EagleForm
-from heads.documents import Documents
+from conf.settings.eagle import EagleConfig, EagleForm
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import config_json
 from heads.eagle.head import EagleHead
+from heads.layers.documents import Documents
 from heads.medusa.head import MedusaHead
-from heads.target.model import Target
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 NUM_ROWS, DEPTH = 12, 4

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 from toys import noisy_head, random_target
 
-from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from conf.schema_export import ExportFormat
+from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.export import ExportFormat
 from heads.eagle import layouts as eagle_layouts
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
 from heads.kind import DraftHead
 from heads.medusa import export as medusa
-from heads.target.model import Target
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 KINDS = ("medusa", "eagle1", "eagle3", "eagle3.1")

@@ -12,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from conf.schema import TrainConfig
-from data.layout import HIDDEN
+from conf.settings.common import TrainConfig
+from data.features.layout import HIDDEN
 from train import medusa
-from train.dist import processes
 from train.loop import command, evaluation, loop
+from train.parallel import processes
 
 SHORT, LONG = timedelta(seconds=3), 6.0
 

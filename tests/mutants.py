@@ -16,27 +16,31 @@ WORK = ROOT / ".mutants"
 SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
 # The tests that cover a file; in each of them only those that call the mutated function are run.
 TESTS = {
-    "train/schedule.py": "train_schedule train_loop",
-    "eval/measure/stats.py": "eval_stats",
-    "eval/measure/replay.py": "eval_engine",
-    "heads/sampling.py": "eval_accept_rules",
-    "eval/decode/accept.py": "eval_accept_rules",
-    "eval/compare/timing.py": "eval_timing",
-    "eval/compare/sizes.py": "eval_sizes",
-    "train/loss/divergences.py": "train_fused train_eagle_losses",
-    "train/loss/losses.py": "train_losses train_eagle_losses train_fused train_medusa2",
-    "train/loss/eagle.py": "train_fused train_eagle_losses",
-    "train/loss/fused.py": "train_fused train_losses",
-    "train/medusa.py": "train_medusa train_memory train_medusa2 heads_medusa",
-    "train/eagle.py": "train_eagle_losses train_eagle_head train_memory heads_eagle",
-    "data/pack.py": "data_pack",
-    "data/samples.py": "data_pack data_prepared",
-    "data/chat.py": "data_chat data_chat_edges",
-    "train/dist/checkpoint.py": "train_checkpoint",
-    "train/dist/muon.py": "train_optimizers",
-    "train/dist/optimizers.py": "train_optimizers",
-    "train/loop/skipping.py": "train_skipping",
-    "eval/decode/engine.py": "eval_engine eval_accept eval_timing eval_many",
+    "train/schedule.py": "train/test_schedule train/loop/test_loop",
+    "eval/measure/stats.py": "eval/measure/test_stats",
+    "eval/measure/replay.py": "eval/decode/test_engine",
+    "heads/decoding/sampling.py": "eval/decode/test_accept_rules",
+    "eval/decode/accept.py": "eval/decode/test_accept_rules",
+    "eval/compare/timing.py": "eval/compare/test_timing",
+    "eval/compare/sizes.py": "eval/compare/test_sizes",
+    "train/loss/divergences.py": "train/loss/test_fused train/loss/test_eagle",
+    "train/loss/losses.py": "train/loss/test_losses train/loss/test_eagle train/loss/test_fused "
+    "train/test_medusa2",
+    "train/loss/eagle.py": "train/loss/test_fused train/loss/test_eagle",
+    "train/loss/fused.py": "train/loss/test_fused train/loss/test_losses",
+    "train/medusa.py": "train/test_medusa train/loop/test_memory train/test_medusa2 "
+    "heads/medusa/test_head",
+    "train/eagle.py": "train/loss/test_eagle train/test_eagle_head train/loop/test_memory "
+    "heads/eagle/test_head",
+    "data/prepared/pack.py": "data/prepared/test_pack",
+    "data/prepared/samples.py": "data/prepared/test_pack data/prepared/test_dataset",
+    "data/templates/chat.py": "data/templates/test_chat data/templates/test_chat_edges",
+    "train/parallel/checkpoint.py": "train/parallel/test_checkpoint",
+    "train/parallel/muon.py": "train/parallel/test_optimizers",
+    "train/parallel/optimizers.py": "train/parallel/test_optimizers",
+    "train/loop/skipping.py": "train/loop/test_skipping",
+    "eval/decode/engine.py": "eval/decode/test_engine eval/decode/test_accept "
+    "eval/compare/test_timing eval/decode/test_many",
 }
 SURVIVED = (None, 0, 5, 33)  # not tried; no test failed; no test was found
 SETTINGS = """\
@@ -70,7 +74,7 @@ def prepare(path: str) -> Path:
     lists = {
         "sources": SOURCES,
         "others": sorted({name.split("/")[0] for name in names} - {*SOURCES}),
-        "tests": [f"tests/test_{name}.py" for name in TESTS[path].split()],
+        "tests": [f"tests/{name}.py" for name in TESTS[path].split()],
     }
     lines = {key: "\n    ".join(values) for key, values in lists.items()}
     (work / "setup.cfg").write_text(SETTINGS.format(path=path, **lines))

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from toys import packed, texts
 
-from conf.schema_peagle import PEagleConfig
+from conf.settings.peagle import PEagleConfig
 from heads.peagle.head import PEagleHead, peagle_config
-from heads.target.model import Target
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.peagle import PEagleObjective
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from toys import save_target
 
-from conf.schema import DataConfig, Dtype, TargetConfig
-from conf.schema_capture import CaptureRun
+from conf.settings.capture import CaptureRun
+from conf.settings.common import DataConfig, Dtype, TargetConfig
 from scripts.capture import capture
 
 NUM_LAYERS = 4

@@ -14,10 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stores import files
-from test_train_launch import ENV, ROOT, TWO, arguments, begin, inputs, trained, wait_for
 
-from conf.schema import InputError
+from conf.errors import InputError
 from heads import storage
+from tests.train.parallel.test_launch import (
+    ENV,
+    ROOT,
+    TWO,
+    arguments,
+    begin,
+    inputs,
+    trained,
+    wait_for,
+)
 
 KILLER = str(ROOT / "tests" / "kill_again.py")
 __all__ = ["inputs"]
@@ -138,7 +147,7 @@ class Flaky:
 def test_a_folder_is_written_again_where_the_file_system_failed_once(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conf.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("conf.retries.time.sleep", lambda _: None)
     monkeypatch.setattr(storage, "save_file", Flaky(number, 2))
     tensors = {"x": torch.arange(3)}
     storage.save_head(tmp_path / "head", "w.safetensors", tensors, {"config.json": {}})

@@ -12,31 +12,33 @@ import torch
 import toy_head
 from chats import chats
 from safetensors.torch import load_file
-from test_scripts_push import hub, upload
 from toy_head import train as toy_train
 from toy_head.kind import WEIGHTS, ToyConfig, ToyDrafter, ToyHead, ToyKind
 from toy_head.train import ToyRun
 from toys import save_target
 
-from conf.schema import DataConfig, HeadRef, InputError, Schedule, TargetConfig, TrainConfig
-from conf.schema_calibrate import CalibrateRun
-from conf.schema_export import ExportFormat, ExportRun
-from conf.schema_measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
+from conf.errors import InputError
+from conf.settings.calibrate import CalibrateRun
+from conf.settings.common import DataConfig, HeadRef, Schedule, TargetConfig, TrainConfig
+from conf.settings.export import ExportFormat, ExportRun
+from conf.settings.measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
 from eval import acceptance, calibrate, speedup
 from eval.compare.names import known_methods
 from eval.decode.engine import Request, decode, decode_many
 from eval.parity import readers
 from eval.parity.gate import check_parity
 from eval.tune import cost
-from heads.cache import TreeCache
-from heads.drafting import Drafter, Roots, Seen
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import Drafter, Roots, Seen
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
 from heads.kinds import KINDS, load_head
-from heads.sampling import GREEDY
-from heads.target.load import load_target
-from heads.target.model import TargetOutput
-from heads.tree import Tree
-from scripts import bench_engine, export, prune
+from heads.target_model.load import load_target
+from heads.target_model.model import TargetOutput
+from scripts import export, prune
+from scripts.bench import engine as bench_engine
 from scripts.bench.objectives import fresh_objective
+from tests.scripts.publish.test_push import hub, upload
 
 __all__ = ["hub"]  # a fixture
 SCHEDULE = {"batch_size": 2, "warmup_steps": 1, "learning_rate": 0.01, "save_steps": 2,

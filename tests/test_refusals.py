@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from doors import COMMANDS
 
-from conf import places
-from conf.schema import DataConfig, HeadRef, InputError, TargetConfig
-from data.journal import Journal
-from data.sources import check_data, find_source
+from conf import paths as places
+from conf.command.journal import Journal
+from conf.errors import InputError
+from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from data.rows.sources import check_data, find_source
 from heads.folders import check_head, check_target
 from heads.storage import locate
 from scripts.publish.card_facts import is_hub_id
@@ -208,7 +209,7 @@ def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) ->
         ("eval/tree_search.py", "out_dir=done", "out_dir=done already holds tree_search.json"),
         ("scripts/capture.py", "data.path=gone.csv", "data.path=gone.csv: no such file or folder"),
         ("scripts/regenerate.py", "data.path=gone.csv", "data.path=gone.csv: no such file"),
-        ("scripts/contest.py", "tokens=null", "tokens=None, minutes=None: set one of them"),
+        ("scripts/contest/run.py", "tokens=null", "tokens=None, minutes=None: set one of them"),
         ("scripts/export.py", "format=vllm", "head.path is unset"),
         ("scripts/prune.py", "sizes=[8]", "head.path is unset"),
         ("scripts/merge_adapter.py", "seed=null", None),

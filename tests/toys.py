@@ -10,13 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from eval.decode.engine import NoDraft, decode_batch
+from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
-from heads.target.load import attentions_for
-from heads.target.model import Target
-from heads.tree import Tree
+from heads.target_model.load import attentions_for
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION
 from train.eagle import EagleObjective

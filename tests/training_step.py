@@ -12,20 +12,20 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from toys import random_model
 
-from conf.schema import Dtype, LogConfig, Schedule, TrainConfig
-from conf.schema_eagle import EagleConfig, EagleForm
-from conf.schema_medusa import MedusaConfig
-from data.chat import Sample
-from data.pack import PackedDataset
+from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
+from conf.settings.eagle import EagleConfig, EagleForm
+from conf.settings.medusa import MedusaConfig
+from data.prepared.pack import PackedDataset
+from data.templates.chat import Sample
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
-from heads.target.model import Target
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.dist import processes
 from train.eagle import EagleObjective
 from train.loop import loop
 from train.loop.job import Job
 from train.medusa import MedusaObjective
+from train.parallel import processes
 from train.peagle import PEagleObjective
 
 KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn", "peagle")

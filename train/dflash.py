@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_dflash import DFlashRun
+from conf.command.entry import Command
+from conf.settings.dflash import DFlashRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DFlashRun, "dflash", ("dflash",), check=check_training)
@@ -15,12 +15,12 @@ if __name__ == "__main__":
 
 from torch import Tensor
 
-from conf import entry
-from conf.schema_dflash import DFlashConfig
-from data.features import TrainingData
+from conf.command import entry
+from conf.settings.dflash import DFlashConfig
+from data.features.reader import TrainingData
 from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.rows import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
@@ -46,7 +46,7 @@ class DFlashObjective(BlockObjective):
 def main(config: DFlashRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: TargetEnds, train: TrainingData) -> tuple[DFlashObjective, list[str]]:
+    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[DFlashObjective, list[str]]:
         head, lines = make_head(config.head, target, train, config.seed)
         return DFlashObjective(head, target, config.head), lines
 
@@ -54,7 +54,7 @@ def main(config: DFlashRun) -> None:
 
 
 def make_head(
-    config: DFlashConfig, target: TargetEnds, train: TrainingData, seed: int
+    config: DFlashConfig, target: EmbeddingsAndHead, train: TrainingData, seed: int
 ) -> tuple[DFlashHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 
@@ -72,7 +72,7 @@ def make_head(
     return head, [*lines, described(head, "DFlash")]
 
 
-def default_objective(head: DFlashHead, target: TargetEnds) -> DFlashObjective:
+def default_objective(head: DFlashHead, target: EmbeddingsAndHead) -> DFlashObjective:
     """With the settings of the recipe, for benchmarks."""
     return DFlashObjective(head, target, entry.head_recipe(DFlashConfig, "dflash"))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_dflash2 import DFlash2Run
+from conf.command.entry import Command
+from conf.settings.dflash2 import DFlash2Run
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DFlash2Run, "dflash2", ("dflash2",), check=check_training)
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf import entry
-from conf.schema import InputError
-from conf.schema_dflash2 import DFlash2Config
-from data.features import TrainingData
+from conf.command import entry
+from conf.errors import InputError
+from conf.settings.dflash2 import DFlash2Config
+from data.features.reader import TrainingData
 from heads.dflash2.formats import load_dflash2
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
 from train.blocks.objective import BlockObjective, architecture, described
@@ -89,7 +89,7 @@ class DFlash2Objective(BlockObjective):
 def main(config: DFlash2Run) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: TargetEnds, train: TrainingData) -> tuple[DFlash2Objective, list[str]]:
+    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[DFlash2Objective, list[str]]:
         head = make_head(config.head, target, train, config.seed)
         return DFlash2Objective(head, target, config.head), [described(head, "DFlash-2")]
 
@@ -97,7 +97,7 @@ def main(config: DFlash2Run) -> None:
 
 
 def make_head(
-    config: DFlash2Config, target: TargetEnds, train: TrainingData, seed: int
+    config: DFlash2Config, target: EmbeddingsAndHead, train: TrainingData, seed: int
 ) -> DFlash2Head:
     """An untrained head, or a saved one that fits the target.
 
@@ -122,7 +122,7 @@ def make_head(
     return head
 
 
-def default_objective(head: DFlash2Head, target: TargetEnds) -> DFlash2Objective:
+def default_objective(head: DFlash2Head, target: EmbeddingsAndHead) -> DFlash2Objective:
     """With the settings of the recipe, for benchmarks."""
     return DFlash2Objective(head, target, entry.head_recipe(DFlash2Config, "dflash2"))
 

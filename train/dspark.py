@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_dspark import DSparkRun
+from conf.command.entry import Command
+from conf.settings.dspark import DSparkRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DSparkRun, "dspark", ("dspark",), check=check_training)
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf import entry
-from conf.schema_dspark import DSparkConfig, Markov
-from data.features import TrainingData
+from conf.command import entry
+from conf.settings.dspark import DSparkConfig, Markov
+from data.features.reader import TrainingData
 from heads.dspark.formats import load_dspark
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.rows import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
@@ -82,7 +82,7 @@ class DSparkObjective(BlockObjective):
 def main(config: DSparkRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: TargetEnds, train: TrainingData) -> tuple[DSparkObjective, list[str]]:
+    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[DSparkObjective, list[str]]:
         head, lines = make_head(config.head, target, train, config.seed)
         return DSparkObjective(head, target, config.head), lines
 
@@ -90,7 +90,7 @@ def main(config: DSparkRun) -> None:
 
 
 def make_head(
-    config: DSparkConfig, target: TargetEnds, train: TrainingData, seed: int
+    config: DSparkConfig, target: EmbeddingsAndHead, train: TrainingData, seed: int
 ) -> tuple[DSparkHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 
@@ -116,7 +116,7 @@ def make_head(
     return head, [*lines, described(head, "DSpark")]
 
 
-def default_objective(head: DSparkHead, target: TargetEnds) -> DSparkObjective:
+def default_objective(head: DSparkHead, target: EmbeddingsAndHead) -> DSparkObjective:
     """With the settings of the recipe, for benchmarks."""
     return DSparkObjective(head, target, entry.head_recipe(DSparkConfig, "dspark"))
 

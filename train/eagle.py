@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_eagle import EagleRun
+from conf.command.entry import Command
+from conf.settings.eagle import EagleRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf import entry
-from conf.schema import InputError
-from conf.schema_eagle import EagleConfig, EagleForm, OutputHead, TokenNormalizer
-from data.features import TrainingData
-from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from conf.command import entry
+from conf.errors import InputError
+from conf.settings.eagle import EagleConfig, EagleForm, OutputHead, TokenNormalizer
+from data.features.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from data.features.reader import TrainingData
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
 from train.batch.states import states_of
@@ -51,7 +51,7 @@ class EagleObjective(Objective):
 
     measures = MEASURES
 
-    def __init__(self, head: EagleHead, target: TargetEnds, config: EagleConfig) -> None:
+    def __init__(self, head: EagleHead, target: EmbeddingsAndHead, config: EagleConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
@@ -139,7 +139,7 @@ class EagleObjective(Objective):
     def _teacher(self, batch: Batch) -> Teacher:
         """What the target says after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].places
-        temperature = self.taught_at(self.config.teacher_temperature)
+        temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
             ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
@@ -169,7 +169,7 @@ class EagleObjective(Objective):
 def main(config: EagleRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: TargetEnds, train: TrainingData) -> tuple[EagleObjective, list[str]]:
+    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[EagleObjective, list[str]]:
         head, lines = make_head(config, target, train)
         return EagleObjective(head, target, config.head), lines
 
@@ -177,7 +177,7 @@ def main(config: EagleRun) -> None:
 
 
 def make_head(
-    config: EagleRun, target: TargetEnds, train: TrainingData
+    config: EagleRun, target: EmbeddingsAndHead, train: TrainingData
 ) -> tuple[EagleHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 
@@ -208,7 +208,7 @@ def make_head(
     return head, lines
 
 
-def default_objective(head: EagleHead, target: TargetEnds) -> EagleObjective:
+def default_objective(head: EagleHead, target: EmbeddingsAndHead) -> EagleObjective:
     """With the settings of the form's first recipe, for benchmarks."""
     return EagleObjective(head, target, entry.head_recipe(EagleConfig, head.config.form.value))
 

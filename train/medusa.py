@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_medusa import MedusaRun
+from conf.command.entry import Command
+from conf.settings.medusa import MedusaRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, MedusaRun, "medusa", check=check_training)
@@ -15,12 +15,13 @@ if __name__ == "__main__":
 
 from torch import Tensor
 
-from conf.schema import InputError, Schedule
-from conf.schema_medusa import Labels, MedusaConfig
-from data.features import TrainingData
-from data.layout import HIDDEN
+from conf.errors import InputError
+from conf.settings.common import Schedule
+from conf.settings.medusa import Labels, MedusaConfig
+from data.features.layout import HIDDEN
+from data.features.reader import TrainingData
 from heads.medusa.head import MedusaHead
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, Batch
 from train.loop import command, resume
@@ -38,7 +39,7 @@ class MedusaObjective(Objective):
     muon_rate = 8.4e-2
     adam_rate_times_width = 2.1
 
-    def __init__(self, head: MedusaHead, target: TargetEnds, config: MedusaConfig) -> None:
+    def __init__(self, head: MedusaHead, target: EmbeddingsAndHead, config: MedusaConfig) -> None:
         super().__init__()
         self.head = head
         self.target = target
@@ -78,7 +79,7 @@ class MedusaObjective(Objective):
         soft = None
         if self.soft:
             states = hidden.flatten(0, 1)[batch[SUPERVISION].places]
-            temperature = self.taught_at(self.temperature)
+            temperature = self.distillation_temperature(self.temperature)
             teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
             soft = SoftLabels(teacher, self.off_path_weight)
         return medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
@@ -87,7 +88,7 @@ class MedusaObjective(Objective):
 def main(config: MedusaRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: TargetEnds, _train: TrainingData) -> tuple[MedusaObjective, list[str]]:
+    def build(target: EmbeddingsAndHead, _train: TrainingData) -> tuple[MedusaObjective, list[str]]:
         head = make_head(config.head, target)
         size = sum(parameter.numel() for parameter in head.parameters())
         line = f"head: {head.num_heads} Medusa heads, {size / 1e6:.1f} M parameters"
@@ -96,7 +97,7 @@ def main(config: MedusaRun) -> None:
     command.train(config, build)
 
 
-def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
+def make_head(config: MedusaConfig, target: EmbeddingsAndHead) -> MedusaHead:
     """Untrained heads, or saved ones that fit the target.
 
     Raises:
@@ -113,7 +114,7 @@ def make_head(config: MedusaConfig, target: TargetEnds) -> MedusaHead:
     return head
 
 
-def default_objective(head: MedusaHead, target: TargetEnds) -> MedusaObjective:
+def default_objective(head: MedusaHead, target: EmbeddingsAndHead) -> MedusaObjective:
     """With the settings of the recipe, for benchmarks."""
     return MedusaObjective(head, target, MedusaConfig())
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_medusa2 import Medusa2Run
+from conf.command.entry import Command
+from conf.settings.medusa2 import Medusa2Run
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, Medusa2Run, "medusa2", check=check_training)
@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf.schema import InputError, Optimizer
-from conf.schema_medusa import Labels
-from conf.schema_medusa2 import HeadsSchedule, JointConfig, TargetLoss
-from data.layout import HIDDEN
-from data.pack import PackedDataset
+from conf.errors import InputError
+from conf.settings.common import Optimizer
+from conf.settings.medusa import Labels
+from conf.settings.medusa2 import HeadsSchedule, JointConfig, TargetLoss
+from data.features.layout import HIDDEN
+from data.prepared.pack import PackedDataset
 from heads.medusa.adapted import AdaptedMedusa
-from heads.target.adapter import Adapter
-from heads.target.model import Target
+from heads.target_model.adapter import Adapter
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.batch.rows import NOISE_SEEDS, SUPERVISION, Batch
 from train.batch.states import with_states
-from train.dist import processes
 from train.loop import command, resume
 from train.loop.job import Evaluate
 from train.loop.replay import HeldoutReplay, heldout_prompts
@@ -44,6 +44,7 @@ from train.loss.losses import SoftLabels, Sums, medusa_loss, medusa_weights, tar
 from train.loss.teachers import HiddenTeacher
 from train.medusa import make_head
 from train.objective import Group, Objective
+from train.parallel import processes
 
 
 class Medusa2Objective(Objective):
@@ -145,7 +146,9 @@ class Medusa2Objective(Objective):
         """What the target said before it was adapted."""
         assert bare is not None
         states = bare.flatten(0, 1)[batch[SUPERVISION].places]
-        return HiddenTeacher(self.target, self.vocab, states, self.taught_at(temperature))
+        return HiddenTeacher(
+            self.target, self.vocab, states, self.distillation_temperature(temperature)
+        )
 
     @torch.no_grad()
     def _bare(self, batch: Batch) -> Tensor:
@@ -161,7 +164,7 @@ class Medusa2Objective(Objective):
     def _hidden(self, batch: Batch) -> Tensor:
         """[B, T, D] last hidden states, in the dtype of the heads."""
         with record_function("target"):
-            return with_states(self.target, batch, self.head.reads)[HIDDEN].float()
+            return with_states(self.target, batch, self.head.taps)[HIDDEN].float()
 
 
 def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
@@ -188,7 +191,7 @@ def measured(config: Medusa2Run, source: command.Source, objective: Objective) -
     def evaluate(head: AdaptedMedusa) -> dict[str, float]:
         if not prompts:
             return loss()
-        replay = HeldoutReplay(target, prompts, objective.depth, head.reads)
+        replay = HeldoutReplay(target, prompts, objective.depth, head.taps)
         return loss() | replay(head)
 
     return evaluate

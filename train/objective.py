@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.schema import InputError, Optimizer, Schedule
-from heads.target.ends import TargetEnds
+from conf.errors import InputError
+from conf.settings.common import Optimizer, Schedule
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.rows import SUPERVISION, Batch, indexed
 from train.batch.states import with_states
 from train.loss.losses import Sums
@@ -83,7 +84,7 @@ class Objective(nn.Module):
         adam = self.adam_rate_times_width / self.target.hidden_size
         return (self.muon_rate if optimizer is Optimizer.muon else adam), adam
 
-    def taught_at(self, temperature: float) -> float:
+    def distillation_temperature(self, temperature: float) -> float:
         """The teacher's temperature: evaluations show how drafts fare at 1."""
         return temperature if self.training else 1.0
 
@@ -104,7 +105,7 @@ class Objective(nn.Module):
         """A batch on the CPU with where its documents lie and what is learnt of it."""
         return indexed(batch, self.depth)
 
-    def taught(self, batch: Batch) -> Batch:
+    def training_batch(self, batch: Batch) -> Batch:
         """The same with what training learns of it, which may be more than answers."""
         if self.learns_prompts:
             batch = {**batch, "loss_mask": batch["document_ids"] >= 0}
@@ -119,14 +120,14 @@ class Objective(nn.Module):
 
     def prepare(self, batch: Batch) -> Batch:
         """An indexed batch with what the target gives; needs no gradient, no head, and no step."""
-        return with_states(self.target, batch, self.head.reads)
+        return with_states(self.target, batch, self.head.taps)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
         raise NotImplementedError
 
 
-def check_output_head(head: Any, target: TargetEnds) -> None:
+def check_output_head(head: Any, target: EmbeddingsAndHead) -> None:
     """Refuses a head that is trained through an output head without gradients.
 
     Raises:

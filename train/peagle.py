@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.entry import Command
-from conf.schema_peagle import PEagleRun
+from conf.command.entry import Command
+from conf.settings.peagle import PEagleRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",), check=check_training)
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from conf import entry
-from conf.schema_eagle import OutputHead
-from conf.schema_peagle import PEagleConfig
-from data.features import TrainingData
+from conf.command import entry
+from conf.settings.eagle import OutputHead
+from conf.settings.peagle import PEagleConfig
+from data.features.reader import TrainingData
 from heads.eagle.branches import causal_rows
 from heads.peagle.formats import load_peagle
 from heads.peagle.head import KeysValues, PEagleHead, peagle_config, remembered
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import (
     DOCUMENTS,
@@ -213,7 +213,7 @@ def segmented(drafts: Sequence[Tensor], number: int) -> tuple[tuple[Behind, ...]
 def main(config: PEagleRun) -> None:
     """Trains to `out_dir/head`."""
 
-    def build(target: TargetEnds, train: TrainingData) -> tuple[PEagleObjective, list[str]]:
+    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[PEagleObjective, list[str]]:
         head, lines = make_head(config, target, train)
         return PEagleObjective(head, target, config.head), lines
 
@@ -221,7 +221,7 @@ def main(config: PEagleRun) -> None:
 
 
 def make_head(
-    config: PEagleRun, target: TargetEnds, train: TrainingData
+    config: PEagleRun, target: EmbeddingsAndHead, train: TrainingData
 ) -> tuple[PEagleHead, list[str]]:
     """An untrained head, or a saved one that fits the target; and what to say about it.
 
@@ -251,7 +251,7 @@ def make_head(
     return head, lines
 
 
-def default_objective(head: PEagleHead, target: TargetEnds) -> PEagleObjective:
+def default_objective(head: PEagleHead, target: EmbeddingsAndHead) -> PEagleObjective:
     """With the settings of the recipe, for benchmarks."""
     return PEagleObjective(head, target, entry.head_recipe(PEagleConfig, "peagle"))
 

@@ -1,11 +1,11 @@
 """The embedded default: a small target and its conversations, which lie in this folder.
 
-`scripts/make_embedded.py` made them; `README.md` beside says of which text.
+`scripts/embedded/make.py` made them; `README.md` beside says of which text.
 """
 
 from pathlib import Path
 
-from conf.schema import DataRun
+from conf.settings.common import DataRun
 
 _FOLDER = Path(__file__).parent
 TARGET = str(_FOLDER / "target")

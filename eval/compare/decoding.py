@@ -9,9 +9,9 @@ from eval.decode.capturing import Captured, obstacle
 from eval.decode.engine import decode_many
 from eval.decode.generation import Generation, Request
 from eval.decode.graphs import CaptureError
-from heads.drafting import Drafter
-from heads.sampling import Sampling
-from heads.target.model import Target
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling
+from heads.target_model.model import Target
 
 
 class Decoding:

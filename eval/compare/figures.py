@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from conf.schema_measure import SpeedupRun
+from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.names import BASELINES
 from eval.compare.texts import lossless, texts_shown
@@ -15,7 +15,7 @@ from eval.decode.generation import Generation
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import Interval, PromptSteps, interval, summary, tau
-from heads.tree import Tree
+from heads.decoding.tree import Tree
 
 PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
 TIMES = ("prefill", "draft", "verify", "accept", "step", "total")

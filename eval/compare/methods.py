@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from conf.schema import InputError, TargetConfig
-from conf.schema_measure import SpeedupRun
-from data.journal import Journal
+from conf.command.journal import Journal
+from conf.errors import InputError
+from conf.settings.common import TargetConfig
+from conf.settings.measure import SpeedupRun
 from eval.compare.decoding import Decoding
 from eval.compare.names import BASELINES, VANILLA, known_methods, unnumbered
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
@@ -34,15 +35,15 @@ from eval.measure.asked import follow
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
 from eval.tune.skip_search import search_layers
-from heads.drafting import Drafter
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
+from heads.decoding.tree import Tree, usual_tree
 from heads.kinds import KINDS
-from heads.lowrank import low_rank_ends
-from heads.packed import pack
-from heads.sampling import GREEDY, Sampling, Typical, drafter_seeds
-from heads.target.ends import TargetEnds
-from heads.target.load import load_target
-from heads.target.model import Target
-from heads.tree import Tree, usual_tree
+from heads.layers.low_rank import low_rank_ends
+from heads.layers.packed import pack
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
 
 SEARCHED = -1
 """The row of a journal that holds what the search for layers found."""
@@ -156,7 +157,7 @@ class Builder:
             "recycling": self._recycling,
             "lookahead": self._lookahead,
         }
-        if not self.target.sights.shares_keys:
+        if not self.target.attention_pattern.shares_keys:
             found["early_exit"] = self._early_exit
             if self.bench.spare or self.config.self_draft.skip is not None:
                 found["skip_layers"] = self._skip_layers
@@ -257,7 +258,7 @@ class Builder:
             found["generate_assisted"] = partial(self._generate, assistant_model=model.model)
         return found
 
-    def _drafting(self, model: Target) -> TargetEnds:
+    def _drafting(self, model: Target) -> EmbeddingsAndHead:
         """What makes logits of a model's states while it drafts."""
         rank = self.config.output_rank
         return model if rank is None else low_rank_ends(model, rank)

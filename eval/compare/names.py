@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from conf.schema import InputError
+from conf.errors import InputError
 
 VANILLA = "vanilla"
 BASELINES = (VANILLA, "generate")

@@ -11,7 +11,7 @@ from eval.decode.generation import Generation
 from eval.decode.texts import common_prefix
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt
-from heads.target.model import Target
+from heads.target_model.model import Target
 
 
 def lossless(bench: Bench, methods: dict[str, Method], found: list[PromptRun]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from conf.schema_measure import SpeedupRun
-from data.journal import Journal
-from eval.clock import Times, busy_seconds
+from conf.command.clock import Times, busy_seconds
+from conf.command.journal import Journal
+from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.decode.generation import Generation, Step
 from eval.measure import processes

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.drafting import Draft, TreeLayout
-from heads.sampling import Generators, Sampling, Typical
-from heads.tree import Tree
+from heads.decoding.drafting import Draft, TreeLayout
+from heads.decoding.sampling import Generators, Sampling, Typical
+from heads.decoding.tree import Tree
 
 
 @dataclass(frozen=True)

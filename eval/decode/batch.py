@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eval.clock import PartClock
+from conf.command.clock import PartClock
 from eval.decode.accept import verify
-from eval.decode.crossing import Crossing
+from eval.decode.context_limits import ContextLimits
 from eval.decode.fetch import Fetched, fetched, record
 from eval.decode.generation import Generation, Request, Step, left_at_end
 from eval.decode.rules import Rules
 from eval.decode.texts import Stops
-from heads.cache import Kept, TreeCache, upload
-from heads.drafting import Draft, Drafter, Roots, Seen
-from heads.sampling import Generators, Sampling, sample_tokens
-from heads.target.model import Reads, Target, TargetOutput
-from heads.target.prefill import parts
+from heads.decoding.cache import Kept, TreeCache, upload
+from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.sampling import Generators, Sampling, sample_tokens
+from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.prefill import parts
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Batch:
         assert target.window is None or longest + max_new_tokens <= target.window
         self.target, self.sampling, self.max_new_tokens = target, sampling, max_new_tokens
         self.stops, self.rules = Stops.of(target), Rules(target.asked, target.stop_ids)
-        self.crossing = Crossing(target, self.prompts)
+        self.context_limits = ContextLimits(target, self.prompts)
         self.clock = PartClock(target.device, len(requests))
         self.found = [Generation([], times=times) for times in self.clock.times]
         self.started = [0.0] * len(requests)
@@ -104,7 +104,7 @@ class Batch:
             seen, new = self._step(seen)
 
     def _start(self, batch_size: int) -> tuple[Seen, dict[int, list[int]]]:
-        """Reads the prompts of the first texts together; their first tokens."""
+        """Taps the prompts of the first texts together; their first tokens."""
         self.alive, self.waiting = self.waiting[:batch_size], self.waiting[batch_size:]
         begun, new = self._begin(self.alive)
         self.drafter, self.roots, self.generators = begun.drafter, begun.roots, begun.generators
@@ -122,7 +122,7 @@ class Batch:
             return self._accept(draft, nodes, seen.cache)
 
     def _begin(self, texts: list[int]) -> tuple[Begun, dict[int, list[int]]]:
-        """Reads prompts with a fresh drafter; the first token of each text."""
+        """Taps prompts with a fresh drafter; the first token of each text."""
         for text in texts:
             self.started[text] = self.clock.lap(self.alive)
         with self.clock.part("prefill", texts):
@@ -140,7 +140,7 @@ class Batch:
     def _in_parts(self, cache: TreeCache, rows: list[list[int]], drafter: Drafter) -> Seen:
         """The last part of prompts; the drafter has seen the others, and nobody keeps them."""
         found: list[Seen] = []
-        for tokens, output in parts(self.target, cache, rows, drafter.reads):
+        for tokens, output in parts(self.target, cache, rows, drafter.taps):
             seen = Seen(tokens, output, cache)
             if found:
                 before, seen = found.pop().hand_on(seen)
@@ -150,7 +150,7 @@ class Batch:
 
     def _read(self, draft: Draft, cache: TreeCache) -> "Nodes":
         """One target pass over the trees."""
-        nodes = read(self.crossing, draft, self.roots, cache, self.drafter.reads)
+        nodes = read(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.rules.always:
             return nodes
         texts = [self._whole(text)[:-1] for text in self.alive]
@@ -205,8 +205,8 @@ class Batch:
         """The drafter takes what was kept, and new texts the rows of those that have ended."""
         if len(self.going) + len(begun) < len(self.alive):
             seen = self._drop(len(begun), seen)
-        if self.crossing.switch is not None:
-            self.crossing.cross(seen.cache, self.alive, list(map(self._whole, self.alive)))
+        if self.context_limits.switch is not None:
+            self.context_limits.cross(seen.cache, self.alive, list(map(self._whole, self.alive)))
         self.drafter.observe(seen)
         self._seat(begun, seen.cache)
         return seen
@@ -258,19 +258,21 @@ class Nodes:
     logits: Tensor
 
 
-def read(crossing: Crossing, draft: Draft, roots: Tensor, cache: TreeCache, reads: Reads) -> Nodes:
+def read(
+    context_limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
+) -> Nodes:
     """A pass of the target over trees.
 
     Args:
-        crossing: of the batch.
+        context_limits: of the batch.
         draft: the trees.
         roots: [B] int64.
         cache: of the texts.
-        reads: what the drafter reads.
+        taps: what the drafter reads.
     """
-    layout, target = draft.layout(), crossing.target
+    layout, target = draft.layout(), context_limits.target
     tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)
-    tokens = crossing.cut(tokens, layout.depths, cache)
+    tokens = context_limits.cut(tokens, layout.depths, cache)
     mask = None if draft.is_chain else layout.mask
-    output = target.extend(cache, tokens.clamp_min(0), mask, layout.depths, reads)
+    output = target.extend(cache, tokens.clamp_min(0), mask, layout.depths, taps)
     return Nodes(tokens, output, target.logits(output.hidden_states))

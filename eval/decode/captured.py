@@ -19,14 +19,14 @@ from torch import Tensor
 
 from eval.decode.accept import verify
 from eval.decode.batch import Batch, Begun, read
-from eval.decode.crossing import Crossing
+from eval.decode.context_limits import ContextLimits
 from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
 from eval.decode.graphs import CaptureError, Graph
-from heads.cache import Kept, TreeCache
-from heads.drafting import Drafter, Roots, Seen
-from heads.sampling import GREEDY, Generators
-from heads.target.model import Target
+from heads.decoding.cache import Kept, TreeCache
+from heads.decoding.drafting import Drafter, Roots, Seen
+from heads.decoding.sampling import GREEDY, Generators
+from heads.target_model.model import Target
 
 WIDTH = 512
 """Slots by which what a pass reads grows."""
@@ -90,7 +90,7 @@ class Rows:
         assert drafter.static_nodes is not None
         self.target, self.drafter, self.num_nodes = target, drafter, drafter.static_nodes
         self.roots, self.generators, self.cache = roots, generators, cache
-        self.crossing = Crossing(target, [])
+        self.context_limits = ContextLimits(target, [])
         self.capacity = target.capacity or slots_for(longest, self.num_nodes)
         if not self.fits(longest):
             raise CaptureError(f"{longest} tokens in a compiled target's {self.capacity} slots")
@@ -153,7 +153,7 @@ class Rows:
         """A step that asks the host for nothing."""
         cache = self.cache
         draft = self.drafter.propose(Roots(self.roots, []))
-        nodes = read(self.crossing, draft, self.roots, cache, self.drafter.reads)
+        nodes = read(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         accepted = verify(draft, nodes.tokens, nodes.logits, GREEDY, self.generators)
         on_path, counts = nodes.tokens.gather(1, accepted.nodes), accepted.num_accepted + 1
         path = accepted.nodes[:, : draft.depth + 1]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from eval.decode.captured import CapturedBatch, Rows
 from eval.decode.generation import Generation, Request
 from eval.decode.passes import PassedBatch, Passes
-from heads.drafting import Drafter
-from heads.sampling import Sampling
-from heads.target.model import Target
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling
+from heads.target_model.model import Target
 
 
 def obstacle(target: Target, sampling: Sampling) -> str:

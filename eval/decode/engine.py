@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from eval.decode.batch import Batch
 from eval.decode.generation import Generation, Request
-from heads.drafting import Draft, Drafter, Roots, Seen
-from heads.sampling import GREEDY, Sampling
-from heads.target.model import Reads, Target
-from heads.tree import Tree
+from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps, Target
 
 ROOT_ALONE = Tree.chain(0)
 
@@ -15,7 +15,7 @@ ROOT_ALONE = Tree.chain(0)
 class NoDraft:
     """Plain decoding in the same engine: the baseline `vanilla`."""
 
-    reads = Reads()
+    taps = Taps()
     static_nodes = 1
 
     def observe(self, seen: Seen) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eval.decode.accept import Accepted
-from heads.drafting import PAD, Draft
+from heads.decoding.drafting import PAD, Draft
 
 
 class Fetched(NamedTuple):

@@ -13,11 +13,11 @@ from transformers import (
     StoppingCriteriaList,
 )  # fmt: skip
 
-from eval.clock import PartClock
+from conf.command.clock import PartClock
 from eval.decode.generation import Generation, Step
 from eval.decode.texts import Stops
-from heads.sampling import Sampling
-from heads.target.model import Target
+from heads.decoding.sampling import Sampling
+from heads.target_model.model import Target
 
 
 class _Passes:

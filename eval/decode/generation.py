@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from eval.clock import Times
+from conf.command.clock import Times
 
 
 @dataclass(frozen=True)

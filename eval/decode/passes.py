@@ -18,15 +18,15 @@ from torch.nn.functional import pad
 from eval.decode.accept import Accepted, verify
 from eval.decode.batch import Batch, Begun, Nodes, read
 from eval.decode.captured import slots_for
-from eval.decode.crossing import Crossing
+from eval.decode.context_limits import ContextLimits
 from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
 from eval.decode.graphs import CaptureError, Graph
-from heads.cache import Kept, TreeCache
-from heads.drafting import PAD, Draft, Roots, Seen
-from heads.sampling import GREEDY, Generators
-from heads.target.model import Reads, Target
-from heads.tree import Tree
+from heads.decoding.cache import Kept, TreeCache
+from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.decoding.sampling import GREEDY, Generators
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps, Target
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Draft tokens, and depths, that drafts are filled up to."""
@@ -85,7 +85,7 @@ class Passes:
         target: the target.
         cache: of the texts.
         roots: [B] int64, in their place.
-        reads: what the drafter reads.
+        taps: what the drafter reads.
         longest: tokens of the longest text that there will be.
 
     Attributes:
@@ -94,9 +94,9 @@ class Passes:
     """
 
     def __init__(
-        self, target: Target, cache: TreeCache, roots: Tensor, reads: Reads, longest: int
+        self, target: Target, cache: TreeCache, roots: Tensor, taps: Taps, longest: int
     ) -> None:
-        self.crossing, self.reads = Crossing(target, []), reads
+        self.context_limits, self.taps = ContextLimits(target, []), taps
         self.cache, self.roots, self.longest, self.most = cache, roots, longest, 0
         self.capacity = target.capacity or slots_for(longest, 1)
         self.fixed = target.capacity is not None
@@ -177,7 +177,7 @@ class Passes:
     def _pass(self, shape: Shape) -> Passed:
         tokens, parents = self.inputs[shape]
         draft = Draft(parents if shape.tree is None else shape.tree, tokens, shape.depth)
-        nodes = read(self.crossing, draft, self.roots, self.cache, self.reads)
+        nodes = read(self.context_limits, draft, self.roots, self.cache, self.taps)
         accepted = verify(draft, nodes.tokens, nodes.logits, GREEDY, Generators([], []))
         on_path, counts = nodes.tokens.gather(1, accepted.nodes), accepted.num_accepted + 1
         if draft.is_chain:
@@ -222,7 +222,7 @@ class PassedBatch(Batch):
             self.passes = None
         seen = super()._go_on(begun, seen)
         if self.passes is None:
-            of_rows = seen.cache, self.roots, self.drafter.reads
+            of_rows = seen.cache, self.roots, self.drafter.taps
             self.passes = Passes(self.target, *of_rows, self.longest)
         return seen
 

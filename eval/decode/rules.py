@@ -21,8 +21,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from heads.drafting import TreeLayout, tree_layout
-from heads.tree import Tree
+from heads.decoding.drafting import TreeLayout, tree_layout
+from heads.decoding.tree import Tree
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Scores [R, V] for the token after rows of ids [R, L], from the logits [R, V]."""

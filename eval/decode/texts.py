@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from heads.target.model import Target
+from heads.target_model.model import Target
 
 
 class Stops:

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.decode.rules import APPLIED, Rules
-from heads.target.ends import TargetEnds
-from heads.target.model import Target
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Target
 
 NOTHING = {
     **dict.fromkeys(APPLIED), "repetition_penalty": 1, "no_repeat_ngram_size": 0,
@@ -65,7 +65,7 @@ def _texts(strings: str | list[str] | None) -> list[str]:
     return [strings] if isinstance(strings, str) else strings or []
 
 
-def asked_of(target: TargetEnds) -> dict[str, Any]:
+def asked_of(target: EmbeddingsAndHead) -> dict[str, Any]:
     """What a target's generation config asks of its logits, by its names there.
 
     Raises:

@@ -13,27 +13,28 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.schema import HeadRef, InputError, OnBadRow
-from conf.schema_measure import MeasureRun
-from conf.statement import flat, plain
-from data.chat import Encoder
+from conf.command.journal import Journal, write_whole
+from conf.command.provenance import provenance
+from conf.command.statement import flat, plain
+from conf.errors import InputError
+from conf.settings.common import HeadRef, OnBadRow
+from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
-from data.journal import Journal, write_whole
-from data.provenance import provenance
-from data.records import Record, Records, load_data
+from data.rows.records import Record, Records, load_data
+from data.templates.chat import Encoder
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
 from eval.measure.asked import follow
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, share
 from eval.refusals import check_measure
-from heads.lowrank import reduce_rank
-from heads.packed import pack
-from heads.sampling import Sampling
-from heads.target.identity import Identity, identify, told_of_another, weights_checksum
-from heads.target.kernels import told_of_kernels
-from heads.target.load import load_target
-from heads.target.model import Target
+from heads.decoding.sampling import Sampling
+from heads.layers.low_rank import reduce_rank
+from heads.layers.packed import pack
+from heads.target_model.identity import Identity, identify, told_of_another, weights_checksum
+from heads.target_model.kernels import told_of_kernels
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
 
 NUM_SPARE = 8
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from data.engine_counts import DraftCounts
+from data.servers.counts import DraftCounts
 from eval.decode.engine import decode
 from eval.decode.texts import common_prefix
-from heads.drafting import Drafter
-from heads.target.model import Target
+from heads.decoding.drafting import Drafter
+from heads.target_model.model import Target
 
 
 def drafted(

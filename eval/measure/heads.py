@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from conf.places import here
-from conf.schema import HeadRef, InputError
-from conf.schema_measure import MeasureRun
-from data.journal import write_whole
-from heads.confidence import Calibration
-from heads.drafting import Drafter
+from conf.command.journal import write_whole
+from conf.errors import InputError
+from conf.paths import here
+from conf.settings.common import HeadRef
+from conf.settings.measure import MeasureRun
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import DynamicShape, Shape, Tree
 from heads.kind import DraftHead, check_depth
 from heads.kinds import kind_of, load_head, name_of
-from heads.sampling import Sampling
 from heads.storage import locate
-from heads.tree import DynamicShape, Shape, Tree
 
 SHAPE_FILE = "draft_tree.json"
 """What `eval/tree_search.py` found best for a head, beside its weights."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.schema import InputError
-from data.chat import Encoder
+from conf.errors import InputError
 from data.ids import check_ids
-from data.records import Messages, Record
-from data.replies import read_reply, thinking_tags
-from heads.target.ends import TargetEnds
+from data.rows.records import Messages, Record
+from data.templates.chat import Encoder
+from data.templates.replies import read_reply, thinking_tags
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 OPENING_TOKENS = 32  # of a prompt, among which it may open the thinking
 
@@ -107,7 +107,7 @@ def _prompt(
     return Prompt(record.category, token_ids, dialogue, turn, messages, tags, where)
 
 
-def check_prompt(target: TargetEnds, prompt: Prompt, max_new_tokens: int) -> None:
+def check_prompt(target: EmbeddingsAndHead, prompt: Prompt, max_new_tokens: int) -> None:
     """Refuses a prompt that the target cannot read, or without room for the text behind it.
 
     Drafts need no room.

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from eval.decode.generation import Step
-from heads.drafting import PAD
-from heads.target.model import Reads, Target, TargetOutput
-from heads.tree import Tree
+from heads.decoding.drafting import PAD
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps, Target, TargetOutput
 
 
 class Replayable(Protocol):
     """A head whose drafts depend on the text alone."""
 
-    reads: Reads
+    taps: Taps
 
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
@@ -41,7 +41,7 @@ def replay(
         prompt_ids: the rendered prompt.
         response_ids: [n] the target's greedy continuation, stop token included.
     """
-    output = target.read_response(prompt_ids, response_ids, head.reads)
+    output = target.read_response(prompt_ids, response_ids, head.taps)
     ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
     return steps_along(tree, ranked, response_ids)
 

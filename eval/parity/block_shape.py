@@ -8,7 +8,7 @@ heads, d head size.
 
 from dataclasses import dataclass
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.config import Settings
 from eval.parity.files import Export, Golden
 from eval.parity.rope import Rope, RopeKeys, read_rope
@@ -91,7 +91,7 @@ class BlockShape:
 
 
 class BlockReader:
-    """Reads every key that decides what the engine computes.
+    """Taps every key that decides what the engine computes.
 
     Args:
         export: the engine's files.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.block_shape import TITLES, BlockShape
 from eval.parity.files import Export, Golden
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from conf.schema import InputError
+from conf.errors import InputError
 
 MISSING = object()
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from conf.schema import InputError
+from conf.errors import InputError
 
 GOLDEN = Path("parity") / "parity.safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -93,7 +93,7 @@ class Golden:
 
 
 def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
-    """Reads the engine's files of an export.
+    """Taps the engine's files of an export.
 
     Args:
         folder: of the export.
@@ -125,7 +125,7 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
 
 
 def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
-    """Reads the golden file of an export of one of these kinds of head.
+    """Taps the golden file of an export of one of these kinds of head.
 
     Raises:
         InputError: missing, corrupt, or without its metadata.

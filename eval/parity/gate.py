@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity import readers
 from eval.parity.files import Export, Golden, read_export, read_golden
 
@@ -58,7 +58,7 @@ class Reader(Protocol):
     """By the kind of head, as exports name it: the formats it can read."""
 
     def read(self, export: Export, golden: Golden) -> Served:
-        """Reads an export.
+        """Taps an export.
 
         Raises:
             InputError: the engine would refuse the files, guess, or serve another head.
@@ -76,7 +76,7 @@ def readers_by_kind() -> dict[str, Reader]:
 
 @torch.no_grad()
 def check_parity(folder: Path, engine: str | None = None) -> Verdict:
-    """Reads an export as its engine does and compares its logits with the trained head's.
+    """Taps an export as its engine does and compares its logits with the trained head's.
 
     Args:
         folder: of the export.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.config import Settings
 
 KINDS = ("default", "linear", "llama3", "yarn")

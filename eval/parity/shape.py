@@ -5,7 +5,7 @@ Letters: L layers of the target.
 
 import re
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.chain import FLAGS, EagleShape
 from eval.parity.config import Settings, one_value
 from eval.parity.engines import Bias, Engine, Layers
@@ -19,7 +19,7 @@ LAUNCH = "eagle3_layers_to_capture"
 def read_shape(
     export: Export, golden: Golden, engine: Engine, own_head: bool, num_layers: int = 1
 ) -> EagleShape:
-    """Reads every key that decides what the engine computes.
+    """Taps every key that decides what the engine computes.
 
     Args:
         export: the engine's files.

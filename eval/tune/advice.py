@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conf.schema_measure import TreeSearchRun
-from eval.clock import Stopwatch
+from conf.command.clock import Stopwatch
+from conf.settings.measure import TreeSearchRun
 from eval.decode.engine import NoDraft, stream
 from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
@@ -18,10 +18,10 @@ from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
 from eval.tune.cost import CostCurve, time_steps
 from eval.tune.trees import StaticTexts
-from heads.drafting import Drafter
-from heads.sampling import GREEDY
-from heads.target.model import Target
-from heads.tree import Tree
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
+from heads.target_model.model import Target
 
 SIZES = (2, 3, 4, 6, 8, 12)
 

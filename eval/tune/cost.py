@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.schema import InputError
-from eval.clock import timed
+from conf.command.clock import timed
+from conf.errors import InputError
 from eval.decode.accept import verify
 from eval.decode.captured import slots_for
 from eval.decode.capturing import obstacle
 from eval.decode.graphs import CaptureError, Graph
 from eval.measure.heads import device_name
-from heads.cache import TreeCache, upload
-from heads.drafting import Draft, Drafter, Roots, Seen
-from heads.sampling import GREEDY, Generators
-from heads.target.model import Reads, Target
-from heads.target.prefill import prefill
-from heads.tree import Tree
+from heads.decoding.cache import TreeCache, upload
+from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.sampling import GREEDY, Generators
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps, Target
+from heads.target_model.prefill import prefill
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
@@ -123,10 +123,10 @@ def time_steps(
         The passes, and seconds of a draft between two passes.
     """
     cache, root = target.new_cache(batch_size), context[-1]
-    reads = next(iter(drafters.values())).reads
+    taps = next(iter(drafters.values())).taps
     roots = Roots.of([root] * batch_size, target.device)
     for tokens in ([context] * batch_size, [[root]] * batch_size):
-        output = prefill(target, cache, tokens, reads)
+        output = prefill(target, cache, tokens, taps)
         logits, counts = target.logits(output.hidden_states[:, -1:]), [len(tokens[0])] * batch_size
         found = upload(tokens, target.device), upload(counts, target.device)
         seen = Seen(tokens, output, cache, logits, found)
@@ -137,8 +137,8 @@ def time_steps(
         width = target.capacity or slots_for(len(context) + 1, sizes[-1])
         cache.hold(width, sizes[-1], width)
     verify = partial(_verify, target, cache, roots)
-    checks = {size: _Act(partial(verify, reads, size), captures) for size in sizes}
-    plain = _Act(partial(verify, Reads(), 1), captures)
+    checks = {size: _Act(partial(verify, taps, size), captures) for size in sizes}
+    plain = _Act(partial(verify, Taps(), 1), captures)
     proposals = {
         key: _Act(partial(_draft, each, seen, roots), captures and each.static_nodes is not None)
         for key, each in drafters.items()
@@ -195,12 +195,12 @@ class _Act:
         self.found = self.run()
 
 
-def _verify(target: Target, cache: TreeCache, roots: Roots, reads: Reads, size: int) -> Tensor:
+def _verify(target: Target, cache: TreeCache, roots: Roots, taps: Taps, size: int) -> Tensor:
     tokens = roots.tokens.unsqueeze(1).repeat(1, size)
     tree = Tree.from_paths([[rank] for rank in range(size - 1)])
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
-    output = target.extend(cache, tokens, layout.mask, layout.depths, reads)
+    output = target.extend(cache, tokens, layout.mask, layout.depths, taps)
     accepted = verify(
         draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([], [])
     )

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from conf.schema import InputError
-from eval.clock import timed
+from conf.command.clock import timed
+from conf.errors import InputError
 from eval.decode.drafters.self_speculation import OwnText, early_exit
 from eval.decode.generation import Step
 from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
-from heads.cache import TreeCache
-from heads.target.model import Target
-from heads.target.prefill import prefill
-from heads.tree import Tree
+from heads.decoding.cache import TreeCache
+from heads.decoding.tree import Tree
+from heads.target_model.model import Target
+from heads.target_model.prefill import prefill
 
 MAX_DRAFT_TOKENS = 8
 PATIENCE = 3

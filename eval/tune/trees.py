@@ -18,9 +18,9 @@ from eval.decode.generation import Step
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
-from heads.drafting import Draft, DynamicDrafter, Roots, Seen
-from heads.target.model import Target
-from heads.tree import DynamicShape, Tree
+from heads.decoding.drafting import Draft, DynamicDrafter, Roots, Seen
+from heads.decoding.tree import DynamicShape, Tree
+from heads.target_model.model import Target
 
 WIDTH = 10
 """Candidates per depth that a static tree may use."""
@@ -56,7 +56,7 @@ class StaticTexts:
         """Texts after some prompts, and candidates enough for a tree."""
         responses, ranked = greedy_responses(target, prompts, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
-            output = target.read_response(prompt.token_ids, response, head.reads)
+            output = target.read_response(prompt.token_ids, response, head.taps)
             ranked.append(ranked_drafts(head, tree, output, prompt.token_ids, response))
         return cls(responses, ranked)
 
@@ -145,7 +145,7 @@ class _Recorder:
     static_nodes = None
 
     def __init__(self, drafters: Sequence[DynamicDrafter]) -> None:
-        self.drafters, self.plain, self.reads = drafters, NoDraft(), drafters[0].reads
+        self.drafters, self.plain, self.taps = drafters, NoDraft(), drafters[0].taps
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
     def observe(self, seen: Seen) -> None:

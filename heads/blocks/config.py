@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from conf.schema import InputError
-from conf.schema_blocks import BlockConfig
-from heads.llama import LLAMA_KEYS, llama_like, old_rope
-from heads.target.ends import TargetEnds
+from conf.errors import InputError
+from conf.settings.blocks import BlockConfig
+from heads.layers.llama import LLAMA_KEYS, llama_like, old_rope
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tu
     return tuple(sorted({round(step) + 1 for step in steps}))
 
 
-def check_layers(layers: tuple[int, ...], target: TargetEnds) -> None:
+def check_layers(layers: tuple[int, ...], target: EmbeddingsAndHead) -> None:
     """Refuses features that a target does not have, or one twice or out of order.
 
     Raises:
@@ -105,7 +105,7 @@ def check_layers(layers: tuple[int, ...], target: TargetEnds) -> None:
         )
 
 
-def mask_token(target: TargetEnds, asked: int | None) -> int:
+def mask_token(target: EmbeddingsAndHead, asked: int | None) -> int:
     """The id that stands for an unknown token: asked for, or one that no text uses.
 
     That is the first row of the embedding behind the tokenizer's ids (without a tokenizer, the
@@ -138,7 +138,7 @@ def mask_token(target: TargetEnds, asked: int | None) -> int:
     return found
 
 
-def _free_token(target: TargetEnds, size: int) -> int | None:
+def _free_token(target: EmbeddingsAndHead, size: int) -> int | None:
     tokenizer = target.tokenizer
     if len(tokenizer) < size:
         return len(tokenizer)
@@ -153,7 +153,7 @@ def _free_token(target: TargetEnds, size: int) -> int | None:
 
 
 def block_config(
-    settings: BlockConfig, target: TargetEnds, sample_from_anchor: bool
+    settings: BlockConfig, target: EmbeddingsAndHead, sample_from_anchor: bool
 ) -> BlockHeadConfig:
     """Of a fresh head for a target, with layers of the target's sizes.
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from heads.blocks.head import BlockHead
-from heads.buffers import SlotBuffer
-from heads.cache import Slots
-from heads.confidence import Calibration
-from heads.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
-from heads.growing import Drawn, Grown, grow, likeliest
-from heads.sampling import GREEDY, Generators, Sampling
-from heads.tree import DynamicShape, Tree
+from heads.decoding.buffers import SlotBuffer
+from heads.decoding.cache import Slots
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
+from heads.decoding.growing import Drawn, Grown, grow, likeliest
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import DynamicShape, Tree
 
 
 class _BlockDrafter:
@@ -32,12 +32,12 @@ class _BlockDrafter:
 
     def __init__(self, head: BlockHead, depth: int) -> None:
         self.head, self.depth = head, depth
-        self.reads = head.reads
+        self.taps = head.taps
         self.buffers = [SlotBuffer() for _ in head.layers]
         self.slots: Slots | None = None
 
     def observe(self, seen: Seen) -> None:
-        """Reads the features of what was committed."""
+        """Taps the features of what was committed."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         if self.slots is None:
@@ -165,7 +165,7 @@ class BlockTree(_BlockDrafter):
         return likeliest(self.expand(roots), self.shape)
 
     def expand(self, roots: Roots) -> Drawn:
-        """See `heads.drafting.DynamicDrafter`."""
+        """See `heads.decoding.drafting.DynamicDrafter`."""
         sure, outputs, base = self._slots(roots)
         first, state = self.head.step(base[:, 0], outputs[:, 0], sure, None)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.schema_export import ExportFormat
+from conf.settings.export import ExportFormat
 from heads.blocks.config import dflash_keys
 from heads.blocks.head import WEIGHTS, BlockHead
-from heads.engines import dtype_of, vllm_command
+from heads.export.engines import dtype_of, vllm_command
 from heads.kind import Files
-from heads.llama import LLAMA_KEYS
+from heads.layers.llama import LLAMA_KEYS
 
 EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
 

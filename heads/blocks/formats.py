@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conf.schema import InputError
+from conf.errors import InputError
 from heads.blocks.config import BlockHeadConfig
 from heads.blocks.head import BlockHead
 from heads.folders import PROVENANCE
@@ -100,7 +100,7 @@ class BlockFile:
 
     @classmethod
     def open(cls, folder: Path, path: str, computed: Collection[str] = ()) -> "BlockFile":
-        """Reads settings and tensors.
+        """Taps settings and tensors.
 
         Args:
             folder: on this machine.

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conf.schema import InputError
+from conf.errors import InputError
 from heads.blocks.attention import Sight
 from heads.blocks.config import BlockHeadConfig, check_layers
 from heads.blocks.layer import BlockLayer
-from heads.drafting import PAD
+from heads.decoding.drafting import PAD
 from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead, check_fits
-from heads.llama import RmsNorm
-from heads.projection import Projection
+from heads.layers.llama import RmsNorm
+from heads.layers.projection import Projection
 from heads.storage import save_head
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target, TargetOutput
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
@@ -65,11 +65,11 @@ class BlockHead(DraftHead):
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.reads, self.window = Reads(config.layers), llama.max_position_embeddings
+        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
         # In a tuple, so that the target does not become a part of the head.
-        self._target: tuple[TargetEnds, ...] = ()
+        self._target: tuple[EmbeddingsAndHead, ...] = ()
 
-    def begin(self, target: TargetEnds, seed: int) -> Self:
+    def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
         """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
 
         Raises:
@@ -102,7 +102,7 @@ class BlockHead(DraftHead):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> Self:
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
         """See `DraftHead.attach`; borrows the target's embedding and, without one, output head."""
         config = self.config
         check_fits(self, target, config.target_hidden_size, "feature_size")
@@ -118,7 +118,7 @@ class BlockHead(DraftHead):
         return self.to(target.device, dtype)
 
     @property
-    def target(self) -> TargetEnds:
+    def target(self) -> EmbeddingsAndHead:
         """What the head is attached to."""
         return self._target[0]
 

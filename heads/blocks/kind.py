@@ -5,17 +5,17 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from conf.schema_export import ExportFormat
+from conf.settings.export import ExportFormat
 from heads.blocks import export, golden
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.export import BlockLayout
 from heads.blocks.head import BlockHead
 from heads.blocks.readings import readings
-from heads.confidence import Calibration
+from heads.decoding.confidence import Calibration
+from heads.decoding.sampling import Sampling, drafter_seeds
+from heads.decoding.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.kind import Drafted, Files, HeadFacts, Kind
-from heads.sampling import Sampling, drafter_seeds
-from heads.target.model import Target
-from heads.tree import DynamicShape, Shape, usual_dynamic_shape
+from heads.target_model.model import Target
 
 Head = TypeVar("Head", bound=BlockHead)
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from heads.blocks.attention import Sight, block_attention
-from heads.llama import LlamaAttention, RmsNorm
+from heads.layers.llama import LlamaAttention, RmsNorm
 
 
 class BlockLayer(nn.Module):

@@ -3,11 +3,11 @@
 from functools import partial
 from typing import Any
 
-from conf.schema import InputError
+from conf.errors import InputError
 from heads.blocks.config import default_layers, mask_token
 from heads.blocks.head import BlockHead
 from heads.readings import Readings, flipped, layers, orders, reread, rotations, vocabularies
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 
 def readings(head: BlockHead) -> Readings:
@@ -32,7 +32,7 @@ def windows(head: BlockHead) -> Readings:
 
 def masks(head: Any) -> Readings:
     """Another mask token: what a fresh head takes, the tokenizer's own ones, either end of ids."""
-    target: TargetEnds = head.target
+    target: EmbeddingsAndHead = head.target
     tokenizer, size = target.tokenizer, len(target.embedding.weight)
     names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")
     own = [getattr(tokenizer, name, None) for name in names]

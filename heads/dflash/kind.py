@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import ClassVar
 
-from conf.schema_dflash import DFlashConfig
+from conf.settings.dflash import DFlashConfig
 from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind
 from heads.dflash.formats import holds, read_dflash
 from heads.dflash.head import DFlashHead
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 
@@ -28,7 +28,7 @@ class DFlashKind(BlockKind[DFlashHead]):
 
     read = staticmethod(read_dflash)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> DFlashHead:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> DFlashHead:
         """With the recipe's sizes, of all ids."""
         del form
         shape = block_config(DFlashConfig(), target, sample_from_anchor=False)

@@ -14,8 +14,8 @@ from heads.blocks.config import BlockHeadConfig, dflash_keys, shared_keys
 from heads.blocks.head import BlockHead
 from heads.blocks.layer import BlockLayer
 from heads.dflash2.layer import ConvolvedLayer
-from heads.projection import Projection
-from heads.target.ends import TargetEnds
+from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 
@@ -44,7 +44,7 @@ SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_s
 """Keys that heads for targets that scale their logits have otherwise, as the targets."""
 
 
-def scales_of(target: TargetEnds) -> dict[str, Any]:
+def scales_of(target: EmbeddingsAndHead) -> dict[str, Any]:
     """Keys of a fresh head: the target's own scalings, which engines leave out of drafts."""
     projection = target.projection
     return {

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import ClassVar
 
-from conf.schema_dflash2 import DFlash2Config
-from conf.schema_export import ExportFormat
+from conf.settings.dflash2 import DFlash2Config
+from conf.settings.export import ExportFormat
 from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind
 from heads.dflash2.formats import holds, read_dflash2
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 
@@ -30,7 +30,7 @@ class DFlash2Kind(BlockKind[DFlash2Head]):
 
     read = staticmethod(read_dflash2)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> DFlash2Head:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> DFlash2Head:
         """With the recipe's sizes, of all ids."""
         del form
         shape = block_config(DFlash2Config(), target, sample_from_anchor=False)

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from conf.schema_dspark import DSparkConfig, Markov
-from conf.schema_export import ExportFormat
+from conf.settings.dspark import DSparkConfig, Markov
+from conf.settings.export import ExportFormat
 from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind
 from heads.dspark.formats import holds, read_dspark
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
 from heads.readings import flipped
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 
@@ -32,7 +32,7 @@ class DSparkKind(BlockKind[DSparkHead]):
 
     read = staticmethod(read_dspark)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> DSparkHead:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> DSparkHead:
         """With the recipe's sizes, of all ids."""
         del form
         shape = block_config(DSparkConfig(block_size=7), target, sample_from_anchor=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads.documents import fits_flash
 from heads.eagle.branch_kernels import Chunked, Flash
 from heads.eagle.branches import ROWS_PER_CHUNK, Branches, Stretch
+from heads.layers.documents import fits_flash
 
 
 def branch_attention(query: Tensor, branches: Branches) -> Tensor:

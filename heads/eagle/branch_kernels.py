@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from heads.documents import flash, flash_backward
 from heads.eagle.branches import Span, Stretch
+from heads.layers.documents import flash, flash_backward
 
 OWN_BYTES = 64 * 2**20
 """Of the drafts' keys and values in float32, of as many rows as are joined at a time."""

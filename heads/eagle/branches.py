@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.documents import Documents
+from heads.layers.documents import Documents
 
 ROWS_PER_CHUNK = 256
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conf.schema_eagle import EagleForm, OutputHead
+from conf.settings.eagle import EagleForm, OutputHead
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import EagleHead
 from heads.kind import HeadFacts, trained_with

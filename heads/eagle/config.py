@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from conf.schema import InputError
-from conf.schema_eagle import EagleConfig, EagleForm
-from heads.llama import LLAMA_KEYS, llama_like
-from heads.target.ends import TargetEnds
+from conf.errors import InputError
+from conf.settings.eagle import EagleConfig, EagleForm
+from heads.layers.llama import LLAMA_KEYS, llama_like
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
 """That a recipe turns on or off."""
@@ -28,7 +28,7 @@ class EagleHeadConfig:
         own_output_head, own_embedding: whether the head brings its own.
         qk_norm: norms on queries and keys, as Qwen3 has them.
         norm_before_fc: one norm over all fused features.
-        fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.schema_eagle`.
+        fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.settings.eagle`.
     """
 
     form: EagleForm
@@ -69,7 +69,7 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
     return 2, num_layers // 2, num_layers - 3
 
 
-def eagle_config(settings: EagleConfig, target: TargetEnds) -> EagleHeadConfig:
+def eagle_config(settings: EagleConfig, target: EmbeddingsAndHead) -> EagleHeadConfig:
     """Of a fresh head for a target, with a layer of the target's sizes.
 
     Raises:

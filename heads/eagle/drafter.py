@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.buffers import SlotBuffer, rounded
-from heads.cache import Slots, upload
-from heads.confidence import Calibration
-from heads.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
+from heads.decoding.buffers import SlotBuffer, rounded
+from heads.decoding.cache import Slots, upload
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
+from heads.decoding.growing import Drawn, Grown, grow, likeliest
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.head import EagleHead, Text
-from heads.growing import Drawn, Grown, grow, likeliest
-from heads.sampling import GREEDY, Generators, Sampling
-from heads.tree import DynamicShape, Tree
 
 
 class EagleMemory(ABC):
@@ -34,7 +34,7 @@ class EagleMemory(ABC):
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
-        self.reads = head.reads
+        self.taps = head.taps
         self.buffers = [SlotBuffer() for _ in range(head.config.llama.num_hidden_layers)]
         self.slots: Slots | None = None
         self.seen: Seen | None = None
@@ -73,7 +73,7 @@ class EagleMemory(ABC):
         self.seen = self.seen.put(row, other.seen)
 
     def _read_ahead(self) -> int:
-        """Reads a prompt but for its last token, which waits for the next; tokens read so far."""
+        """Taps a prompt but for its last token, which waits for the next; tokens read so far."""
         assert self.seen is not None
         (tokens,) = self.seen.token_ids
         if len(tokens) > 1:
@@ -84,7 +84,7 @@ class EagleMemory(ABC):
 
     @abstractmethod
     def _read(self, seen: Seen, following: Tensor) -> Any:
-        """Reads tokens, each with the next; after the last of each text comes `following` [B]."""
+        """Taps tokens, each with the next; after the last of each text comes `following` [B]."""
 
     def _taken(self, seen: Seen, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
@@ -129,7 +129,7 @@ class _EagleDrafter(EagleMemory):
     """Drafts from the head's own outputs."""
 
     def _begin(self, roots: Roots) -> tuple[Tensor, Tensor, Branches]:
-        """Reads what was committed, up to `roots`; the head's output [B, H] and position there."""
+        """Taps what was committed, up to `roots`; the head's output [B, H] and position there."""
         assert self.seen is not None
         seen, self.seen = self.seen, None
         text, branches = self._read(seen, roots.tokens)
@@ -224,7 +224,7 @@ class EagleTree(_EagleDrafter):
         return likeliest(self.expand(roots), self.shape)
 
     def expand(self, roots: Roots) -> Drawn:
-        """See `heads.drafting.DynamicDrafter`."""
+        """See `heads.decoding.drafting.DynamicDrafter`."""
         outputs, first, branches = self._begin(roots)
 
         def after(grown: Grown) -> Tensor:

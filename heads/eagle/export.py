@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema_eagle import EagleForm
-from conf.schema_export import ExportFormat
+from conf.settings.eagle import EagleForm
+from conf.settings.export import ExportFormat
 from heads.eagle.head import WEIGHTS, EagleHead
 from heads.eagle.layouts import NORMS, EagleLayout, takes_own_embedding
-from heads.engines import dtype_of, vllm_command
+from heads.export.engines import dtype_of, vllm_command
 from heads.kind import Files
-from heads.llama import old_rope
-from heads.target import sizes
+from heads.layers.llama import old_rope
+from heads.target_model import sizes
 
 NUM_DRAFT_TOKENS = 5
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"

@@ -20,8 +20,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conf.schema import InputError
-from conf.schema_eagle import EagleForm
+from conf.errors import InputError
+from conf.settings.eagle import EagleForm
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import LAYER_NAMES, EagleHead
 from heads.folders import PROVENANCE
@@ -105,7 +105,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, path: str) -> "Checkpoint":
-        """Reads a folder that the user calls `path`.
+        """Taps a folder that the user calls `path`.
 
         Raises:
             InputError: files that are missing, corrupt or pickled.

@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads.documents import Documents
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
 from heads.kind import Drafted
-from heads.target.model import Target, TargetOutput
-from heads.target.rows import embedding_rows, output_rows, projected
+from heads.layers.documents import Documents
+from heads.target_model.model import Target, TargetOutput
+from heads.target_model.rows import embedding_rows, output_rows, projected
 
 Head = TypeVar("Head", bound=EagleHead)
 

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conf.schema import InputError
-from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
-from heads.documents import Documents
-from heads.drafting import PAD
+from conf.errors import InputError
+from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from heads.decoding.drafting import PAD
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import EagleHeadConfig, config_json, default_layers, eagle_config
 from heads.eagle.layer import EagleLayer
 from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead, check_fits
-from heads.llama import RmsNorm, normed
-from heads.projection import Projection
+from heads.layers.documents import Documents
+from heads.layers.llama import RmsNorm, normed
+from heads.layers.projection import Projection
 from heads.storage import save_head
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target, TargetOutput
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
@@ -87,13 +87,13 @@ class EagleHead(DraftHead):
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.reads, self.window = Reads(config.layers), llama.max_position_embeddings
+        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
         # In a tuple, so that the target does not become a part of the head.
-        self._target: tuple[TargetEnds, ...] = ()
+        self._target: tuple[EmbeddingsAndHead, ...] = ()
 
     @classmethod
     def from_target(
-        cls, target: TargetEnds, settings: EagleConfig, vocab: DraftVocab, seed: int
+        cls, target: EmbeddingsAndHead, settings: EagleConfig, vocab: DraftVocab, seed: int
     ) -> Self:
         """An untrained float32 head, sized like a layer of the target and attached to it.
 
@@ -102,7 +102,7 @@ class EagleHead(DraftHead):
         """
         return cls(eagle_config(settings, target), vocab).begin(target, settings.output_head, seed)
 
-    def begin(self, target: TargetEnds, start: OutputHead, seed: int) -> Self:
+    def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
         """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
 
         Raises:
@@ -127,7 +127,7 @@ class EagleHead(DraftHead):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> Self:
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
         """Checks that the head fits a target, borrows its embedding and moves to its device.
 
         Args:
@@ -150,15 +150,15 @@ class EagleHead(DraftHead):
                 f"head.layers: {outside}, but target.path={target.name} has hidden states "
                 f"0..{target.num_layers}"
             )
-        self.reads = Reads(self.config.layers)
-        if self.reads.layers and isinstance(target, Target):
+        self.taps = Taps(self.config.layers)
+        if self.taps.layers and isinstance(target, Target):
             assert target.blocks  # found, or refused before any work
         self._target = (target,)
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
 
     @property
-    def target(self) -> TargetEnds:
+    def target(self) -> EmbeddingsAndHead:
         """What the head is attached to."""
         return self._target[0]
 
@@ -190,7 +190,7 @@ class EagleHead(DraftHead):
         return self.fc(features)
 
     def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
-        """Reads features and, beside each, the token after it.
+        """Taps features and, beside each, the token after it.
 
         Args:
             fused: [S, H], of `fuse` or an earlier output of the head.
@@ -351,7 +351,7 @@ class EagleHead(DraftHead):
         save_head(folder, WEIGHTS, self.tensors(), documents)
 
 
-def _check_rows(target: TargetEnds, start: OutputHead) -> None:
+def _check_rows(target: EmbeddingsAndHead, start: OutputHead) -> None:
     """Refuses an output head of a target whose rows a head cannot start from.
 
     A head has no bias of logits, and engines no place for one: it learns without the target's.

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from conf.schema_eagle import EagleConfig, EagleForm
-from conf.schema_export import ExportFormat
-from heads.confidence import Calibration
+from conf.settings.eagle import EagleConfig, EagleForm
+from conf.settings.export import ExportFormat
+from heads.decoding.confidence import Calibration
+from heads.decoding.sampling import Sampling, drafter_seeds
+from heads.decoding.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.eagle import card, export, golden, layouts
 from heads.eagle.config import default_layers
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -17,9 +19,7 @@ from heads.eagle.layouts import EagleLayout
 from heads.eagle.readings import readings
 from heads.kind import Files, Kind
 from heads.readings import flipped
-from heads.sampling import Sampling, drafter_seeds
-from heads.target.ends import TargetEnds
-from heads.tree import DynamicShape, Shape, usual_dynamic_shape
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 USUAL_DEPTH, LONGEST = 5, 8
@@ -120,7 +120,7 @@ class EagleKind(EagleFamily[EagleHead]):
             return EagleTree(head, shape)
         return EagleChain(head, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> EagleHead:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> EagleHead:
         """EAGLE-1 drafts through the target's output head, so all ids."""
         eagle1 = EagleForm(form) is EagleForm.eagle1
         chosen = DraftVocab.everything(vocab.size) if eagle1 else vocab

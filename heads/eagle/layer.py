@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from heads.eagle.branch_attention import branch_attention
 from heads.eagle.branches import Branches
-from heads.llama import LlamaAttention, RmsNorm
+from heads.layers.llama import LlamaAttention, RmsNorm
 
 
 class EagleLayer(nn.Module):

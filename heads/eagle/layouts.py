@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from conf.schema import InputError
-from conf.schema_eagle import EagleForm
-from conf.schema_export import ExportFormat
+from conf.errors import InputError
+from conf.settings.eagle import EagleForm
+from conf.settings.export import ExportFormat
 from heads.eagle.head import EagleHead
-from heads.engines import ENGINES
+from heads.export.engines import ENGINES
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
 # What a head may have beyond the paper's, by the field of `EagleHeadConfig`.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conf.schema_eagle import EagleForm
+from conf.settings.eagle import EagleForm
 from heads.eagle.config import default_layers
 from heads.readings import Readings, flipped, layers, orders, parts, reread, rotations, vocabularies
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from heads.kind import DraftHead
 from heads.kinds import kind_of
-from heads.target.blocks import state_of
-from heads.target.model import Target
-from heads.target.sizes import num_positions
+from heads.target_model.blocks import state_of
+from heads.target_model.model import Target
+from heads.target_model.sizes import num_positions
 
 MOST_IDS = 8192
 """Vocabularies up to this size are kept whole."""
@@ -60,7 +60,7 @@ def golden(
     drafted = kind.drafted(head, target, states, token_ids, places)
     ids = _ids(drafted.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
-    tensors |= _features(states, bool(head.reads.layers)) | drafted.beside
+    tensors |= _features(states, bool(head.taps.layers)) | drafted.beside
     tensors["logits"] = drafted.logits[..., ids]
     if drafted.output_head is not None:
         tensors["output_head"] = drafted.output_head[ids]

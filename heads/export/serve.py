@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema_export import ExportFormat
-from heads.engines import ENGINES, LOADERS, dtype_of, template_note
+from conf.settings.export import ExportFormat
+from heads.export.engines import ENGINES, LOADERS, dtype_of, template_note
 from heads.kind import DraftHead
 from heads.kinds import kind_of
 
@@ -16,10 +16,10 @@ def readme(
     kind = kind_of(head)
     notes = (kind.hint(head, engine), template_note(provenance))
     further = "".join(f"{note}\n\n" for note in notes if note)
-    reads = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
+    taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
         f"# {kind.forms[kind.form(head)]} for {head.target_name}\n\n"
-        f"For speculative decoding with {ENGINES[engine]}, {dtype_of(head)} weights{reads}. "
+        f"For speculative decoding with {ENGINES[engine]}, {dtype_of(head)} weights{taps}. "
         f"Written by Headsmith after the loaders of {LOADERS[engine]}.\n\n"
         "## Serve\n\n"
         f"```\n{kind.serve_command(head, engine, 'DIR')}\n```\n\n{further}"

@@ -11,9 +11,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conf.schema import InputError
-from conf.schema_export import ExportFormat
-from heads.engines import ENGINES, dtype_of
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from heads.export.engines import ENGINES, dtype_of
 from heads.export.serve import readme
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead

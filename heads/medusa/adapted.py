@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from heads.medusa.head import MedusaHead
-from heads.target.adapter import WEIGHTS, Adapter
-from heads.target.model import TargetOutput
+from heads.target_model.adapter import WEIGHTS, Adapter
+from heads.target_model.model import TargetOutput
 
 
 class AdaptedMedusa(nn.Module):
@@ -20,7 +20,7 @@ class AdaptedMedusa(nn.Module):
         super().__init__()
         self.heads = heads
         self.adapter = adapter
-        self.reads = heads.reads
+        self.taps = heads.taps
 
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int

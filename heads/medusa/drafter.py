@@ -6,12 +6,12 @@ Or a chain of them, cut where it becomes unlikely, of which no further head runs
 import torch
 from torch import Tensor
 
-from heads.cache import upload
-from heads.confidence import Calibration
-from heads.drafting import Draft, Draws, Roots, Seen
+from heads.decoding.cache import upload
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Draft, Draws, Roots, Seen
+from heads.decoding.sampling import GREEDY, Generators
+from heads.decoding.tree import Tree
 from heads.medusa.head import MedusaHead
-from heads.sampling import GREEDY, Generators
-from heads.tree import Tree
 
 
 class MedusaDrafter:
@@ -25,7 +25,7 @@ class MedusaDrafter:
     def __init__(self, head: MedusaHead, tree: Tree) -> None:
         self.head = head
         self.tree = tree
-        self.reads = head.reads
+        self.taps = head.taps
         self.static_nodes: int | None = tree.num_nodes
         levels = [depth - 1 for depth in tree.depths[1:]]
         self.slots = torch.tensor(

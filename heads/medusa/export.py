@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema_export import ExportFormat
-from heads.engines import dtype_of, vllm_command
+from conf.settings.export import ExportFormat
+from heads.export.engines import dtype_of, vllm_command
 from heads.kind import Drafted, Files
 from heads.medusa.head import VLLM_WEIGHTS, WEIGHTS, MedusaHead
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conf.schema import InputError
+from conf.errors import InputError
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead, check_fits
-from heads.projection import Projection
+from heads.layers.projection import Projection
 from heads.storage import load_tensors, locate, save_head
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, TargetOutput
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
@@ -67,7 +67,7 @@ class MedusaHead(DraftHead):
         vocab: the ids it can draft; all unless told.
     """
 
-    reads = Reads()
+    taps = Taps()
 
     def __init__(self, config: MedusaHeadConfig, vocab: DraftVocab | None = None) -> None:
         super().__init__()
@@ -89,7 +89,9 @@ class MedusaHead(DraftHead):
         return self.config.num_heads
 
     @classmethod
-    def from_target(cls, target: TargetEnds, num_heads: int, num_layers: int) -> "MedusaHead":
+    def from_target(
+        cls, target: EmbeddingsAndHead, num_heads: int, num_layers: int
+    ) -> "MedusaHead":
         """Untrained float32 heads, each equal to the target's own next-token head.
 
         They have no bias of logits, and engines no place for one: they learn without the target's.
@@ -142,7 +144,7 @@ class MedusaHead(DraftHead):
         """[K, ..., W] logits of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])
 
-    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "MedusaHead":
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> "MedusaHead":
         """Checks that the heads fit a target and moves to its device.
 
         Args:

@@ -6,18 +6,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from conf.schema import InputError
-from conf.schema_export import ExportFormat
-from conf.schema_medusa import MedusaConfig
-from heads.confidence import Calibration
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from conf.settings.medusa import MedusaConfig
+from heads.decoding.confidence import Calibration
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import Shape, Tree, usual_tree
 from heads.kind import Drafted, HeadFacts, Kind
 from heads.medusa import export
 from heads.medusa.drafter import MedusaCut, MedusaDrafter
 from heads.medusa.head import MedusaHead, is_medusa
-from heads.sampling import Sampling
-from heads.target.ends import TargetEnds
-from heads.target.model import Target
-from heads.tree import Shape, Tree, usual_tree
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 TOKEN_MAP_PROBLEM = (
@@ -70,7 +70,7 @@ class MedusaKind(Kind[MedusaHead]):
             return MedusaCut(head, shape.depth, calibration)
         return MedusaDrafter(head, shape)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> MedusaHead:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> MedusaHead:
         """Heads of the whole vocabulary."""
         config = MedusaConfig()
         return MedusaHead.from_target(target, config.num_heads, config.num_layers)

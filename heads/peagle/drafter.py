@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.confidence import Calibration
-from heads.drafting import Draft, Draws, Roots, Seen, chain_nodes
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Draft, Draws, Roots, Seen, chain_nodes
+from heads.decoding.growing import Drawn, Grown, grow, likeliest
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Stretch
 from heads.eagle.drafter import EagleMemory, last_rows
-from heads.growing import Drawn, Grown, grow, likeliest
 from heads.peagle.head import KeysValues, PEagleHead
-from heads.sampling import GREEDY, Generators, Sampling
-from heads.tree import DynamicShape, Tree
 
 
 class _PEagleDrafter(EagleMemory):
@@ -35,7 +35,7 @@ class _PEagleDrafter(EagleMemory):
         self.depth = depth
 
     def _read(self, seen: Seen, following: Tensor) -> None:
-        """Reads tokens without a draft."""
+        """Taps tokens without a draft."""
         self._pass(seen, following, 0)
 
     def _pass(self, seen: Seen, following: Tensor, num_masks: int) -> list[Tensor]:
@@ -131,7 +131,7 @@ class PEagleTree(_PEagleDrafter):
         return likeliest(self.expand(roots), self.shape)
 
     def expand(self, roots: Roots) -> Drawn:
-        """See `heads.drafting.DynamicDrafter`."""
+        """See `heads.decoding.drafting.DynamicDrafter`."""
         logits = self._logits(roots)
 
         def after(grown: Grown) -> Tensor:

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from heads.blocks.config import mask_token
-from heads.documents import Documents
-from heads.drafting import PAD
+from heads.decoding.drafting import PAD
 from heads.eagle.branch_attention import branch_attention
 from heads.eagle.branches import Branches, Stretch, causal_rows
 from heads.eagle.config import EagleHeadConfig, eagle_config
 from heads.eagle.head import EagleHead
 from heads.eagle.layer import EagleLayer
-from heads.llama import RmsNorm
-from heads.target.ends import TargetEnds
-from heads.target.model import TargetOutput
+from heads.layers.documents import Documents
+from heads.layers.llama import RmsNorm
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 256
@@ -211,7 +211,7 @@ class PEagleHead(EagleHead):
         return super().config_json() | more
 
 
-def peagle_config(settings: Any, target: TargetEnds) -> PEagleHeadConfig:
+def peagle_config(settings: Any, target: EmbeddingsAndHead) -> PEagleHeadConfig:
     """Of a fresh head for a target, by a `PEagleConfig`.
 
     Raises:

@@ -5,23 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conf.schema_eagle import EagleForm
-from conf.schema_export import ExportFormat
-from conf.schema_peagle import PEagleConfig
+from conf.settings.eagle import EagleForm
+from conf.settings.export import ExportFormat
+from conf.settings.peagle import PEagleConfig
 from heads.blocks.readings import masks
-from heads.confidence import Calibration
+from heads.decoding.confidence import Calibration
+from heads.decoding.sampling import Sampling, drafter_seeds
+from heads.decoding.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.eagle import card, export
 from heads.eagle.kind import EagleFamily
 from heads.eagle.layouts import LAYOUTS, EagleLayout
-from heads.engines import vllm_command
+from heads.export.engines import vllm_command
 from heads.kind import Files, HeadFacts
 from heads.peagle import golden
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.formats import holds, read_peagle
 from heads.peagle.head import PEagleHead, peagle_config
-from heads.sampling import Sampling, drafter_seeds
-from heads.target.ends import TargetEnds
-from heads.tree import DynamicShape, Shape, usual_dynamic_shape
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 VLLM = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
@@ -82,7 +82,7 @@ class PEagleKind(EagleFamily[PEagleHead]):
         yield from super().readings(head)
         yield from masks(head)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> PEagleHead:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> PEagleHead:
         """With the recipe's sizes."""
         settings = PEagleConfig()
         head = PEagleHead(peagle_config(settings, target), vocab)

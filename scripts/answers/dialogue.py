@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.endpoint import Answer
-from data.records import Record
+from data.rows.records import Record
+from data.servers.endpoint import Answer
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row

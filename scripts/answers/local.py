@@ -12,15 +12,15 @@ from transformers import (
     StoppingCriteriaList,
 )  # fmt: skip
 
-from conf.schema import InputError
-from data.chat import Encoder
-from data.endpoint import Answer, RowRefused
+from conf.errors import InputError
 from data.ids import check_ids
-from data.replies import read_reply
+from data.servers.endpoint import Answer, RowRefused
+from data.templates.chat import Encoder
+from data.templates.replies import read_reply
 from eval.decode.generate import StopTexts
 from eval.decode.rules import Rules
 from eval.decode.texts import Stops
-from heads.target.model import Target
+from heads.target_model.model import Target
 from scripts.answers.dialogue import Dialogue
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.schema import InputError
+from conf.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eval.clock import timed
+from conf.command.clock import timed
 
 
 class Footprint(NamedTuple):

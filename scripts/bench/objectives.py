@@ -4,11 +4,11 @@ import importlib
 from typing import Any
 
 from heads.kinds import forms, name_of
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 
-def fresh_objective(form: str, target: TargetEnds, vocab: DraftVocab) -> Any:
+def fresh_objective(form: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> Any:
     """Of an untrained head.
 
     Args:

@@ -15,20 +15,21 @@ from typing import Any
 
 import torch
 
-from eval.clock import Stopwatch
+from conf.command.clock import Stopwatch
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generate import hf_generate
-from heads.drafting import Drafter
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree, usual_tree
 from heads.kinds import KINDS
-from heads.packed import pack
+from heads.layers.packed import pack
 from heads.processor import this_processor
-from heads.sampling import GREEDY
-from heads.target.model import Target
-from heads.tree import Tree, usual_tree
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts import bench_engine, bench_train
+from scripts.bench import engine as bench_engine
+from scripts.bench import training as bench_train
 
 SIZES = {
     "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.places import here
-from conf.schema import InputError
-from data.sources import SUFFIXES
+from conf.errors import InputError
+from conf.paths import here
+from data.rows.sources import SUFFIXES
 from heads.kind import DraftHead, HeadFacts
 from heads.kinds import kind_of
 

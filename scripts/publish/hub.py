@@ -10,8 +10,8 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from conf.schema import InputError
-from conf.statement import plain
+from conf.command.statement import plain
+from conf.errors import InputError
 from heads.folders import PROVENANCE
 
 # What a head's repository holds of an earlier head; exports are told by their own `headsmith.json`.

@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.measure.stats import shown
-from heads.engines import template_note, vllm_command
+from heads.export.engines import template_note, vllm_command
 from heads.kind import trained_with
 from scripts.publish.card_facts import CardFacts, is_hub_id
 

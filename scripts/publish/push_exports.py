@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from conf.schema import InputError
-from conf.schema_export import ExportDtype, ExportFormat
+from conf.errors import InputError
+from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.gate import check_parity
-from heads.engines import LOADERS
+from heads.export.engines import LOADERS
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead
 from heads.kinds import load_head

@@ -6,8 +6,8 @@ import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from conf.schema import InputError
-from conf.statement import plain
+from conf.command.statement import plain
+from conf.errors import InputError
 
 LOCAL_PATH = re.compile(
     r"""(?:(?:file:/*|(?<![\w./:-])~?)/|(?<!\w)[A-Za-z]:[/\\])   # where an absolute path starts

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from conf.places import here
-from conf.schema import InputError
-from conf.schema_capture import CaptureRun, StateFormat, TeacherKind
-from conf.statement import plain
-from data.feature_writer import Shard, plan_shards
-from data.features import SPLITS
-from data.layout import Contents
-from data.manifest import Plan, Split
-from data.pack import DataReport, PackedDataset, prepare
-from data.prepared import HOW
+from conf.command.statement import plain
+from conf.errors import InputError
+from conf.paths import here
+from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
+from data.features.layout import Contents
+from data.features.manifest import Plan, Split
+from data.features.reader import SPLITS
+from data.features.writer import Shard, plan_shards
+from data.prepared.dataset import HOW
+from data.prepared.pack import DataReport, PackedDataset, prepare
 from heads.kinds import KINDS
-from heads.target import sizes
-from heads.target.identity import identify
-from heads.target.load import generation_config, load_tokenizer, resolve_dtype
+from heads.target_model import sizes
+from heads.target_model.identity import identify
+from heads.target_model.load import generation_config, load_tokenizer, resolve_dtype
 from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
 
 GIB = 2**30

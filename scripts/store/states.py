@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data import layout
-from data.endpoint import Endpoint
-from data.engine_states import EngineStates, EngineTaps
-from data.quantise import encode
-from heads.documents import Documents
-from heads.target.ends import TargetEnds
-from heads.target.layerless import LayerlessTarget
-from heads.target.model import Reads, Target
+from data.features import layout
+from data.features.quantise import encode
+from data.servers.endpoint import Endpoint
+from data.servers.hidden_states import EngineStates, EngineTaps
+from heads.layers.documents import Documents
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target
+from heads.target_model.remote import RemoteTarget
 from scripts.store.pinned import PinnedBlocks
 from train.loss.ranking import fast_topk
 
@@ -41,7 +41,7 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
             batch[name].to(target.device, non_blocking=True)
             for name in ("input_ids", "position_ids")
         )
-        output = target.read(ids, positions, documents, Reads(layers))
+        output = target.read(ids, positions, documents, Taps(layers))
         return {layout.HIDDEN: output.hidden_states} | {
             f"layers.{index}": states for index, states in output.layers.items()
         }
@@ -51,7 +51,7 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
 
 @contextmanager
 def states_from_engine(
-    url: str, target: LayerlessTarget, layers: tuple[int, ...]
+    url: str, target: RemoteTarget, layers: tuple[int, ...]
 ) -> Iterator[StatesOf]:
     """The passes of a server that has the same target.
 
@@ -76,7 +76,9 @@ def states_from_engine(
 
 
 @torch.no_grad()
-def top_k(target: TargetEnds, hidden_states: Tensor, k: int, asked: Tensor) -> dict[str, Tensor]:
+def top_k(
+    target: EmbeddingsAndHead, hidden_states: Tensor, k: int, asked: Tensor
+) -> dict[str, Tensor]:
     """The target's likeliest tokens, where somebody will ask for them.
 
     Args:
@@ -100,7 +102,7 @@ def top_k(target: TargetEnds, hidden_states: Tensor, k: int, asked: Tensor) -> d
 
 
 def stored(
-    target: TargetEnds,
+    target: EmbeddingsAndHead,
     contents: layout.Contents,
     states: Mapping[str, Tensor],
     tokens: Mapping[str, Tensor],

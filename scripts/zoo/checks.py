@@ -12,11 +12,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from conf.schema import InputError, TargetConfig
-from conf.schema_eagle import EagleConfig
-from conf.schema_medusa import MedusaConfig
-from data.chat import Sample
-from data.pack import PackedDataset
+from conf.errors import InputError
+from conf.settings.common import TargetConfig
+from conf.settings.eagle import EagleConfig
+from conf.settings.medusa import MedusaConfig
+from data.prepared.pack import PackedDataset
+from data.templates.chat import Sample
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import decode_batch
 from eval.decode.generate import hf_generate
@@ -24,16 +25,16 @@ from eval.decode.generation import Generation
 from eval.decode.texts import Stops, common_prefix
 from eval.measure.replay import replay
 from eval.measure.stats import PromptSteps, tau
-from heads.cache import upload
-from heads.drafting import Draft, Drafter, Roots
+from heads.decoding.cache import upload
+from heads.decoding.drafting import Draft, Drafter, Roots
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.sampling import GREEDY
-from heads.target.load import load_model, load_target, load_tokenizer
-from heads.target.model import Target
-from heads.tree import DynamicShape, Tree
+from heads.target_model.load import load_model, load_target, load_tokenizer
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.embedded.corpus import SPECIAL_TOKENS
 from scripts.zoo.sizes import NUM_TOKENS, PAD
@@ -303,7 +304,9 @@ def _train(objective: Objective, data: PackedDataset) -> None:
     """
     objective.train()
     rows = [data[index] for index in range(len(data.sequences))]
-    batch = objective.taught({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    batch = objective.training_batch(
+        {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    )
     scale: Tensor = objective.weights / objective.counts(batch).clamp_min(1)
     batch = objective.prepare(batch)
     parameters = [each for each in objective.head.parameters() if each.requires_grad]

@@ -48,7 +48,7 @@ def table(rows: Rows, left_out: dict[str, str]) -> str:
     lines = [
         "# Targets",
         "",
-        f"{counts(rows)}. Written by `scripts/check_targets.py`; each is a random model of 4 "
+        f"{counts(rows)}. Written by `scripts/zoo/check.py`; each is a random model of 4 "
         "layers, hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, "
         "past windows of 12, chunks of 8 and RoPE switches at 64, are held to `generate`.",
         "",

@@ -1,4 +1,4 @@
-"""What steps of large models run on a GPU, for `scripts/predict_gpu.py`.
+"""What steps of large models run on a GPU, for `scripts/bench/predict_gpu.py`.
 
 A job has `hidden`, `layers`, `vocab`, `length` (tokens of a sequence, or of the text that is
 answered), for training `batch_size` and `micro_batch_size`, `name` of a recipe or of a way to draft
@@ -20,9 +20,9 @@ from emulated.hollow import Meter, hollow, metered
 
 import eval.decode.captured
 import eval.decode.passes
-from conf import entry
-from conf.schema_eagle import EagleConfig
-from conf.schema_medusa2 import Medusa2Run
+from conf.command import entry
+from conf.settings.eagle import EagleConfig
+from conf.settings.medusa2 import Medusa2Run
 from eval.decode.capturing import Captured
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead
@@ -32,16 +32,16 @@ from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft
 from eval.decode.generation import Request
-from heads.drafting import Drafter
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
 from heads.kinds import forms, kind_of
 from heads.medusa.adapted import AdaptedMedusa
-from heads.sampling import GREEDY
-from heads.target.adapter import Adapter
-from heads.target.model import Target
-from heads.tree import Tree
+from heads.target_model.adapter import Adapter
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts import bench_train
+from scripts.bench import training as bench_train
 from scripts.bench.objectives import fresh_objective
 from train.eagle import EagleObjective
 from train.medusa import make_head
@@ -81,7 +81,7 @@ def decoded(job: dict[str, Any]) -> Row:
             with metered() as meter, counted() as counts, Whole.launched_by(meter):
                 texts = Captured(target, make, length).decode([Request([5] * job["length"])], 1)
             # The clock looks at events that have long happened.
-            waits = [n for (_, line), n in counts.waits.items() if "eval/clock" not in line]
+            waits = [n for (_, line), n in counts.waits.items() if "command/clock" not in line]
             found.append((meter, sum(waits), len(texts[0].steps)))
     _, (few, fewer_waits, less), (many, more_waits, more) = found
     told = {**_told(many - few), "num_waits": more_waits - fewer_waits}

@@ -15,11 +15,11 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.modules.module import register_module_forward_pre_hook
 from toys import save_target
 
-from conf.schema import DataConfig, Dtype, TargetConfig, TrainConfig
-from conf.schema_dflash import DFlashConfig, DFlashRun
-from conf.schema_dflash2 import DFlash2Config, DFlash2Run
-from conf.schema_dspark import DSparkConfig, DSparkRun, Markov
-from conf.schema_eagle import (
+from conf.settings.common import DataConfig, Dtype, TargetConfig, TrainConfig
+from conf.settings.dflash import DFlashConfig, DFlashRun
+from conf.settings.dflash2 import DFlash2Config, DFlash2Run
+from conf.settings.dspark import DSparkConfig, DSparkRun, Markov
+from conf.settings.eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
@@ -27,9 +27,9 @@ from conf.schema_eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
-from conf.schema_medusa import Labels, MedusaConfig, MedusaRun
-from conf.schema_medusa2 import AdapterConfig, JointConfig, Medusa2Run
-from conf.schema_peagle import PEagleConfig, PEagleRun
+from conf.settings.medusa import Labels, MedusaConfig, MedusaRun
+from conf.settings.medusa2 import AdapterConfig, JointConfig, Medusa2Run
+from conf.settings.peagle import PEagleConfig, PEagleRun
 from train import dflash, dflash2, dspark, eagle, medusa, medusa2, peagle
 from train.loop import loop, replay
 from train.objective import Objective

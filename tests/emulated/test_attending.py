@@ -16,9 +16,9 @@ from eval.decode.batch import Batch
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.generation import Request
 from eval.tune import cost
-from heads.drafting import Drafter
-from heads.sampling import GREEDY
-from heads.target import extension
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
+from heads.target_model import extension
 
 
 class Attended(NamedTuple):

@@ -16,7 +16,7 @@ from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
 from torch import Tensor
 from toys import eagle_head, texts
 
-from conf.schema_eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from eval.compare.decoding import Decoding
 from eval.decode import captured, passes
 from eval.decode.capturing import Captured, obstacle
@@ -27,16 +27,16 @@ from eval.decode.engine import NoDraft, decode_many
 from eval.decode.generation import Generation, Request
 from eval.decode.graphs import CaptureError, Graph
 from eval.decode.passes import PassedBatch
-from heads import buffers
 from heads.blocks.drafter import BlockChain, BlockTree
-from heads.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding import buffers
+from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.tree import DynamicShape
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.kind import DraftHead
 from heads.peagle.drafter import PEagleChain, PEagleTree
-from heads.sampling import GREEDY, Sampling
-from heads.target.model import Target
-from heads.tree import DynamicShape
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 LENGTHS = [7, 4, 5, 12, 4]

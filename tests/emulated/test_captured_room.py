@@ -13,9 +13,9 @@ from eval.decode.engine import decode_many
 from eval.decode.generation import Generation, Request
 from eval.decode.graphs import CaptureError
 from eval.decode.passes import Passes
-from heads import buffers
-from heads.drafting import Draft, Roots
-from heads.tree import Tree
+from heads.decoding import buffers
+from heads.decoding.drafting import Draft, Roots
+from heads.decoding.tree import Tree
 
 
 class Growing(PromptLookup):

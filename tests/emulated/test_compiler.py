@@ -6,12 +6,13 @@ import pytest
 import torch
 from emulated.runs import forget, inputs, on_cuda, run_of, short
 
-from conf import compiler
-from conf.schema import DataConfig, InputError, TargetConfig
-from conf.schema_measure import SpeedupRun
+from conf.command import compiler
+from conf.errors import InputError
+from conf.settings.common import DataConfig, TargetConfig
+from conf.settings.measure import SpeedupRun
 from eval import speedup
 from eval.measure import bench
-from heads.target.load import load_target
+from heads.target_model.load import load_target
 from train.loop import command
 from train.objective import Objective
 

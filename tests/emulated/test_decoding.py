@@ -10,10 +10,9 @@ import pytest
 import torch
 from block_heads import fresh, settings_of
 from emulated.device import Counts, counted, off
-from test_eval_other_tokenizer import permuted
 from toys import noisy_head, random_model, tokenizer
 
-from conf.schema_eagle import EagleConfig, EagleForm
+from conf.settings.eagle import EagleConfig, EagleForm
 from eval.compare.names import known_methods
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.hybrid import Hybrid
@@ -26,8 +25,10 @@ from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
-from heads.confidence import Calibration
-from heads.drafting import Drafter
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY, Sampling, Typical
+from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.kind import DraftHead
@@ -35,10 +36,9 @@ from heads.kinds import kind_of
 from heads.medusa.drafter import MedusaDrafter
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
-from heads.sampling import GREEDY, Sampling, Typical
-from heads.target.model import Target
-from heads.tree import DynamicShape, Tree, default_tree
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
+from tests.eval.decode.test_other_tokenizer import permuted
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 TOKENIZER = tokenizer()

@@ -11,12 +11,12 @@ from emulated.kernels import KernelError
 from torch import Tensor
 from torch.nn import functional
 
-from heads.cache import TreeCache
-from heads.documents import Documents, flash, flash_backward
-from heads.target import extension
-from heads.target.attention import FLASH, Reading
-from heads.target.extension import Extension
-from heads.target.kernels import Scores, choose_kernels
+from heads.decoding.cache import TreeCache
+from heads.layers.documents import Documents, flash, flash_backward
+from heads.target_model import extension
+from heads.target_model.attention import FLASH, Reading
+from heads.target_model.extension import Extension
+from heads.target_model.kernels import Scores, choose_kernels
 
 CUDA = torch.device("cuda", 0)
 aten: Any = torch.ops.aten

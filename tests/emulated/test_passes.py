@@ -17,11 +17,11 @@ from eval.decode.capturing import Captured
 from eval.decode.drafters.recycling import Recycling, Successors
 from eval.decode.engine import NoDraft, decode_many, stream
 from eval.decode.generation import Request
-from heads.documents import Documents
-from heads.drafting import Drafter
-from heads.sampling import GREEDY
-from heads.target.model import Target
-from heads.target.recurrent import _groups
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
+from heads.layers.documents import Documents
+from heads.target_model.model import Target
+from heads.target_model.recurrent import _groups
 
 LENGTHS = (20, 6, 2, 19, 7, 2)  # of two sequences
 

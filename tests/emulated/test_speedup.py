@@ -7,8 +7,8 @@ import pytest
 from emulated.runs import HEADS, forget
 from toys import save_target
 
-from conf.schema import DataConfig, Dtype, TargetConfig
-from conf.schema_measure import SelfDraftConfig, SpeedupRun
+from conf.settings.common import DataConfig, Dtype, TargetConfig
+from conf.settings.measure import SelfDraftConfig, SpeedupRun
 from eval import speedup
 from eval.compare import timing
 

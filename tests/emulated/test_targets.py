@@ -22,18 +22,18 @@ from emulated.runs import (
 from emulated.test_decoding import PROMPTS, eagle_head
 from toys import noisy_head
 
-from conf.schema import DataConfig, Dtype, TargetConfig
-from conf.schema_capture import CaptureRun, TeacherKind
-from conf.schema_eagle import EagleForm
-from data.features import FeatureStore
+from conf.settings.capture import CaptureRun, TeacherKind
+from conf.settings.common import DataConfig, Dtype, TargetConfig
+from conf.settings.eagle import EagleForm
+from data.features.reader import FeatureStore
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode_batch
-from heads.drafting import Drafter
+from heads.decoding.drafting import Drafter
+from heads.decoding.tree import DynamicShape, default_tree
 from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
-from heads.target.load import load_target
-from heads.target.model import Target
-from heads.tree import DynamicShape, default_tree
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
 from scripts.capture import capture
 
 __all__ = ["inputs", "short"]

@@ -24,9 +24,9 @@ from emulated.runs import (
 )
 from torch import Tensor
 
-from conf.schema import Dtype
-from data.layout import HIDDEN
-from heads.projection import Projection
+from conf.settings.common import Dtype
+from data.features.layout import HIDDEN
+from heads.layers.projection import Projection
 from train.batch.rows import Batch, SortedIndices
 from train.loss.fused import Part, fused_linear
 from train.loss.losses import TextTeacher, text_criterion

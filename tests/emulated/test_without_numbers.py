@@ -13,7 +13,7 @@ from emulated import predicted
 from emulated.hollow import H100, hollow, metered
 from emulated.runs import MOST_WAITS
 
-from scripts import predict_gpu
+from scripts.bench import predict_gpu
 
 TOY = {"hidden": 128, "layers": 4, "vocab": 300, "length": 128, "batch_size": 2}
 

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from conf.schema_export import ExportFormat
-from heads.confidence import Calibration
-from heads.drafting import Draft, Draws, Roots, Seen
+from conf.settings.export import ExportFormat
+from heads.decoding.confidence import Calibration
+from heads.decoding.drafting import Draft, Draws, Roots, Seen
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import Shape, Tree
 from heads.folders import PROVENANCE
 from heads.kind import Drafted, DraftHead, Files, HeadFacts, Kind
-from heads.projection import Projection
-from heads.sampling import GREEDY, Generators, Sampling
+from heads.layers.projection import Projection
 from heads.storage import load_tensors, save_head
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target, TargetOutput
-from heads.tree import Shape, Tree
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 WEIGHTS = "toy.safetensors"
@@ -35,7 +35,7 @@ class ToyConfig:
 class ToyHead(DraftHead):
     """Says the token after the next from the last hidden state."""
 
-    reads = Reads()
+    taps = Taps()
 
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class ToyHead(DraftHead):
         self.out = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @classmethod
-    def from_target(cls, target: TargetEnds) -> "ToyHead":
+    def from_target(cls, target: EmbeddingsAndHead) -> "ToyHead":
         head = cls(ToyConfig(target.hidden_size, target.vocab_size, target.name))
         head.out.weight.data.copy_(target.output_head.weight)
         return head.attach(target)
 
-    def attach(self, target: TargetEnds, dtype: torch.dtype | None = None) -> "ToyHead":
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> "ToyHead":
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
 
@@ -86,7 +86,7 @@ class ToyDrafter:
     hidden: Tensor | None = None
 
     def __init__(self, head: ToyHead, tree: Tree, calibration: Calibration | None) -> None:
-        self.head, self.tree, self.reads = head, tree, head.reads
+        self.head, self.tree, self.taps = head, tree, head.taps
         self.calibration = calibration
 
     def observe(self, seen: Seen) -> None:
@@ -144,7 +144,7 @@ class ToyKind(Kind[ToyHead]):
         assert isinstance(shape, Tree)
         return ToyDrafter(head, shape, calibration)
 
-    def untrained(self, target: TargetEnds, form: str, vocab: DraftVocab) -> ToyHead:
+    def untrained(self, target: EmbeddingsAndHead, form: str, vocab: DraftVocab) -> ToyHead:
         return ToyHead.from_target(target)
 
     def pruning_problem(self, head: ToyHead) -> str:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.schema import HeadRef, TrainRun
-from data.layout import HIDDEN
 from toy_head.kind import ToyHead
+
+from conf.settings.common import HeadRef, TrainRun
+from data.features.layout import HIDDEN
 from train.batch.rows import Batch
 from train.loop import command
 from train.loss.losses import Sums, medusa_loss, medusa_weights

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.documents import Documents
+from heads.layers.documents import Documents
 
 DOCUMENTS, SUPERVISION, UNROLLED = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"

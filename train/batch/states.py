@@ -2,29 +2,29 @@
 
 import torch
 
-from data.features import restore
-from data.layout import HIDDEN
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target, TargetOutput
+from data.features.layout import HIDDEN
+from data.features.reader import restore
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
 from train.batch.rows import DOCUMENTS, Batch
 
 LAYER = "layers."
 
 
-def with_states(target: TargetEnds, batch: Batch, reads: Reads) -> Batch:
+def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:
     """The batch with the target's states under the names that a feature store uses.
 
     Args:
         target: the frozen target; its ends are enough if the batch comes from a store.
         batch: `input_ids` and `position_ids`, [B, T], and documents; or states.
-        reads: the layers that the head reads.
+        taps: the layers that the head reads.
 
     Returns:
         Also `hidden_states` and `layers.{i}`, [B, T, D], or what the store has in their place.
     """
     if not isinstance(target, Target):
         return restore(batch)
-    output = target.read(batch["input_ids"], batch["position_ids"], batch[DOCUMENTS], reads)
+    output = target.read(batch["input_ids"], batch["position_ids"], batch[DOCUMENTS], taps)
     layers = {f"{LAYER}{index}": states for index, states in output.layers.items()}
     return {**batch, HIDDEN: output.hidden_states, **layers}
 

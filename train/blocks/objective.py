@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf.schema import InputError
-from conf.schema_blocks import BlockConfig
-from data.features import TrainingData
-from data.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from conf.errors import InputError
+from conf.settings.blocks import BlockConfig
+from data.features.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from data.features.reader import TrainingData
 from heads.blocks.config import BlockHeadConfig, block_config
 from heads.blocks.head import BlockHead
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab, coverage_lines
 from train.batch.rows import (
     DOCUMENTS,
@@ -47,7 +47,7 @@ class BlockObjective(Objective):
 
     measures = MEASURES
 
-    def __init__(self, head: BlockHead, target: TargetEnds, config: BlockConfig) -> None:
+    def __init__(self, head: BlockHead, target: EmbeddingsAndHead, config: BlockConfig) -> None:
         super().__init__()
         self.head, self.target, self.config = head, target, config
         self.learns_prompts = config.learn_prompts
@@ -152,7 +152,7 @@ class BlockObjective(Objective):
     def _teacher(self, batch: Batch) -> Teacher:
         """What the target says after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].places
-        temperature = self.taught_at(self.config.teacher_temperature)
+        temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
             ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
@@ -181,7 +181,7 @@ def drawn(places: Tensor, num_tokens: int, most: int, seeds: tuple[int, ...]) ->
 
 
 def chosen_vocab(
-    config: BlockConfig, target: TargetEnds, train: TrainingData
+    config: BlockConfig, target: EmbeddingsAndHead, train: TrainingData
 ) -> tuple[DraftVocab, list[str]]:
     """The ids that a fresh head drafts, and what to say about them."""
     counts, always = train.token_counts(target.vocab_size), target.special_ids
@@ -190,7 +190,7 @@ def chosen_vocab(
 
 
 def architecture(
-    config: BlockConfig, target: TargetEnds, train: TrainingData, sample_from_anchor: bool
+    config: BlockConfig, target: EmbeddingsAndHead, train: TrainingData, sample_from_anchor: bool
 ) -> BlockHeadConfig:
     """Of a fresh head for a target.
 

@@ -10,37 +10,37 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
-from conf.compiler import check_compile, missing
-from conf.schema import TrainConfig, TrainRun
-from conf.statement import plain, stated
+from conf.command.compiler import check_compile, missing
+from conf.command.provenance import provenance
+from conf.command.statement import plain, stated
+from conf.settings.common import TrainConfig, TrainRun
 from data.embedded import fill_unset
-from data.endpoint import Endpoint
-from data.features import FeatureStore, TrainingData
-from data.pack import DataReport, PackedDataset, prepare
-from data.provenance import provenance
+from data.features.reader import FeatureStore, TrainingData
+from data.prepared.pack import DataReport, PackedDataset, prepare
+from data.servers.endpoint import Endpoint
 from eval.measure.asked import follow, follow_or_tell
-from heads.target.ends import TargetEnds
-from heads.target.identity import Identity, identify, told_of_another
-from heads.target.kernels import told_of_kernels
-from heads.target.load import load_target
-from heads.target.model import Reads, Target
-from train.dist import processes
-from train.dist.placement import strategy_name
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.identity import Identity, identify, told_of_another
+from heads.target_model.kernels import told_of_kernels
+from heads.target_model.load import load_target
+from heads.target_model.model import Taps, Target
 from train.loop import loop, memory
 from train.loop.job import Evaluate, Job, Outcome
 from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rounds import API_KEY, Rollouts
 from train.loop.settle import described, settled_length, settled_optimizer
-from train.loop.stored import check_reads, identity_of, load_ends, open_store
+from train.loop.stored import check_taps, identity_of, load_ends, open_store
 from train.loss.sizes import Setting
 from train.objective import Objective
+from train.parallel import processes
+from train.parallel.placement import strategy_name
 
 LOGITS_THAT_PAY = 3e10
 """Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
 
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
-"""From the target (`Target`, or `TargetEnds` beside a feature store) and the training data to the
+"""From the target (`EmbeddingsAndHead` beside a feature store) and the training data to the
 objective and what to say about it."""
 
 
@@ -59,14 +59,14 @@ class Source:
         replay: tau on held-out prompts, for a depth and what the head reads.
     """
 
-    target: TargetEnds
+    target: EmbeddingsAndHead
     identity: Identity
     checksum: str
     train: TrainingData
     heldout: TrainingData
     report: DataReport
     lines: list[str]
-    replay: Callable[[int, Reads], Replay]
+    replay: Callable[[int, Taps], Replay]
 
 
 Measure = Callable[[Any, Source, Objective], Evaluate | None]
@@ -74,7 +74,7 @@ Measure = Callable[[Any, Source, Objective], Evaluate | None]
 
 def replayed(_config: TrainRun, source: Source, objective: Objective) -> Evaluate | None:
     """Tau on held-out prompts, if there are any."""
-    replay = source.replay(objective.depth, objective.head.reads)
+    replay = source.replay(objective.depth, objective.head.taps)
     return replay if replay.prompts else None
 
 
@@ -115,7 +115,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     if compiled:
         objective.compile_parts()
     if store is not None:
-        check_reads(store, objective.head.reads)
+        check_taps(store, objective.head.taps)
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""

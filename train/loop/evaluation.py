@@ -10,11 +10,11 @@ from tqdm import tqdm
 
 from train.batch.prefetch import on_device, stacked
 from train.batch.rows import Batch
-from train.dist import processes
-from train.dist.placement import Placement
 from train.loop.job import Job
 from train.loop.tracking import figures
 from train.objective import Objective
+from train.parallel import processes
+from train.parallel.placement import Placement
 
 ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,

@@ -16,17 +16,13 @@ from torch import Tensor
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from conf.places import make_folder
-from conf.schema import InputError
-from eval.clock import Stopwatch
-from heads.cache import upload
+from conf.command.clock import Stopwatch
+from conf.errors import InputError
+from conf.paths import make_folder
+from heads.decoding.cache import upload
 from train import schedule
 from train.batch.prefetch import Prefetcher, on_device, stacked
 from train.batch.rows import NOISE_SEEDS, Batch
-from train.dist import checkpoint, processes
-from train.dist.launch import stop_signals
-from train.dist.optimizers import state_keys
-from train.dist.placement import Placement, place
 from train.loop import resume
 from train.loop.evaluation import evaluate
 from train.loop.job import Job, Outcome
@@ -34,6 +30,10 @@ from train.loop.rounds import Round
 from train.loop.skipping import Skipped
 from train.loop.tracking import Metrics, as_line, figures
 from train.loss.losses import Sums
+from train.parallel import checkpoint, processes
+from train.parallel.launch import stop_signals
+from train.parallel.optimizers import state_keys
+from train.parallel.placement import Placement, place
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:
@@ -260,7 +260,7 @@ class Run:
         for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
             seeds = tuple(schedule.draw_seed(self.job.seed, step, index) for index in group)
             batch = self.skipped.blanked(stacked(self.round.data, group), group)
-            batches.append(objective.taught({**batch, NOISE_SEEDS: seeds}))
+            batches.append(objective.training_batch({**batch, NOISE_SEEDS: seeds}))
         return batches
 
     def _prepared(self, batch: Batch) -> Batch:
@@ -331,7 +331,7 @@ class Run:
     def _is_bad(self, index: int) -> bool:
         """Whether the loss of one sequence alone is not finite; run on all processes alike."""
         objective = self.job.objective
-        batch = objective.taught({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
+        batch = objective.training_batch({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
         with self.placement.gathered():
             # As in an evaluation: without the hooks of a strategy.
             terms = objective.forward(self._prepared(batch), self._weights.to(self.device)).terms

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from conf.schema import InputError, TrainConfig
-from heads.target.ends import TargetEnds
-from heads.target.model import Target
-from heads.target.sizes import inner_width
-from train.dist.optimizers import state_keys
-from train.dist.processes import ZERO_BUCKET
+from conf.errors import InputError
+from conf.settings.common import TrainConfig
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Target
+from heads.target_model.sizes import inner_width
 from train.loss.sizes import FLOAT32, Setting
 from train.objective import Objective
+from train.parallel.optimizers import state_keys
+from train.parallel.processes import ZERO_BUCKET
 
 Parts = dict[str, int]
 REMEDIES = (
@@ -55,7 +56,7 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
     return {name: size for name, size in fullest.items() if size}
 
 
-def target_bytes(target: TargetEnds) -> int:
+def target_bytes(target: EmbeddingsAndHead) -> int:
     """Of its weights, or of its ends beside a feature store; of what lies where the head does."""
     whole: Any = target.model if isinstance(target, Target) else None
     if whole is not None:
@@ -108,12 +109,12 @@ def _reduction(head: Any, setting: Setting) -> int:
 def _states(objective: Objective, setting: Setting) -> int:
     """N (1 + layers read) H t of this micro batch and, on CUDA, the next (`Prefetcher`)."""
     target: Any = objective.target
-    read = 1 + len(objective.head.reads.layers)
+    read = 1 + len(objective.head.taps.layers)
     here = setting.tokens * read * target.hidden_size * target.dtype.itemsize
     return (2 if setting.cuda else 1) * here
 
 
-def _pass(target: TargetEnds, setting: Setting) -> int:
+def _pass(target: EmbeddingsAndHead, setting: Setting) -> int:
     """Of a layer without gradients: 3 N I t in its MLP and 4 N H t beside it."""
     if not isinstance(target, Target):
         return 0

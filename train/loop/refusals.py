@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from conf.schema import TrainRun
+from conf.settings.common import TrainRun
 from eval.refusals import check_inputs
-from train.dist.launch import check_out_dir
+from train.parallel.launch import check_out_dir
 
 
 def check_training(config: TrainRun) -> None:

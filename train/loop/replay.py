@@ -11,15 +11,15 @@ from itertools import accumulate, islice
 
 from torch import Tensor
 
-from data.features import StoredDataset, restore
-from data.layout import HIDDEN
-from data.pack import PackedDataset
+from data.features.layout import HIDDEN
+from data.features.reader import StoredDataset, restore
+from data.prepared.pack import PackedDataset
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import Replayable, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target, TargetOutput
-from heads.tree import Tree
+from heads.decoding.tree import Tree
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
 
 MAX_PROMPT_TOKENS = 256
 MAX_NEW_TOKENS = 64
@@ -32,13 +32,13 @@ class Replay(ABC):
     Args:
         prompts: token ids up to where the answer starts.
         depth: draft tokens of the chain.
-        reads: what the head reads of the target.
+        taps: what the head reads of the target.
     """
 
-    def __init__(self, prompts: list[list[int]], depth: int, reads: Reads) -> None:
+    def __init__(self, prompts: list[list[int]], depth: int, taps: Taps) -> None:
         self.prompts = prompts
         self.depth = depth
-        self.reads = reads
+        self.taps = taps
 
     @property
     @abstractmethod
@@ -65,11 +65,11 @@ class HeldoutReplay(Replay):
         target: the frozen target.
         prompts: token ids up to where the answer starts.
         depth: draft tokens of the chain.
-        reads: what the head reads of the target.
+        taps: what the head reads of the target.
     """
 
-    def __init__(self, target: Target, prompts: list[list[int]], depth: int, reads: Reads) -> None:
-        super().__init__(prompts, depth, reads)
+    def __init__(self, target: Target, prompts: list[list[int]], depth: int, taps: Taps) -> None:
+        super().__init__(prompts, depth, taps)
         self.target = target
 
     @cached_property
@@ -78,7 +78,7 @@ class HeldoutReplay(Replay):
         found = []
         for prompt in self.prompts:
             answer = greedy_answer(self.target, prompt)
-            found.append((answer, self.target.read_response(prompt, answer, self.reads)))
+            found.append((answer, self.target.read_response(prompt, answer, self.taps)))
         return found
 
 
@@ -90,16 +90,21 @@ class StoredReplay(Replay):
         stored: the split `replay`.
         num_prompts: at most.
         depth: draft tokens of the chain.
-        reads: what the head reads of the target.
+        taps: what the head reads of the target.
     """
 
     def __init__(
-        self, ends: TargetEnds, stored: StoredDataset, num_prompts: int, depth: int, reads: Reads
+        self,
+        ends: EmbeddingsAndHead,
+        stored: StoredDataset,
+        num_prompts: int,
+        depth: int,
+        taps: Taps,
     ) -> None:
         self.ends = ends
         self.rows = [stored.read(index) for index in range(min(num_prompts, len(stored)))]
         prompts = [row["input_ids"][~row["loss_mask"]].tolist() for row in self.rows]
-        super().__init__(prompts, depth, reads)
+        super().__init__(prompts, depth, taps)
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
@@ -115,7 +120,7 @@ class StoredReplay(Replay):
             for name, tensor in restore(row).items()
             if name == HIDDEN or name.startswith("layers.")
         }
-        layers = {index: states[f"layers.{index}"] for index in self.reads.layers}
+        layers = {index: states[f"layers.{index}"] for index in self.taps.layers}
         some = next(iter(states.values()))
         return TargetOutput(states.get(HIDDEN, some[..., :0]), layers)
 

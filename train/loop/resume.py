@@ -10,8 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from conf.schema import InputError, Schedule, TrainConfig
-from conf.statement import changed, differences, plain
+from conf.command.statement import changed, differences, plain
+from conf.errors import InputError
+from conf.settings.common import Schedule, TrainConfig
 from train.batch.prefetch import Dataset
 from train.loop.job import Job
 from train.schedule import rate

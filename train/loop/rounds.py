@@ -21,28 +21,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.schema import InputError, RolloutConfig
-from conf.statement import changed, plain
-from data.chat import Sample
-from data.continuations import continuations
-from data.endpoint import Endpoint
-from data.pack import PackedDataset
-from eval.clock import Stopwatch
+from conf.command.clock import Stopwatch
+from conf.command.statement import changed, plain
+from conf.errors import InputError
+from conf.settings.common import RolloutConfig
+from data.prepared.pack import PackedDataset
+from data.servers.continuations import continuations
+from data.servers.endpoint import Endpoint
+from data.templates.chat import Sample
 from eval.decode.engine import Request, decode_many
 from eval.decode.generation import Generation
 from eval.decode.texts import Stops
 from eval.measure.processes import gathered
-from heads.drafting import Drafter
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import Tree
 from heads.kind import DraftHead
 from heads.kinds import kind_of
-from heads.sampling import Sampling
 from heads.storage import load_tensors, write_folder
-from heads.target.model import Target
-from heads.tree import Tree
+from heads.target_model.model import Target
 from train import schedule
 from train.batch.prefetch import Dataset
-from train.dist import processes
 from train.loop.replay import prompts_of
+from train.parallel import processes
 
 GROUP = 4
 """Answers that are dealt to a process at once, as a multiple of those it writes side by side."""

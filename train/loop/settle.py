@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from conf.schema import AUTO, Optimizer, Schedule, TrainConfig
+from conf.settings.common import AUTO, Optimizer, Schedule, TrainConfig
 from train.objective import Objective
 
 WARMUP_SHARE = 0.04

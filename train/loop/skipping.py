@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from conf.schema import InputError
+from conf.errors import InputError
 from train.batch.rows import Batch
 
 FEWEST_ALLOWED = 8

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from conf.schema import DataConfig, Dtype, InputError, TargetConfig
-from conf.schema_capture import TeacherKind
-from conf.statement import changed, differences, plain, stated
-from data.features import FeatureStore
-from data.manifest import ENDS, Plan
-from data.prepared import HOW
-from heads.target.ends import TargetEnds
-from heads.target.identity import Identity, identify
-from heads.target.load import load_tokenizer
-from heads.target.model import Reads
+from conf.command.statement import changed, differences, plain, stated
+from conf.errors import InputError
+from conf.settings.capture import TeacherKind
+from conf.settings.common import DataConfig, Dtype, TargetConfig
+from data.features.manifest import ENDS, Plan
+from data.features.reader import FeatureStore
+from data.prepared.dataset import HOW
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.identity import Identity, identify
+from heads.target_model.load import load_tokenizer
+from heads.target_model.model import Taps
 
 
 def open_store(data: DataConfig, target: TargetConfig) -> FeatureStore:
@@ -35,13 +36,13 @@ def open_store(data: DataConfig, target: TargetConfig) -> FeatureStore:
     return store
 
 
-def load_ends(store: FeatureStore, device: torch.device) -> TargetEnds:
+def load_ends(store: FeatureStore, device: torch.device) -> EmbeddingsAndHead:
     """The embedding and the output head of the store's target.
 
     Raises:
         InputError: a file is missing or damaged.
     """
-    return TargetEnds.load(store.check_file(ENDS).parent, device)
+    return EmbeddingsAndHead.load(store.check_file(ENDS).parent, device)
 
 
 def identity_of(plan: Plan) -> Identity:
@@ -49,22 +50,22 @@ def identity_of(plan: Plan) -> Identity:
     return Identity(**{field.name: plan.target[field.name] for field in fields(Identity)})
 
 
-def check_reads(store: FeatureStore, reads: Reads) -> None:
+def check_taps(store: FeatureStore, taps: Taps) -> None:
     """Refuses a head that reads what the store does not hold.
 
     Raises:
         InputError: naming it, and how to capture it.
     """
     contents = store.manifest.plan.contents
-    missing = sorted(set(reads.layers) - set(contents.layers))
+    missing = sorted(set(taps.layers) - set(contents.layers))
     if missing:
-        wanted = ",".join(map(str, sorted(reads.layers)))
+        wanted = ",".join(map(str, sorted(taps.layers)))
         raise InputError(
             f"head.layers: the head reads {missing}, but data.features={store.folder} has "
             f"{list(contents.layers)}: name some of those, or capture with layers=[{wanted}]"
         )
     # Every head reads layers, or else the last hidden state.
-    if not reads.layers and contents.teacher is not TeacherKind.hidden:
+    if not taps.layers and contents.teacher is not TeacherKind.hidden:
         raise InputError(
             f"data.features={store.folder} was captured with teacher={contents.teacher.value} and "
             "has no last hidden states, which this head reads: capture with teacher=hidden, or "

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from conf.schema import InputError, LogConfig, Tracker
-from data.journal import write_whole
+from conf.command.journal import write_whole
+from conf.errors import InputError
+from conf.settings.common import LogConfig, Tracker
 from train.objective import Objective
 
 START_TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from conf.schema_blocks import BlockConfig, SlotWeights
+from conf.settings.blocks import BlockConfig, SlotWeights
 from heads.vocab import DraftVocab
 from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
 from train.loss.divergences import LossGrad, Softmax, divergence

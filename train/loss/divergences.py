@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from conf.schema_eagle import Divergence
+from conf.settings.eagle import Divergence
 from train.loss.ranking import fast_argmax
 
 MIN_ALPHA = 1e-6

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.schema_eagle import EagleConfig, StepNormalizer
-from data.layout import HIDDEN
+from conf.settings.eagle import EagleConfig, StepNormalizer
+from data.features.layout import HIDDEN
 from heads.vocab import DraftVocab
 from train.batch.rows import SUPERVISION, UNROLLED, Batch
 from train.loss.divergences import LossGrad, Pair, Softmax, divergence, top_k

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from heads.projection import Projection
+from heads.layers.projection import Projection
 from train.batch.rows import SortedIndices
 from train.loss.divergences import Softmax
 from train.loss.pieces import Where, balanced, number_of, part_of, rows_of

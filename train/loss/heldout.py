@@ -4,9 +4,9 @@ from functools import cached_property
 
 import torch
 
-from data.layout import HIDDEN
-from heads.target.adapter import Adapter
-from heads.target.model import Reads, Target
+from data.features.layout import HIDDEN
+from heads.target_model.adapter import Adapter
+from heads.target_model.model import Taps, Target
 from train.batch.prefetch import Dataset, on_device, stacked
 from train.batch.rows import indexed
 from train.batch.states import with_states
@@ -51,6 +51,6 @@ class HeldoutLoss:
         sums = torch.zeros(2, device=self.target.device)
         for index in range(min(len(self.heldout), self.num_sequences)):
             batch = on_device(indexed(stacked(self.heldout, [index]), 0), self.target.device)
-            hidden = with_states(self.target, batch, Reads())[HIDDEN]
+            hidden = with_states(self.target, batch, Taps())[HIDDEN]
             sums += target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
         return float(sums[0] / sums[1])

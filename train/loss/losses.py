@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from heads.projection import Projection
-from heads.target.ends import TargetEnds
+from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.rows import SUPERVISION, Batch, Rows, Unrolled, labels_of
 from train.loss.divergences import Softmax, kl
 from train.loss.fused import Part, RowLosses, Scales, Teacher, fused_linear
@@ -123,7 +123,7 @@ def medusa_loss(
 
 
 def target_loss(
-    target: TargetEnds,
+    target: EmbeddingsAndHead,
     hidden: Tensor,
     batch: Batch,
     scale: Tensor,

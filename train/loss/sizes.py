@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf.schema import Dtype, TrainConfig
-from heads.target.load import resolve_dtype
+from conf.settings.common import Dtype, TrainConfig
+from heads.target_model.load import resolve_dtype
 from train.loss import fused
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heads.target.ends import TargetEnds
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 from train.loss.divergences import Pair, Softmax, dot, p_log_p
 from train.loss.fused import piece_rows
@@ -49,7 +49,7 @@ class HiddenTeacher:
         temperature: divides the logits.
     """
 
-    target: TargetEnds
+    target: EmbeddingsAndHead
     vocab: DraftVocab
     hidden: Tensor
     temperature: float = 1.0

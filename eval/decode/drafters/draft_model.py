@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.cache import Kept, TreeCache, upload
-from heads.drafting import PAD, Draft, Roots, Seen, tree_layout
-from heads.sampling import GREEDY, Generators, Sampling
-from heads.target.model import Reads, Target
-from heads.target.prefill import last_states
-from heads.tree import Tree
+from heads.decoding.cache import Kept, TreeCache, upload
+from heads.decoding.drafting import PAD, Draft, Roots, Seen, tree_layout
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps, Target
+from heads.target_model.prefill import last_states
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DraftModel:
         vocab_size: V of the target, unless it is the draft model's.
     """
 
-    reads = Reads()
+    taps = Taps()
     static_nodes = None
 
     def __init__(

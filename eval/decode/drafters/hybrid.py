@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.decode.drafters.suffix import Suffix
-from heads.drafting import PAD, Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import PAD, Draft, Drafter, Roots, Seen
 
 KEPT = 0.5
 """Of the tokens that a suffix draft counts on, the share that was right on 72 prompts of six kinds;
@@ -34,7 +34,7 @@ class Hybrid:
 
     def __init__(self, head: Drafter, suffix: Suffix, expected: float) -> None:
         self.head, self.suffix, self.expected = head, suffix, expected
-        self.reads = head.reads
+        self.taps = head.taps
         self.means: list[float] = []
         self.copied: list[bool] = []
 

@@ -18,9 +18,9 @@ from collections import OrderedDict
 
 import torch
 
-from heads.cache import upload
-from heads.drafting import PAD, Draft, Roots, Seen
-from heads.target.model import Reads
+from heads.decoding.cache import upload
+from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.target_model.model import Taps
 
 Ngram = tuple[int, ...]
 
@@ -115,7 +115,7 @@ class Lookahead:
         num_guesses: n-grams kept and checked per first token.
     """
 
-    reads = Reads()
+    taps = Taps()
     static_nodes = None
 
     def __init__(self, window: int = 7, level: int = 5, num_guesses: int = 7) -> None:

@@ -1,7 +1,7 @@
 """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
-from heads.drafting import Draft, Roots, Seen
-from heads.target.model import Reads
+from heads.decoding.drafting import Draft, Roots, Seen
+from heads.target_model.model import Taps
 
 
 class _Table:
@@ -90,7 +90,7 @@ class _FromText:
         min_ngram: shortest.
     """
 
-    reads = Reads()
+    taps = Taps()
     static_nodes = None
     table: type[_Table]
 
@@ -100,7 +100,7 @@ class _FromText:
         self.tables: list[_Table] = []
 
     def observe(self, seen: Seen) -> None:
-        """Reads on; a root is in the table since it was proposed from."""
+        """Taps on; a root is in the table since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.tables:
             self.tables = [self.table(*self.limits) for _ in seen.token_ids]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.cache import upload
-from heads.drafting import Draft, Roots, Seen
-from heads.target.model import Reads
-from heads.tree import Tree
+from heads.decoding.cache import upload
+from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps
 
 
 class Oracle:
@@ -27,7 +27,7 @@ class Oracle:
         seed: of the mistakes, which depend on nothing else but text and place.
     """
 
-    reads = Reads()
+    taps = Taps()
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ import torch
 
 from eval.decode.drafters.draft_model import read_rows, room
 from eval.decode.texts import common_prefix
-from heads.cache import Kept, TreeCache
-from heads.drafting import Draft, Roots, Seen
-from heads.target.model import Reads, Target
+from heads.decoding.cache import Kept, TreeCache
+from heads.decoding.drafting import Draft, Roots, Seen
+from heads.target_model.model import Taps, Target
 
 CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
 MAX_CHARACTER_BYTES = 4
@@ -128,7 +128,7 @@ class OtherTokenizer:
         window: target tokens at the end of the text that may still be tokenized anew.
     """
 
-    reads = Reads()
+    taps = Taps()
     static_nodes = None
 
     def __init__(

@@ -11,10 +11,10 @@ Letters: B texts, N tree nodes (root included), V vocabulary.
 import torch
 from torch import Tensor
 
-from heads.cache import upload
-from heads.drafting import PAD, Draft, Roots, Seen
-from heads.target.model import Reads
-from heads.tree import Tree
+from heads.decoding.cache import upload
+from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.decoding.tree import Tree
+from heads.target_model.model import Taps
 
 NUM_SUCCESSORS = 8
 CPU_NODES, GPU_NODES = 8, 80
@@ -60,7 +60,7 @@ class Recycling:
         tree: with ranks below 8.
     """
 
-    reads = Reads()
+    taps = Taps()
 
     def __init__(self, successors: Successors, tree: Tree) -> None:
         self.successors, self.tree = successors, tree

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.cache import TreeCache, upload
-from heads.drafting import Draft, Roots, Seen, chain_nodes
-from heads.sampling import GREEDY, Generators, Sampling
-from heads.target.ends import TargetEnds
-from heads.target.model import Reads, Target
-from heads.tree import Tree
+from heads.decoding.cache import TreeCache, upload
+from heads.decoding.drafting import Draft, Roots, Seen, chain_nodes
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import Tree
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target
 
 
 def early_exit(target: Target, num_layers: int) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class SelfDraft:
         ends: its output head while it drafts, if that is another.
     """
 
-    reads = Reads()
+    taps = Taps()
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SelfDraft:
         num_tokens: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
-        ends: TargetEnds | None = None,
+        ends: EmbeddingsAndHead | None = None,
     ) -> None:
         assert num_tokens > 0
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens

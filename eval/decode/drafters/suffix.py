@@ -9,8 +9,8 @@ runs that were met once are not unfolded, so that a text costs a few nodes per t
 one per token and depth.
 """
 
-from heads.drafting import Draft, Roots, Seen
-from heads.target.model import Reads
+from heads.decoding.drafting import Draft, Roots, Seen
+from heads.target_model.model import Taps
 
 
 class _Run:
@@ -145,7 +145,7 @@ class Suffix:
         min_prob: see `_best`.
     """
 
-    reads = Reads()
+    taps = Taps()
     static_nodes = None
 
     def __init__(
@@ -155,7 +155,7 @@ class Suffix:
         self.texts: list[_Text] = []
 
     def observe(self, seen: Seen) -> None:
-        """Reads on; a root is in the text since it was proposed from."""
+        """Taps on; a root is in the text since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.texts:
             self.texts = [_Text(self.answers) for _ in seen.token_ids]

@@ -1,4 +1,4 @@
-"""Reads exported DFlash heads as their engine would; see `eval/parity/blocks.py`."""
+"""Taps exported DFlash heads as their engine would; see `eval/parity/blocks.py`."""
 
 from eval.parity.block_shape import BlockReader, BlockShape
 from eval.parity.blocks import ServedBlocks

@@ -1,4 +1,4 @@
-"""Reads exported DFlash-2 heads as their engine would; see `eval/parity/blocks.py`.
+"""Taps exported DFlash-2 heads as their engine would; see `eval/parity/blocks.py`.
 
 Letters: S rows of a text, R of a block, H hidden, G groups of channels, V vocabulary, r rank.
 """

@@ -1,4 +1,4 @@
-"""Reads exported DSpark heads as their engine would; see `eval/parity/blocks.py`.
+"""Taps exported DSpark heads as their engine would; see `eval/parity/blocks.py`.
 
 Letters: S rows, W drafted ids, H hidden, V vocabulary, r rank.
 """

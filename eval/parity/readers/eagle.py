@@ -1,4 +1,4 @@
-"""Reads an exported EAGLE head as its engine would, and computes its logits.
+"""Taps an exported EAGLE head as its engine would, and computes its logits.
 
 Letters as in `eval/parity/chain.py`; R compared ids, L layers of the target.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.chain import LAYER, Chain
 from eval.parity.engines import ENGINES, Engine, Place
 from eval.parity.files import Export, Golden

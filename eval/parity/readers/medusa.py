@@ -1,4 +1,4 @@
-"""Reads exported Medusa heads as their engine would, and computes their logits.
+"""Taps exported Medusa heads as their engine would, and computes their logits.
 
 Sources, read November 2026: vLLM 0.32 `model_executor/models/medusa.py` and
 `transformers_utils/configs/medusa.py`; TGI `layers/medusa.py`; TensorRT-LLM
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.config import Settings
 from eval.parity.files import Export, Golden
 

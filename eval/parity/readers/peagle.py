@@ -1,4 +1,4 @@
-"""Reads an exported P-EAGLE head as its engine would, and computes its logits.
+"""Taps an exported P-EAGLE head as its engine would, and computes its logits.
 
 Letters as in `eval/parity/chain.py`.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from conf.schema import InputError
+from conf.errors import InputError
 from eval.parity.chain import FLAGS, Chain
 from eval.parity.engines import ENGINES
 from eval.parity.files import Export, Golden

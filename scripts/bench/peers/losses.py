@@ -79,8 +79,8 @@ Loss = Callable[[], Tensor]
 
 def ours(inputs: LossInputs) -> Loss:
     """`train.loss.fused` as `train/eagle.py` uses it."""
-    from conf.schema_eagle import EagleConfig
-    from heads.projection import Projection
+    from conf.settings.eagle import EagleConfig
+    from heads.layers.projection import Projection
     from heads.vocab import DraftVocab
     from train.batch.rows import SortedIndices
     from train.loss.eagle import EagleCriterion

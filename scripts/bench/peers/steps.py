@@ -163,7 +163,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
 
     `compiled` is `train.compile=true`.
     """
-    from conf.schema_eagle import EagleConfig, OutputHead, TokenNormalizer
+    from conf.settings.eagle import EagleConfig, OutputHead, TokenNormalizer
     from heads.eagle.head import EagleHead
     from heads.vocab import DraftVocab
     from train.eagle import EagleObjective
@@ -182,7 +182,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
 
 def medusa(job: StepJob, inputs: StepInputs) -> Training:
     """`train/medusa.py`, with heads weighed as the original does."""
-    from conf.schema_medusa import Labels, MedusaConfig
+    from conf.settings.medusa import Labels, MedusaConfig
     from heads.medusa.head import MedusaHead
     from train.medusa import MedusaObjective
 
@@ -194,12 +194,12 @@ def medusa(job: StepJob, inputs: StepInputs) -> Training:
 
 def target_of(job: StepJob, inputs: StepInputs) -> Any:
     """The two ends of the target."""
-    from heads.target.ends import TargetEnds
+    from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
     output_head = nn.Linear(job.hidden, job.vocab, bias=False).requires_grad_(False)
     output_head.weight.data = inputs.output_head
-    return TargetEnds(job.llama(), embedding, output_head, None, None, "random")
+    return EmbeddingsAndHead(job.llama(), embedding, output_head, None, None, "random")
 
 
 def ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:

@@ -1,4 +1,4 @@
-"""Reads an exported toy head as its engine would."""
+"""Taps an exported toy head as its engine would."""
 
 from collections.abc import Iterator
 

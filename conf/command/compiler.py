@@ -1,0 +1,69 @@
+"""What torch.compile needs besides torch, which comes without compilers.
+
+On a CPU its kernels are C++; on CUDA they are Triton's, which compiles in C what launches them.
+Both go through Python.h, which many images of a cluster lack.
+"""
+
+import os
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+from conf.errors import InputError
+
+_HEADER = "Python.h"
+
+
+def missing(device_type: str) -> str:
+    """What is not here of what torch.compile needs on `cuda` or `cpu`, and how to get it.
+
+    Source: `triton/runtime/build.py` and `torch/_inductor/cpp_builder.py`, which look where this
+    does.
+    """
+    found = [_toolchain(device_type), _header()]
+    if device_type == "cuda" and find_spec("triton") is None:
+        found.append("Triton (pip install triton)")
+    return ", ".join(filter(None, found))
+
+
+def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
+    """Refuses to compile where that cannot be done.
+
+    Args:
+        setting: that asks for it.
+        asked: its value.
+        device_type: `cuda` or `cpu`.
+
+    Raises:
+        InputError: what is missing.
+    """
+    if asked and (what := missing(device_type)):
+        raise InputError(f"{setting}=true: torch.compile needs {what}; or set {setting}=false")
+
+
+def _toolchain(device_type: str) -> str:
+    """Empty where there is one; a name in the environment counts alone."""
+    on_cpu = device_type == "cpu"
+    variable, language = ("CXX", "C++") if on_cpu else ("CC", "C")
+    names = ["g++"] if on_cpu else ["gcc", "clang"]
+    named = os.environ.get(variable)
+    if any(map(which, names if named is None else [named])):
+        return ""
+    where = f"{' or '.join(names)} on PATH, or what {variable} names"
+    if named is not None:
+        where = f"{variable}={named} is no program"
+    return f"a {language} compiler ({where}; e.g. apt-get install {names[0]})"
+
+
+def _header() -> str:
+    """Empty where a compiler finds it."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder that it leaves empty.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    include = sysconfig.get_paths(scheme)["include"]
+    searched = (os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))
+    folders = [include, *(each for paths in searched for each in paths.split(os.pathsep) if each)]
+    if any((Path(folder) / _HEADER).is_file() for folder in folders):
+        return ""
+    return f"{_HEADER} (in {include}; e.g. apt-get install python3-dev)"

@@ -1,0 +1,201 @@
+"""The door of every command: command line in, checked dataclass out, before heavy imports."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast, get_type_hints
+
+import hydra
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, errors
+
+from conf.command import help as words
+from conf.command.threads import rest_while_waiting
+from conf.errors import InputError
+
+RECIPES = Path(__file__).resolve().parents[1] / "head"
+HYDRA = {
+    "run": {"dir": "."},
+    "sweep": {"dir": "${out_dir}", "subdir": "."},
+    "output_subdir": None,
+}
+"""It writes nothing of its own: rank 0 saves the resolved configuration beside the results."""
+HELP, SWEEP = {"--help", "-h"}, {"--multirun", "-m"}
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Command(Generic[Config]):
+    """A command, as its script declares it.
+
+    Attributes:
+        doc: the script's docstring, which `--help` begins with.
+        schema: the dataclass from `conf.settings.common` or a neighbour that its `main` takes.
+        name: of the command.
+        recipes: of `conf/head/` that its heads may have, first the one that argv need not name.
+        check: refuses, without heavy imports, what the settings name and is not there.
+    """
+
+    doc: str | None
+    schema: type[Config]
+    name: str
+    recipes: tuple[str, ...] = ()
+    check: Callable[[Config], None] | None = None
+
+    def begin(self) -> None:
+        """Answers `--help`, or looks at the settings; returns where there is something to run.
+
+        Scripts call it before they import what takes seconds. Settings are looked at for all jobs
+        of a sweep; a wrong one ends the process.
+        """
+        rest_while_waiting()
+        argv = sys.argv[1:]
+        if HELP & set(argv):
+            _refusing(partial(self._help, argv))
+            sys.exit(0)
+        looked = []
+        jobs = _jobs(argv)
+        for number, job in enumerate(jobs):
+
+            def look(composed: DictConfig, number: int | None = number) -> None:
+                looked.append(_checked(composed, number if SWEEP & set(argv) else None))
+                if self.check is not None:
+                    self.check(looked[-1])
+
+            self._hydra(look, job)
+        if not looked:  # Hydra had something to show, such as `--cfg job`
+            sys.exit(0)
+
+    def run(self, main: Callable[[Config], None]) -> None:
+        """Runs `main` with the settings composed from its schema, a recipe and argv.
+
+        A sweep (`--multirun`) gives job n the folder `out_dir/n`, the same on every process.
+        """
+
+        def job(composed: DictConfig) -> None:
+            of_hydra = HydraConfig.get()
+            number = of_hydra.job.num if of_hydra.mode == RunMode.MULTIRUN else None
+            main(_checked(composed, number))
+
+        self._hydra(job, sys.argv[1:])
+
+    def composed(self, overrides: list[str]) -> DictConfig:
+        """The settings before they are checked, with the recipe's and these."""
+        self._register()
+        with initialize(version_base=None, config_path=None):
+            return compose(self._node, overrides)
+
+    def _hydra(self, task: Callable[[DictConfig], None], argv: list[str]) -> None:
+        self._register()
+        before = sys.argv
+        sys.argv = [before[0], *argv]
+
+        def refusing(composed: DictConfig) -> None:
+            _refusing(partial(task, composed))
+
+        try:
+            hydra.main(version_base=None, config_path=str(RECIPES), config_name=self._node)(
+                refusing
+            )()
+        finally:
+            sys.argv = before
+
+    @property
+    def _node(self) -> str:
+        """Hydra's name of the settings; some commands are called like a recipe."""
+        return f"{self.name}_command"
+
+    def _register(self) -> None:
+        """Tells Hydra what the settings are composed from."""
+        store = ConfigStore.instance()
+        store.store(name=f"{self.name}_schema", node=self.schema)
+        for recipe in self.recipes:
+            node = OmegaConf.load(RECIPES / f"{recipe}.yaml")
+            store.store(group="head", name=recipe, node=node, package="_global_")
+        head = [{"head": recipe} for recipe in self.recipes[:1]]
+        loggings = ("job_logging", "hydra_logging")
+        silent = [{f"override hydra/{each}": "disabled"} for each in loggings]
+        defaults = [f"{self.name}_schema", "_self_", *head, *silent]
+        settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
+        store.store(name=self._node, node=settings)
+
+    def _help(self, argv: list[str]) -> None:
+        """Prints all settings, or those that argv names; overrides beside them show in values."""
+        given = [each for each in argv if not each.startswith("-")]
+        overrides = [each for each in given if "=" in each]
+        try:
+            composed = self.composed(overrides)
+        except HydraException as error:
+            raise InputError(str(error)) from error
+        settings = words.settings(self.schema, composed)
+        asked = [each for each in given if "=" not in each]
+        if asked:
+            text = "\n\n".join(words.explained(settings, name) for name in asked)
+        else:
+            text = words.page(self.doc or "", settings, self.recipes)
+        try:
+            print(text, flush=True)  # noqa: T201
+        except BrokenPipeError:  # `| head` has seen enough, and Python would flush again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def head_recipe(schema: type[Config], name: str) -> Config:
+    """The head's settings in `conf/head/{name}.yaml`, a recipe that builds on no other.
+
+    Args:
+        schema: the dataclass that they fill.
+        name: of the recipe; one that is not there is an OSError.
+    """
+    given = OmegaConf.load(RECIPES / f"{name}.yaml")
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(schema, given.head)))
+
+
+def _jobs(argv: list[str]) -> list[list[str]]:
+    """The command lines of a sweep; otherwise the one that there is."""
+    if not SWEEP & set(argv):
+        return [argv]
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    given = [each for each in argv if not each.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(given)
+        return BasicSweeper.split_arguments(parsed, None)[0]
+    except HydraException:  # is told about in Hydra's own words
+        return [given]
+
+
+def _refusing(task: Callable[[], None]) -> None:
+    """Runs something; ends the process with the message where it refuses the user's input."""
+    try:
+        task()
+    except InputError as error:
+        # On every node: what is wrong may be wrong on one of them only.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+def _checked(composed: DictConfig, number: int | None) -> Any:
+    """The settings as dataclasses; of job `number` of a sweep with a folder of its own."""
+    if number is not None:
+        composed.out_dir = str(Path(composed.out_dir) / str(number))
+    try:
+        return OmegaConf.to_object(composed)
+    except errors.MissingMandatoryValue as error:
+        raise InputError(f"{error.full_key} is unset{_allowed(error)}") from error
+
+
+def _allowed(error: errors.MissingMandatoryValue) -> str:
+    kind = get_type_hints(error.object_type)[str(error.key)]
+    if issubclass(kind, Enum):
+        return f"; allowed: {', '.join(each.value for each in kind)}"
+    return ": set it on the command line"

@@ -1,0 +1,230 @@
+"""What `--help` says: every setting of a command, with the words that its dataclass has for it."""
+
+import ast
+import inspect
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from conf.errors import InputError
+
+FIRST, LAST = ("target", "data", "prompts", "head"), ("out_dir", "seed")
+"""What is needed first, behind what must be set, and last; the rest as its dataclass has it."""
+UNSET = "???"
+COLUMN = 34
+"""Where words begin."""
+KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+END = (
+    "KEY=VALUE sets a setting; lists are [1,2], nothing is null. `--help KEY` and `--help SECTION` "
+    "tell more. Of Hydra: --multirun (a sweep over KEY=1,2), --cfg job (the settings as they would "
+    "be), --hydra-help (everything)."
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a command.
+
+    Attributes:
+        section: the dataclass that it stands in, as a dotted name; empty for the command itself.
+        name: dotted, as it is set.
+        value: unless it is set, as it is typed.
+        kind: what may be given.
+        words: about it, from its dataclass.
+        choices: the values of an enum, with the words that some have.
+        about: its section, from that dataclass.
+    """
+
+    section: str
+    name: str
+    value: str
+    kind: str
+    words: str
+    choices: dict[str, str]
+    about: str
+
+
+def settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
+    """All settings of a command, in the order in which people need them.
+
+    Args:
+        schema: its dataclass.
+        composed: the values to show.
+    """
+    return list(_settings(schema, composed, "", ""))
+
+
+def page(doc: str, found: list[Setting], recipes: tuple[str, ...]) -> str:
+    """What a command does, all its settings, and how they are set.
+
+    Args:
+        doc: the script's docstring.
+        found: its settings.
+        recipes: that `head=` may name; the first is taken unless it is set.
+    """
+    lines = [inspect.cleandoc(doc)]
+    for number, each in enumerate(found):
+        if number == 0 or each.section != found[number - 1].section:
+            lines += ["", *_heading(each)]
+            if each.section == "head" and recipes:
+                others = ", ".join(recipes[1:]) or "there is no other"
+                lines += _beside(f"  head={recipes[0]}", f"Recipe in conf/head; others: {others}.")
+        key = f"{each.name}={each.value}"
+        lines += _beside(f"  {key}" if each.section else key, each.words)
+        lines += _choices(each)
+    return "\n".join([*lines, "", *textwrap.wrap(END, _width())])
+
+
+def explained(found: list[Setting], name: str) -> str:
+    """A setting, or all of a section, with what may be given.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    chosen = [each for each in found if name in (each.name, each.section)]
+    if not chosen:
+        names = {each.name for each in found} | {each.section for each in found if each.section}
+        parts = {each.rpartition(".")[2]: each for each in sorted(names)}
+        near = get_close_matches(name, names, cutoff=0.7)
+        near += [parts[part] for part in get_close_matches(name.rpartition(".")[2], parts)]
+        told = f": near are {', '.join(dict.fromkeys(near))}" if near else ", see --help"
+        raise InputError(f"{name}: no setting and no section has this name{told}")
+    lines = _heading(chosen[0]) if chosen[0].section == name else []
+    for each in chosen:
+        lines += [f"{each.name}={each.value}", *_indented(f"{each.kind}."), *_indented(each.words)]
+        for value, words in each.choices.items():
+            lines += textwrap.wrap(f"{value}: {words}" if words else value, _width(),
+                                   initial_indent=" " * 4, subsequent_indent=" " * 6)  # fmt: skip
+    return "\n".join(lines)
+
+
+def _settings(schema: type[Any], composed: Any, section: str, about: str) -> Iterator[Setting]:
+    hints, words = get_type_hints(schema), words_of(schema)  # type: ignore[arg-type]
+    for name in _ordered(schema, composed, hints):
+        kind, full = hints[name], f"{section}.{name}".lstrip(".")
+        if is_dataclass(kind):
+            own = " ".join(filter(None, (inspect.getdoc(kind), words.get(name))))
+            yield from _settings(kind, composed[name], full, own)  # type: ignore[arg-type]
+            continue
+        enum = _enum(kind)
+        own = words.get(name) or (inspect.getdoc(enum) if enum else None) or ""
+        value = UNSET if OmegaConf.is_missing(composed, name) else shown(composed[name])
+        choices = {each.value: words_of(enum).get(each.name, "") for each in enum} if enum else {}
+        yield Setting(section, full, value, _kind(kind), own, choices, about)
+
+
+def _ordered(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[str]:
+    names = [each.name for each in fields(schema)]
+
+    def place(name: str) -> tuple[int, int]:
+        if name in FIRST and is_dataclass(hints[name]):
+            return 1, FIRST.index(name)
+        if OmegaConf.is_missing(composed, name):
+            return 0, names.index(name)
+        if name in LAST:
+            return 4, LAST.index(name)
+        return (3 if is_dataclass(hints[name]) else 2), names.index(name)
+
+    return sorted(names, key=place)
+
+
+def shown(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(shown(each) for each in value)}]"
+    return str(value)
+
+
+@cache
+def words_of(schema: type[Any]) -> dict[str, str]:
+    """The docstring of each attribute of a class, its bases' where it has none of its own."""
+    found: dict[str, str] = {}
+    for each in reversed(schema.__mro__):
+        if each.__module__.startswith("conf."):
+            found |= _written(each)
+    return found
+
+
+def _written(schema: type[Any]) -> dict[str, str]:
+    body = _classes(schema.__module__)[schema.__name__].body
+    found = {}
+    for statement, following in pairwise(body):
+        target = statement.target if isinstance(statement, ast.AnnAssign) else None
+        if isinstance(statement, ast.Assign):
+            target = statement.targets[0]  # type: ignore[assignment]
+        text = following.value if isinstance(following, ast.Expr) else None
+        if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+            found[target.id] = " ".join(str(text.value).split())
+    return found
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+
+
+def _enum(kind: Any) -> type[Enum] | None:
+    kinds = (kind, *get_args(kind))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return ", or ".join(dict.fromkeys(_kind(each) for each in get_args(kind)))
+    if kind is type(None):
+        return "null"
+    if get_origin(kind) is list:
+        return f"list ({_kind(get_args(kind)[0])})"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of " + ", ".join(each.value for each in kind)
+    return KINDS.get(kind, "anything")
+
+
+def _width() -> int:
+    return max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
+
+
+def _heading(setting: Setting) -> list[str]:
+    if not setting.section:
+        return []
+    return textwrap.wrap(f"{setting.section}: {setting.about}", _width())
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, _width(), initial_indent="  ", subsequent_indent="  ")
+
+
+def _beside(key: str, text: str) -> list[str]:
+    """The key, and words in a column of their own."""
+    lines = textwrap.wrap(text, _width() - COLUMN) or [""]
+    if len(key) + 2 > COLUMN:
+        return [key, *(" " * COLUMN + line for line in lines)]
+    rest = (" " * COLUMN + line for line in lines[1:])
+    return [key.ljust(COLUMN) + lines[0], *rest]
+
+
+def _choices(setting: Setting) -> list[str]:
+    """The values of an enum: each with its words, the others in one line."""
+    plain = [value for value, words in setting.choices.items() if not words]
+    lines = _beside("", f"One of {', '.join(setting.choices)}.") if setting.choices else []
+    if len(plain) == len(setting.choices):
+        return lines
+    told = [f"{value}: {words}" for value, words in setting.choices.items() if words]
+    return [*lines, *(line for each in told for line in _beside("", each))]

@@ -1,0 +1,167 @@
+"""A JSONL file that grows row by row, survives `kill -9`, and ends up in row order."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from conf.command.statement import check_unchanged
+from conf.errors import InputError
+from conf.paths import make_folder
+
+ROWS_NAME = "conversations.jsonl"
+MANIFEST_NAME = "manifest.json"
+
+
+class Journal:
+    """Rows that are finished, on disk; every row is a JSON object with an integer `id`.
+
+    A manifest beside the rows says how they were made, so that a second start either continues
+    the same work or stops. Use as a context manager: it holds the folder's lock.
+
+    Attributes:
+        done: the ids on disk.
+        num_torn: bytes of a half-written last line that were dropped at the start.
+    """
+
+    def __init__(
+        self, out_dir: Path, manifest: dict[str, object], rows_name: str = ROWS_NAME
+    ) -> None:
+        """Opens the rows of an earlier start, or begins.
+
+        Args:
+            out_dir: created if absent.
+            manifest: everything that decides what a row holds; JSON values.
+            rows_name: of the file of rows.
+
+        Raises:
+            InputError: another process writes here, the folder holds other work, or a row
+                other than the last is damaged.
+        """
+        self.path = out_dir / rows_name
+        self.done: set[int] = set()
+        self.num_torn = 0
+        make_folder(out_dir)
+        self._lock = locked(out_dir / ".lock")
+        with contextlib.ExitStack() as unless_opened:
+            unless_opened.callback(self._lock.release)
+            _check_manifest(self.path, manifest)
+            self._recover()
+            write_whole(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
+            unless_opened.pop_all()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def append(self, rows: list[dict]) -> None:
+        """Writes whole lines and waits until they are on disk; ids already there are left out."""
+        fresh = [row for row in rows if row["id"] not in self.done]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in fresh)
+        try:
+            with self.path.open("ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: {error.strerror}; finished rows are kept, start again to continue"
+            ) from error
+        self.done.update(row["id"] for row in fresh)
+
+    def rows(self) -> list[dict]:
+        """All that is on disk, in the order of the ids."""
+        found = (row for _, row in _lines(self.path)) if self.path.exists() else ()
+        return sorted(found, key=lambda row: row["id"])
+
+    def finish(self) -> list[dict]:
+        """Rewrites the file in the order of the ids, at once, and returns its rows."""
+        rows = self.rows()
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_whole(self.path, "".join(lines))
+        return rows
+
+    def _recover(self) -> None:
+        """Effects: cuts a torn last line off the file; fills `done`."""
+        if not self.path.exists():
+            return
+        size = self.path.stat().st_size
+        end = 0
+        for end, row in _lines(self.path):  # noqa: B007  the last value is used below
+            self.done.add(row["id"])
+        if end < size:
+            self.num_torn = size - end
+            os.truncate(self.path, end)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file so that a reader, or a crash, sees the old one or the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yields (offset after the line, row); ends before a last line that is torn.
+
+    A line is torn without its newline, or, after a power failure, with other bytes in it.
+    """
+    offset = 0
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            row = _parsed(line)
+            if row is None:
+                if offset + len(line) == size:
+                    return
+                raise InputError(
+                    f"{path}:{number}: not a row of this file; delete the line and start again"
+                )
+            offset += len(line)
+            yield offset, row
+
+
+def _parsed(line: bytes) -> dict | None:
+    with contextlib.suppress(ValueError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("id"), int):
+            return row
+    return None
+
+
+def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
+    out_dir, path = rows.parent, rows.parent / MANIFEST_NAME
+    if not path.exists():
+        if rows.exists():
+            raise InputError(
+                f"{out_dir}: holds a {rows.name} of unknown origin (no {MANIFEST_NAME}): "
+                "choose another out_dir"
+            )
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}): choose another out_dir") from error
+    check_unchanged(f"out_dir={out_dir} holds rows", before, manifest)
+
+
+def locked(path: Path) -> FileLock:
+    """Locks a file until it is released or its process ends, however it ends."""
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise InputError(f"{path.parent}: another process is writing here") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    return lock

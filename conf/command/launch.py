@@ -1,0 +1,73 @@
+"""What processes of a launch would do to each other, read from the environment it left."""
+
+from collections.abc import Mapping
+
+from conf.errors import InputError
+
+_SIZES = (
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+_TWO_ON_CPU = (
+    "on CPU: accelerate launch --config_file conf/accelerate/cpu2.yaml SCRIPT, or "
+    "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
+    "--mixed_precision no --dynamo_backend no SCRIPT"
+)
+
+
+def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
+    """Refuses a launch whose processes do not see each other.
+
+    Args:
+        environ: the environment variables.
+        num_processes: processes that work together, as accelerate sees them.
+
+    Raises:
+        InputError: the launcher started, or was asked for, more processes than that; each
+            would work alone and overwrite the others.
+    """
+    for name, size in _sizes(environ).items():
+        if size > num_processes:
+            raise InputError(
+                f"the launcher set {name}={size}, but only {num_processes} process sees the "
+                f"others: they would work alone, into one folder. Use {_TWO_ON_CPU}"
+            )
+    # `accelerate launch` sets the master's address for several processes only, and the world
+    # size only if it really starts them; with `--cpu --num_processes 2` it starts one.
+    launched = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_PORT" in environ
+    if launched and "WORLD_SIZE" not in environ:
+        raise InputError(
+            "accelerate was asked for several processes and started one (as it does with "
+            f"--cpu --num_processes N). Use {_TWO_ON_CPU}. If one process is wanted, pass "
+            "--num_processes 1 and unset MASTER_ADDR and MASTER_PORT"
+        )
+
+
+def check_spread(device_map: str | None, environ: Mapping[str, str]) -> None:
+    """Refuses to spread a target over devices that other processes of the launch use.
+
+    Args:
+        device_map: of the target.
+        environ: the environment variables.
+
+    Raises:
+        InputError: each process would lay a target of its own over the same devices.
+    """
+    if device_map is None:
+        return
+    for name, size in _sizes(environ).items():
+        if size > 1:
+            raise InputError(
+                f"target.device_map={device_map}: each of {size} processes ({name}) would spread "
+                "a target of its own over the same GPUs; set target.device_map=null, so that each "
+                "has its target on one GPU, or start one process (accelerate launch "
+                "--num_processes 1)"
+            )
+
+
+def _sizes(environ: Mapping[str, str]) -> dict[str, int]:
+    """Processes of the launch, by the variable that says so."""
+    return {name: int(size) for name in _SIZES if (size := environ.get(name, "")).isdigit()}

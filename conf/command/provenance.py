@@ -1,0 +1,57 @@
+"""What a head or a result was made from and with; `headsmith.json` beside a head."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from conf.command.statement import plain
+
+_PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
+
+
+def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
+    """Everything needed to make the head again.
+
+    Args:
+        config: the resolved configuration, a dataclass.
+        target: name of the target.
+        data: the data report, a dataclass.
+
+    Returns:
+        JSON content without secrets.
+    """
+    return {
+        "config": plain(config),
+        "target": target,
+        "data": plain(data),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "python": sys.version.split()[0],
+        "argv": plain(sys.argv),
+        "git": git_revision(),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of this checkout, with `+changes` if it has any; None outside git."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        revision = _git(root, "rev-parse", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{revision}+changes" if changes else revision
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return found.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,101 @@
+"""What something was made of, as flat JSON: stored with all that a run leaves, compared here.
+
+A statement holds values by dotted key: `target.*` of `heads.target_model.identity`, `data.*`, and
+the settings. Checkpoints, heads, feature stores, answers and results keep one; whoever goes on from
+them, or measures them, states anew and asks here what has changed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from conf.errors import InputError
+
+_SECRET = re.compile(r"\b(hf_|sk-|wandb_v1_)[\w-]{8,}")
+_CHECKSUM = re.compile(r"[0-9a-f]{32,}")
+_UNKNOWN = ("target.revision", "target.weights", "target.adapter_weights")
+"""Nothing is known of them where a model is not on this machine, or not from the Hub."""
+_NAMES = {
+    "target.name": ("target.weights", "target.revision"),
+    "target.adapter": ("target.adapter_weights",),
+}
+"""Where a model lies, which says nothing once one of the others is known."""
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, enums and paths as what JSON holds; anything that looks like a key masked."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if isinstance(value, str | Path):
+        return _SECRET.sub(r"\1***", str(value))
+    return value if value is None or isinstance(value, bool | int | float) else repr(value)
+
+
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    if not isinstance(value, Mapping):
+        return {key: value}
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        found |= flat(item, f"{key}.{name}" if key else name)
+    return found
+
+
+def stated(**parts: Any) -> dict[str, Any]:
+    """The statement of some parts, e.g. `target` and `data`, each a dataclass or a mapping."""
+    return flat(plain(parts))
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys of which two statements say something else, in their order.
+
+    Args:
+        before: of what was made.
+        now: of what would be made.
+    """
+    keys = dict.fromkeys([*before, *now])
+    found = [key for key in keys if before.get(key) != now.get(key)]
+    unknown = [k for k in keys if k in _UNKNOWN and None in (before.get(k), now.get(k))]
+    known = {key for key in keys if key in _UNKNOWN} - set(unknown)
+    for name, better in _NAMES.items():
+        if known & set(better) and before.get(name) and now.get(name):
+            unknown.append(name)
+    return [key for key in found if key not in unknown]
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """What two statements say under some keys, for people."""
+    return "; ".join(f"{k} was {_shown(before.get(k))}, is {_shown(now.get(k))}" for k in keys)
+
+
+def check_unchanged(holds: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with what was made in another way.
+
+    Args:
+        holds: which folder holds what, the beginning of the message.
+        before: what decided the content so far.
+        now: what would decide the rest.
+
+    Raises:
+        InputError: naming each value that differs.
+    """
+    keys = changed(before, now)
+    if keys:
+        raise InputError(
+            f"{holds} made in another way: {differences(before, now, keys)}. Name another out_dir, "
+            "or restore the setting to continue"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value, of a checksum as much as can be compared by eye."""
+    return value[:12] if isinstance(value, str) and _CHECKSUM.fullmatch(value) else repr(value)

@@ -1,0 +1,86 @@
+"""Settings that all block drafters share; `train/dflash.py` and its like add their own."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from conf.errors import InputError
+from conf.settings.common import not_negative, positive
+from conf.settings.eagle import Divergence
+
+
+class SlotWeights(Enum):
+    """What drafts of a block weigh: by depth alone, or by what the block's drafts give yet."""
+
+    decay = "decay"
+    dpace = "dpace"
+
+
+@dataclass
+class BlockConfig:
+    """A block drafter and its losses; defaults are DFlash's (arXiv 2602.06036) unless said."""
+
+    path: str | None = None
+    """A saved or published head to start from: folder or Hub id. Its architecture and draft
+    vocabulary are kept."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    layers: list[int] | None = None
+    """Target features that it fuses, as indices of `output_hidden_states`; unset takes
+    `num_features` of them in even steps."""
+    num_features: int = 5
+    """Target features that are fused."""
+    num_layers: int = 5
+    """Transformer layers of the head."""
+    block_size: int = 16
+    """Rows of a block. The first holds the token that is sure: of a head that fills in masks it
+    drafts nothing, so there is a draft token less than rows."""
+    causal: bool = False
+    """A row sees no later row of its block."""
+    window: int | None = None
+    """Tokens of the text and of its block that a row sees; unset for all."""
+    mask_token_id: int | None = None
+    """What rows hold whose token is not known; unset takes one that no text uses."""
+    own_output_head: bool = False
+    """Train an output head of its own, from the target's rows; engines know it as `lm_head`."""
+    draft_vocab_size: int | None = None
+    """Ids that a head with an output head of its own can draft; unset for all."""
+    num_anchors: int = 512
+    """Blocks of a packed sequence that learn in a step, behind tokens drawn anew in each."""
+    slot_weights: SlotWeights = SlotWeights.decay
+    """`decay`, or `dpace` (arXiv 2605.18810): how many tokens a block is expected to give from this
+    draft on, by what the head makes of the text's tokens now."""
+    slot_gamma: float = 7.0
+    """Of `decay`: the draft at depth d weighs exp(-(d - 1) / slot_gamma)."""
+    slot_smoothing: float = 0.5
+    """Of `dpace`: the share of certainty that is added to every probability."""
+    text_weight: float = 1.0
+    """Of the cross-entropy against the text."""
+    divergence_weight: float = 0.0
+    """Of `divergence` from the target's distribution."""
+    divergence: Divergence = Divergence.kl
+    lk_eta: float = 3.0
+    """How fast `hybrid` turns from KL to acceptance as alpha grows."""
+    teacher_temperature: float = 1.0
+    """Divides the target's logits in training's divergence."""
+    off_path_weight: float = 0.2
+    """What a draft's loss is multiplied by for each token between, which it does not see, that the
+    target would not have chosen; below 0.05 in all it is left out; 1 weighs all alike."""
+    learn_prompts: bool = False
+    """Learn after every token, the user's too."""
+
+    def __post_init__(self) -> None:
+        above = ("num_features", "num_layers", "num_anchors", "slot_gamma", "lk_eta")
+        positive("head", self, *above, "draft_vocab_size", "window", "teacher_temperature")
+        not_negative("head", self, "text_weight", "divergence_weight")
+        if self.block_size < 2:
+            raise InputError(f"head.block_size={self.block_size}: must be at least 2")
+        if not self.text_weight + self.divergence_weight:
+            raise InputError("head.text_weight: every loss has weight 0")
+        for name in ("off_path_weight", "slot_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"head.{name}={getattr(self, name)}: must be from 0 to 1")
+        if self.draft_vocab_size is not None and not self.own_output_head:
+            raise InputError(
+                f"head.draft_vocab_size={self.draft_vocab_size}: needs head.own_output_head=true, "
+                "as the target's has all ids"
+            )

@@ -1,0 +1,140 @@
+"""Settings of `train/eagle.py`; the published recipes are in `conf/head/`."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from conf.errors import InputError
+from conf.settings.common import TrainRun, not_negative, positive
+
+
+class EagleForm(Enum):
+    """What the layer reads: the last feature beside the embedding, or three fused ones."""
+
+    eagle1 = "eagle1"
+    eagle3 = "eagle3"
+
+
+class OutputHead(Enum):
+    """Where EAGLE-3's own output head starts; EAGLE-1 uses the target's."""
+
+    scratch = "scratch"
+    """Random, trained (the paper)."""
+    copy = "copy"
+    """The target's rows, trained."""
+    frozen = "frozen"
+    """The target's rows, not trained (speculators)."""
+
+
+class Divergence(Enum):
+    """How far a draft distribution q is from the target's p."""
+
+    kl = "kl"
+    """KL(p || q), p renormalised over the draft vocabulary."""
+    rkl = "rkl"
+    """KL(q || p), p likewise."""
+    js = "js"
+    """Jensen-Shannon, p likewise: the mean of both KL to the middle of p and q."""
+    tv = "tv"
+    """1 - alpha, alpha = sum of min(p, q): total variation over the whole vocabulary."""
+    nla = "nla"
+    """-log alpha (LK losses, arXiv 2602.23881)."""
+    hybrid = "hybrid"
+    """lambda KL + (1 - lambda) (1 - alpha), lambda = exp(-lk_eta alpha) (the same)."""
+
+
+class StepNormalizer(Enum):
+    """How the losses of the steps are put together."""
+
+    sum = "sum"
+    """Sum of decay ** j * loss_j (EAGLE-3)."""
+    mean = "mean"
+    """The same over the sum of the weights (HASS, NeMo)."""
+
+
+class TokenNormalizer(Enum):
+    """What the summed loss of a step is divided by."""
+
+    all = "all"
+    """All tokens of the batch (EAGLE-3)."""
+    supervised = "supervised"
+    """Tokens in the loss mask of that step."""
+
+
+@dataclass
+class EagleConfig:
+    """An EAGLE head and its losses; defaults are EAGLE-3's (arXiv 2503.01840) unless said."""
+
+    path: str | None = None
+    """A saved or published head to start from: folder or Hub id. Its architecture and draft
+    vocabulary are kept."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    form: EagleForm = EagleForm.eagle3
+    layers: list[int] | None = None
+    """Target features that EAGLE-3 fuses, as indices of `output_hidden_states`; unset takes
+    2, L/2 and L-3 of L layers."""
+    fc_bias: bool = False
+    """A bias in the fusion layer; the original EAGLE-1 has one, vLLM has no place for it."""
+    fc_norm: bool = False
+    """A norm for each target feature (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed back the normed output (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """Take the residual after the feature's norm."""
+    draft_vocab_size: int | None = 32000
+    """Ids an EAGLE-3 head can draft; unset, or no fewer than the target has, takes all."""
+    output_head: OutputHead = OutputHead.copy
+    """Not the paper's `scratch`: after 250 thousand tokens on an 8M-parameter target, drafts
+    agreed with the target 1.5 times as often."""
+    num_steps: int = 3
+    """Depths that are trained: step j (from 0) reads j features of its own. Not the paper's 7: on
+    the same tokens 3 gave as long drafts in less than half the time (heads/README.md)."""
+    step_decay: float = 0.8
+    """Step j weighs step_decay ** j."""
+    step_normalizer: StepNormalizer = StepNormalizer.sum
+    token_normalizer: TokenNormalizer = TokenNormalizer.all
+    learn_prompts: bool = True
+    """Learn what the target says after every token, the user's too; not the papers' answers
+    alone. Evaluations look at answers either way."""
+    detach_features: bool = False
+    """No gradient through the features that a step takes from the one before (HASS)."""
+    divergence: Divergence = Divergence.kl
+    lk_eta: float = 3.0
+    """How fast `hybrid` turns from KL to acceptance as alpha grows."""
+    teacher_temperature: float = 0.6
+    """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
+    first, which is what they draft; not the papers' 1 (heads/README.md)."""
+    divergence_weight: float = 1.0
+    """Of `divergence` from the target's distribution."""
+    regression_weight: float = 0.0
+    """Of SmoothL1 between drafted and true features (EAGLE-1)."""
+    top_k_weight: float = 0.0
+    """Of -sum of p log q over the target's `top_k` likeliest tokens (HASS)."""
+    top_k: int = 10
+    """Tokens of `top_k_weight`."""
+    noise: float = 0.0
+    """Width of the uniform noise on input features, at 512 tokens; divided by length / 512."""
+
+    def __post_init__(self) -> None:
+        above = ("num_steps", "step_decay", "teacher_temperature", "lk_eta", "top_k")
+        positive("head", self, "draft_vocab_size", *above)
+        names = ("divergence_weight", "regression_weight", "top_k_weight", "noise")
+        not_negative("head", self, *names)
+        if not self.divergence_weight + self.regression_weight + self.top_k_weight:
+            raise InputError("head.divergence_weight: every loss has weight 0")
+        for name in ("layers", "fc_norm", "norm_output", "norm_before_residual"):
+            if self.form is EagleForm.eagle1 and getattr(self, name):
+                raise InputError(f"head.{name}: an EAGLE-1 head has none; allowed: unset")
+        if self.form is EagleForm.eagle3 and self.regression_weight:
+            raise InputError(
+                f"head.regression_weight={self.regression_weight}: an EAGLE-3 head drafts no "
+                "feature of the target; allowed: 0"
+            )
+
+
+@dataclass
+class EagleRun(TrainRun):
+    """`train/eagle.py`."""
+
+    head: EagleConfig = field(default_factory=EagleConfig)
+    out_dir: str = "outputs/eagle"

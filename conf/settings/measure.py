@@ -1,0 +1,395 @@
+"""Settings of what measures: acceptance, speed-up, and the drafters compared."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from conf.errors import InputError
+from conf.settings.common import DataRun, HeadRef, below_one, not_negative, positive
+
+
+class Mode(Enum):
+    """How acceptance is measured."""
+
+    replay = "replay"
+    decode = "decode"
+
+
+@dataclass
+class DynamicTreeConfig:
+    """EAGLE-2's tree; unset values are 5, 4 and 8 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
+
+    depth: int | None = None
+    """Draft tokens of the longest path."""
+    top_k: int | None = None
+    """Nodes expanded per level, and children drawn from each."""
+    num_tokens: int | None = None
+    """Draft tokens that are kept and checked."""
+
+    def __post_init__(self) -> None:
+        positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
+
+
+@dataclass
+class MeasureRun(DataRun):
+    """What `eval/acceptance.py` and `eval/speedup.py` share."""
+
+    head: HeadRef = field(default_factory=HeadRef)
+    max_new_tokens: int = 128
+    """Tokens of an answer at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
+    top_k: int | None = None
+    """Likeliest tokens kept; unset keeps all."""
+    min_p: float = 0.0
+    """Least probability of a token kept, as a share of the likeliest's; 0 keeps all."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, besides the target's stop tokens; empty takes those that its
+    generation config names."""
+    ignore_eos: bool = False
+    """Answers go on behind stop tokens, to `max_new_tokens` or a text of `stop`."""
+    plain: bool = False
+    """Leave out what the target's generation config asks of its logits, e.g. a repetition penalty;
+    every method and `generate` follow it otherwise."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+    tree: list[list[int]] | None = None
+    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
+    `eval/tree_search.py` wrote beside the head, else the 8 likeliest nodes on CPU, 32 on CUDA."""
+    dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
+    output_rank: int | None = None
+    """Draft through output heads of this rank, the likeliest ids exactly; unset computes every
+    logit from the whole state. Texts stay the same."""
+    num_turns: int = 2
+    """Questions of a dialogue that are asked; each follows the target's own greedy answers to
+    those before it."""
+    out_dir: str = "outputs/measure"
+    """Folder for results and pictures."""
+    seed: int = 0
+    """Of the draws, above temperature 0, and of intervals."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "max_new_tokens", "depth", "top_k", "output_rank", "num_turns")
+        not_negative("", self, "temperature")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        below_one("", self, "min_p")
+        if "" in self.stop:
+            raise InputError(f"stop={self.stop}: an empty text is in every answer; leave it out")
+
+
+@dataclass
+class AcceptanceRun(MeasureRun):
+    """`eval/acceptance.py`."""
+
+    mode: Mode = Mode.replay
+    out_dir: str = "outputs/acceptance"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode is Mode.replay and self.temperature:
+            raise InputError(
+                f"temperature={self.temperature}: only greedy text can be replayed; set "
+                "mode=decode or temperature=0"
+            )
+
+
+@dataclass
+class DraftModelConfig:
+    """A separate, smaller language model that drafts."""
+
+    path: str | None = None
+    """Hub id or folder; one with another tokenizer drafts text that is encoded again."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    num_tokens: int = 5
+    """Draft tokens of a chain."""
+    heuristic: bool = False
+    """Start from `num_tokens` and draft 2 more after a fully accepted chain, else 1 less."""
+    max_tokens: int = 16
+    """Bound of `heuristic`."""
+    confidence: float = 0.0
+    """Stop a chain once the draft model gives its best token less; waits for the device per
+    draft token. 0 never stops."""
+    tree: list[list[int]] | None = None
+    """Paths of child ranks; unset takes 8 nodes on CPU, 32 on CUDA."""
+
+    def __post_init__(self) -> None:
+        positive("draft", self, "num_tokens", "max_tokens")
+        below_one("draft", self, "confidence")
+
+
+@dataclass
+class LookupConfig:
+    """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
+
+    num_tokens: int = 10
+    """Draft tokens of a chain."""
+    max_ngram: int = 3
+    """Longest run of last tokens that is looked for."""
+    min_ngram: int = 1
+    """Shortest such run."""
+
+    def __post_init__(self) -> None:
+        positive("lookup", self, "num_tokens", "max_ngram", "min_ngram")
+        if self.min_ngram > self.max_ngram:
+            raise InputError(
+                f"lookup.min_ngram={self.min_ngram}: must be at most "
+                f"lookup.max_ngram={self.max_ngram}"
+            )
+
+
+@dataclass
+class SuffixConfig:
+    """Suffix decoding (arXiv 2411.04975); the defaults are vLLM's."""
+
+    num_tokens: int = 24
+    """Draft tokens at most."""
+    max_ngram: int = 24
+    """Longest run of last tokens that is continued."""
+    factor: float = 1.0
+    """Tokens drafted per token of the run, at most."""
+    min_prob: float = 0.1
+    """A draft ends where it is less likely to be right."""
+
+    def __post_init__(self) -> None:
+        positive("suffix", self, "num_tokens", "max_ngram", "factor")
+        below_one("suffix", self, "min_prob")
+
+
+@dataclass
+class RecyclingConfig:
+    """Token recycling (arXiv 2408.08696)."""
+
+    num_tokens: int | None = None
+    """Nodes of the tree without the root; unset takes 8 on CPU, 80 on CUDA (the paper's)."""
+
+    def __post_init__(self) -> None:
+        positive("recycling", self, "num_tokens")
+
+
+@dataclass
+class LookaheadConfig:
+    """Lookahead decoding (arXiv 2402.02057)."""
+
+    window: int = 7
+    """Columns of the Jacobi window."""
+    level: int = 5
+    """Tokens of an n-gram; the window has one row less."""
+    num_guesses: int = 7
+    """N-grams of the pool that are checked in a step."""
+
+    def __post_init__(self) -> None:
+        positive("lookahead", self, "window", "num_guesses")
+        if self.level < 2:
+            raise InputError(f"lookahead.level={self.level}: must be at least 2")
+
+
+@dataclass
+class SelfDraftConfig:
+    """The target drafting with some of its own layers."""
+
+    num_layers: int | None = None
+    """Layers of `early_exit`; unset takes half of them."""
+    skip: list[int] | None = None
+    """Layers that `skip_layers` leaves out, from 0; unset searches on up to 8 prompts behind the
+    first `data.num_prompts`, which are not measured."""
+    num_tokens: int | None = None
+    """Draft tokens of a chain; unset takes 4, or what the search found."""
+
+    def __post_init__(self) -> None:
+        positive("self_draft", self, "num_layers", "num_tokens")
+
+
+@dataclass
+class TypicalConfig:
+    """Medusa's typical acceptance, which is lossy; see `heads.decoding.sampling.Typical`."""
+
+    threshold: float = 0.09
+    """Probability from which a token is accepted at the latest (epsilon)."""
+    alpha: float = 0.3
+    """Of alpha exp(-entropy), from which it is where the target is unsure (delta)."""
+
+    def __post_init__(self) -> None:
+        positive("typical", self, "threshold", "alpha")
+
+
+@dataclass
+class SpeedupRun(MeasureRun):
+    """`eval/speedup.py`."""
+
+    methods: Any = "all"
+    """A name or a list of them, see `eval/compare/names.py`; or `all` that are possible. The
+    baselines `vanilla` and `generate` always run."""
+    heads: list[str] = field(default_factory=list)
+    """Further heads to compare: folders or Hub ids."""
+    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
+    lookup: LookupConfig = field(default_factory=LookupConfig)
+    suffix: SuffixConfig = field(default_factory=SuffixConfig)
+    recycling: RecyclingConfig = field(default_factory=RecyclingConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    self_draft: SelfDraftConfig = field(default_factory=SelfDraftConfig)
+    typical: TypicalConfig = field(default_factory=TypicalConfig)
+    batch_size: int = 1
+    """Texts decoded together: where one ends, the next takes its place."""
+    concurrency: list[int] = field(default_factory=list)
+    """Further batch sizes that every method is measured at, e.g. [1,4,16]: what each costs in
+    latency, and from where on drafting stops paying."""
+    cuda_graphs: bool = True
+    """On a GPU, launch a step at once, `vanilla`'s too, or its verify pass where drafts need the
+    host; each method's `captured` in the results says which."""
+    compile: bool = False
+    """Compile the target's verify pass (torch.compile) for `vanilla` and every method, and
+    `generate` over its static cache."""
+    num_warmups: int = 3
+    """Untimed passes of every method over the first prompts."""
+    num_repeats: int = 3
+    """Timed passes over the prompts, methods in an order drawn for each; medians are reported."""
+    num_texts: int = 6
+    """Prompts whose texts the report shows, spread over the categories."""
+    out_dir: str = "outputs/speedup"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("", self, "batch_size", "num_repeats")
+        if any(size < 1 for size in self.concurrency):
+            raise InputError(f"concurrency={self.concurrency}: sizes must be positive")
+        if isinstance(self.methods, str):
+            self.methods = [self.methods]
+        if not isinstance(self.methods, list) or not self.methods:
+            raise InputError(f"methods={self.methods}: allowed: a name or a list of names")
+        self.methods = [str(name) for name in self.methods]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """All that are measured."""
+        return sorted({self.batch_size, *self.concurrency})
+
+
+@dataclass
+class TreeSearchRun(MeasureRun):
+    """`eval/tree_search.py`."""
+
+    max_nodes: int = 64
+    """Draft tokens of the largest shape tried."""
+    top_ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Values of `dynamic_tree.top_k` tried for an EAGLE head."""
+    curve: str | None = None
+    """JSON file with the cost of passes on another machine, as in conf/curves: searches for that
+    machine, neither decodes nor writes a shape. Unset measures this machine."""
+    write: bool = True
+    """Write the shape found into the head's folder."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Batch sizes to give advice for."""
+    num_repeats: int = 3
+    """Timed passes over the checking half of the prompts."""
+    num_turns: int = 1
+    out_dir: str = "outputs/tree_search"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("", self, "max_nodes", "num_repeats")
+        if self.temperature:
+            raise InputError(f"temperature={self.temperature}: greedy decoding is searched; set 0")
+        unset({"depth": self.depth, **tree_settings(self)}, "the shape is searched for")
+        for name in ("top_ks", "batch_sizes"):
+            values = getattr(self, name)
+            if not values or min(values) <= 0 or sorted(set(values)) != list(values):
+                raise InputError(f"{name}={values}: must be numbers above 0, rising")
+
+
+@dataclass
+class PruneRun(DataRun):
+    """`scripts/prune.py`."""
+
+    head: HeadRef = field(default_factory=HeadRef)
+    sizes: list[int] = field(default_factory=list)
+    """Ids that a pruned head can draft, rising; one head each."""
+    ranks: list[int] = field(default_factory=list)
+    """Values of `output_rank` to measure beside them, rising; any head can draft so as it is."""
+    num_sequences: int = 512
+    """Packed training sequences along whose answers the target's first choices are counted."""
+    num_replay_prompts: int = 64
+    """Held-out prompts on which tau is replayed, over the target's own text."""
+    max_new_tokens: int = 128
+    """Of that text, per prompt."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+    out_dir: str = "outputs/pruned"
+    """Folder for the pruned heads and the table."""
+    seed: int = 0
+    """Of the packing, of which conversations are held out, and of intervals."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
+        for name in ("sizes", "ranks"):
+            values = getattr(self, name)
+            if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
+                raise InputError(f"{name}={values}: must be numbers above 0, rising")
+        if self.data.features is not None:
+            raise InputError(
+                f"data.features={self.data.features}: the target's own text is needed here; "
+                "leave it unset and set data.path"
+            )
+
+
+@dataclass
+class ServeCheckRun(MeasureRun):
+    """`scripts/serve_check.py`."""
+
+    endpoint: str = "???"
+    """Base URL of a vLLM or SGLang server that serves the target with the head, e.g.
+    http://localhost:8000; nobody else may use it meanwhile."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the endpoint's key, if it needs one."""
+    tolerance: float = 0.0
+    """Share of the texts that may differ, and share by which drafts and accepted tokens of a
+    depth may; 0 fits float32 on both sides."""
+    num_turns: int = 1
+    plain: bool = True
+    """The server is told to do so."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes the server's."""
+    out_dir: str = "outputs/serve_check"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        below_one("", self, "tolerance")
+        if self.temperature:
+            raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
+        unset(tree_settings(self), "chains are compared")
+        if not self.plain or self.stop or self.ignore_eos:
+            raise InputError(
+                f"plain={self.plain}, stop={self.stop}, ignore_eos={self.ignore_eos}: the server "
+                "is asked for greedy text up to its stop tokens; leave them unset"
+            )
+        unset({"output_rank": self.output_rank}, "the server computes all logits")
+
+
+def tree_settings(run: MeasureRun) -> dict[str, Any]:
+    """What a run says of trees, by key."""
+    dynamic = {f"dynamic_tree.{name}": n for name, n in vars(run.dynamic_tree).items()}
+    return {"tree": run.tree, **dynamic}
+
+
+def unset(settings: dict[str, Any], why: str) -> None:
+    """Refuses settings that are set.
+
+    Raises:
+        InputError: with the value and why.
+    """
+    for name, value in settings.items():
+        if value is not None:
+            raise InputError(f"{name}={value}: {why}; leave it unset")
+
+
+@dataclass
+class CompareRun:
+    """`scripts/compare.py`."""
+
+    results: list[str] = field(default_factory=list)
+    """Folders with `acceptance.json`; a row is called after its folder."""
+    out_dir: str = "outputs/comparison"
+    """Folder for the table and the picture."""

@@ -1,0 +1,185 @@
+"""A feature store: packed sequences with what the target said about them, read without it.
+
+`scripts/capture.py` writes one, `data.features=DIR` trains from it. T tokens of a sequence, D
+hidden, k teacher tokens, V vocabulary.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from conf.errors import InputError
+from conf.retries import retried
+from data.features.layout import NO_PROBABILITY, SCALE, TEACHER_LOG_PROBS
+from data.features.manifest import TOKEN_COUNTS, Manifest, ShardEntry
+from data.features.quantise import decode
+from data.features.shards import SUFFIX, ShardIndex, file_checksum, read_sequence, repair
+from data.ids import Vocabulary, check_ids
+from data.prepared.pack import PackedDataset
+
+SPLITS = ("train", "heldout", "replay")
+
+
+def restore(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its one-byte hidden states as numbers again, on the device they are on.
+
+    Args:
+        batch: tensors of a `StoredDataset`, or stacks of them. States [..., D] with a
+            `<name>.scale` [...] beside them become float32; everything else, bfloat16 states
+            among it, passes through.
+
+    Returns:
+        The tensors without the scales.
+    """
+    return {
+        name: decode(tensor, batch[name + SCALE]) if name + SCALE in batch else tensor
+        for name, tensor in batch.items()
+        if not name.endswith(SCALE)
+    }
+
+
+class FeatureStore:
+    """A whole store, checked but for the bytes of its shards, which are at every read.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it is.
+        train, heldout: the packed sequences.
+        replay: held-out prompts with the target's answers, which alone are learnt tokens; the
+            sequences are not packed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens it.
+
+        Raises:
+            InputError: no whole store: which file is missing, too short or damaged.
+        """
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self.train, self.heldout, self.replay = (StoredDataset(self, name) for name in SPLITS)
+
+    def check_file(self, name: str) -> Path:
+        """The path of a file that is no shard, once its bytes are what was written.
+
+        Raises:
+            InputError: they are not, or it is missing.
+        """
+        path = self.folder / name
+        try:
+            found = retried(partial(file_checksum, path))
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}; {repair(self.folder)}") from error
+        if found != self.manifest.files[name]:
+            raise InputError(f"{path}: not the bytes that were written; {repair(self.folder)}")
+        return path
+
+
+class StoredDataset(Dataset):
+    """The packed sequences of one split, with the target's states.
+
+    Item i has the tensors [T] of a packed sequence; `hidden_states` and `layers.{i}` [T, D], of
+    which `restore` makes numbers where a `<name>.scale` [T] stands beside them; or, in place of
+    `hidden_states`, `teacher.ids` [T, k] int32 and `teacher.log_probs` [T, k] float16, over the
+    whole vocabulary: 1 - sum exp is the mass of all other tokens, but for rounding. The teacher
+    speaks where the next token is learnt; elsewhere each exp is 0. States on padding are 0.
+    """
+
+    def __init__(self, store: FeatureStore, split: str) -> None:
+        manifest = store.manifest
+        self.store, self.split = store, split
+        self.max_length, self.pad_id = manifest.plan.max_length, manifest.plan.pad_id
+        self.fields = manifest.plan.contents.fields
+        self.shards = [entry for entry in manifest.shards if entry.split == split]
+        self.indexes = [_opened(store.folder, entry) for entry in self.shards]
+        lengths = (len(index.num_tokens) for index in self.indexes)
+        self.ends = list(accumulate(lengths))
+        """Sequences up to and with each shard."""
+        self.target: Vocabulary | None = None
+        """Whose token ids these are, where they are to be checked."""
+
+    def check_ids(self, target: Vocabulary) -> None:
+        """Has `read` refuse what `PackedDataset.check_ids` refuses."""
+        self.target = target
+        self.pad_id = self.pad_id if self.pad_id < target.num_read else 0
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """[V] int64: how often each id occurs among the learnt tokens."""
+        counts = load_file(self.store.check_file(TOKEN_COUNTS))[self.split]
+        assert len(counts) == vocab_size
+        return counts
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.read(index, self.max_length)
+
+    def read(self, index: int, room: int | None = None) -> dict[str, Tensor]:
+        """A sequence, filled up to `room` tokens if that is set.
+
+        Raises:
+            InputError: a byte of it is not what was written, or it has ids beyond the target's.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        shard = bisect_right(self.ends, index)
+        found = self.indexes[shard]
+        number = index - self.ends[shard] + len(found.num_tokens)
+        path = self.store.folder / f"{self.shards[shard].name}{SUFFIX}"
+        num_tokens = found.num_tokens[number]
+        room = num_tokens if room is None else room
+        row = read_sequence(path, self.fields, found, number, room)
+        ids, target = row["input_ids"][:num_tokens], self.target
+        if target is not None and int(ids.max()) >= min(target.num_read, target.vocab_size):
+            learnt = ids[row["loss_mask"][:num_tokens].bool()]
+            where = f"{self.store.folder}: sequence {index} of {self.split}".format
+            check_ids(ids.tolist(), target, where, learnt.tolist())
+        return _item(row, num_tokens, self.pad_id)
+
+
+TrainingData = PackedDataset | StoredDataset
+
+
+def _opened(folder: Path, entry: ShardEntry) -> ShardIndex:
+    """The index of a shard whose file has the right size."""
+    index = ShardIndex.read(folder, entry.name)
+    path = folder / f"{entry.name}{SUFFIX}"
+    if (index.size, index.checksum) != (entry.size, entry.checksum):
+        raise InputError(f"{folder / entry.name}.json: not the manifest's; {repair(folder)}")
+    found = path.stat().st_size if path.is_file() else None
+    if found != index.size:
+        size = "missing" if found is None else f"{found:,} bytes long"
+        raise InputError(f"{path}: {size}, not {index.size:,} bytes; {repair(folder)}")
+    return index
+
+
+def _item(stored: dict[str, Tensor], num_tokens: int, pad_id: int) -> dict[str, Tensor]:
+    """Stored tensors with the dtypes, the positions and the padding of a packed sequence."""
+    ids, documents = stored["input_ids"].long(), stored["document_ids"].long()
+    ids[num_tokens:] = pad_id
+    documents[num_tokens:] = -1
+    if TEACHER_LOG_PROBS in stored:
+        stored[TEACHER_LOG_PROBS][num_tokens:] = NO_PROBABILITY
+    return {
+        **stored,
+        "input_ids": ids,
+        "document_ids": documents,
+        "position_ids": _positions(documents),
+    }
+
+
+def _positions(documents: Tensor) -> Tensor:
+    """[T] int64 positions that begin at 0 with each document, and stay 0 on padding."""
+    places = torch.arange(len(documents))
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[1:] = documents[1:] != documents[:-1]
+    begins |= documents < 0
+    return places - torch.where(begins, places, 0).cummax(0).values

@@ -1,0 +1,343 @@
+"""Data prepared once: a folder of tokenised samples that all processes, nodes and starts read.
+
+Its name is a checksum of all that decides what is in it: the contents of the data, the tokenizer
+with its chat template, settings, and the code that reads rows. It lies in `data.prepared_dir`:
+
+    <key>/shard-00000.safetensors    samples, untruncated (`data.prepared.preparing`)
+    <key>/index.json                 names of shards with checksums; written last
+    contents/<files>.json            checksum of data by path, size and time of the files
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from conf.command.code import code_key
+from conf.command.statement import plain
+from conf.errors import InputError
+from conf.paths import cache_dir
+from conf.settings.common import DataConfig, Form, OnBadRow
+from data.features.shards import SUFFIX
+from data.prepared import preparing
+from data.prepared.heartbeat import held
+from data.prepared.preparing import BadRow, Rule, Shard, make_shards, num_cores, write
+from data.prepared.samples import Piece, Samples
+from data.rows import files, forms, messages, sources, values
+from data.rows.files import read_rows
+from data.rows.forms import NUM_LOOKED_AT, detect
+from data.rows.sources import Source, find_source
+from data.templates import chat, rendered, template, turns
+from data.templates.chat import Encoder
+
+INDEX = "index.json"
+RULE = (chat, files, forms, messages, preparing, rendered, sources, template, turns, values)
+"""Modules that decide what becomes of a row: whoever changes one prepares anew."""
+LIBRARIES = ("transformers", "tokenizers", "jinja2")
+DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")
+"""Settings of the data that decide what becomes of a row."""
+HOW = ("num_proc", "prepared_dir")
+"""Settings of the data that decide nothing of what becomes of them."""
+READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An opened store.
+
+    Attributes:
+        folder: where it is.
+        form: of its rows.
+        sha256: of the data.
+        num_records: R, well-formed rows.
+        samples: of all records, untruncated.
+        record: [N] int64, the record of each sample.
+        refused: [n] int64, records that cannot be rendered.
+        bad: a message per malformed or refused row, in the order of the rows.
+        malformed: places of the rows that are no records.
+        unread: rows by field that has something in it and is not read.
+        unrendered: how often the template does not render what a record says, by name.
+        source: where the rows are.
+        rows_per_s: at which it was prepared; None if an earlier start had done everything.
+    """
+
+    folder: Path
+    form: Form
+    sha256: str
+    num_records: int
+    samples: Samples
+    record: np.ndarray
+    refused: np.ndarray
+    bad: list[str]
+    malformed: frozenset[str]
+    unread: dict[str, int]
+    unrendered: dict[str, int]
+    source: Source
+    rows_per_s: float | None
+
+    def samples_of(self, records: np.ndarray) -> np.ndarray:
+        """The numbers of the samples of some records, rising."""
+        return np.flatnonzero(np.isin(self.record, records))
+
+    def place_of(self, record: int) -> str:
+        """Where a record stands in the data, which are read again for it."""
+        rows = (row.where for row in read_rows(self.source, hashlib.sha256()))
+        return next(islice((row for row in rows if row not in self.malformed), record, None))
+
+
+@dataclass(frozen=True)
+class _Index:
+    form: str
+    sha256: str
+    rows_per_s: float | None
+    shards: list[Shard]
+
+
+def open_prepared(
+    path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
+) -> Prepared:
+    """Opens the prepared data at a path; if there are none, one process makes them.
+
+    Args:
+        path: JSONL (also gzipped), JSON or Parquet file, a folder of them, or a Hub dataset id.
+        config: how to read it; its own paths are not looked at.
+        tokenizer: the target's.
+        progress: whether to say that another process is waited for.
+
+    Raises:
+        InputError: nothing at `path`, bad rows, or a folder that cannot be written.
+    """
+    root = _root(config)
+    try:
+        source = find_source(
+            path, subset=config.subset, split=config.split, streaming=config.streaming
+        )
+        folder = root / _key(_contents(source, root), config, tokenizer)
+        found = _opened(folder, source)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            ready = (folder / INDEX).is_file
+            with held(folder / "lock", ready, partial(_waiting, path, progress)) as mine:
+                if mine and not ready():
+                    _prepare(folder, source, config, tokenizer)
+            found = _opened(folder, source)
+    except OSError as error:
+        raise InputError(
+            f"data.prepared_dir={root}: cannot hold the prepared data ({error}): free space there, "
+            "or name another folder"
+        ) from error
+    if found is None:
+        raise InputError(
+            f"data.prepared_dir={root}: what was just written there is damaged: name another folder"
+        )
+    if found.bad and config.on_bad_row is OnBadRow.error:
+        raise _stopped(found.bad[0])
+    return found
+
+
+def _root(config: DataConfig) -> Path:
+    return Path(config.prepared_dir or cache_dir() / "prepared").expanduser().absolute()
+
+
+def _contents(source: Source, root: Path) -> str:
+    """A checksum of a source; of files that have not changed since it is remembered."""
+    if not source.files:
+        return _hub_fingerprint(source)
+    facts = _facts(source)
+    places = [str(file.absolute()) for file in source.files]
+    known = root / "contents" / f"{_sha256([places, facts])}.json"
+    if known.is_file():
+        return str(json.loads(known.read_bytes()))
+    digest = hashlib.sha256()
+    for path, (name, size, *_) in zip(source.files, facts, strict=True):
+        digest.update(json.dumps([name, size]).encode())
+        try:
+            with path.open("rb") as file:
+                for chunk in iter(partial(file.read, READ_BYTES), b""):
+                    digest.update(chunk)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error}") from error
+    _check_unchanged(source, facts)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    write(known, json.dumps(digest.hexdigest()).encode())
+    return digest.hexdigest()
+
+
+def _hub_fingerprint(source: Source) -> str:
+    import datasets
+    from huggingface_hub import HfApi
+
+    next(read_rows(source, hashlib.sha256()), None)  # says what is missing
+    if source.streaming:
+        return str(HfApi().dataset_info(source.path).sha)
+    loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+    return str(loaded._fingerprint)
+
+
+def _facts(source: Source) -> list[tuple[str, int, int, int]]:
+    """Name, size and times of every file; of a single one only how its name ends.
+
+    Who copies a file with the time of another (rsync -t, cp -p, tar) leaves it the time at which
+    its inode changed.
+    """
+    local = Path(source.path).expanduser()
+    return [
+        (
+            str(file.relative_to(local)) if file != local else "".join(file.suffixes[-2:]),
+            file.stat().st_size,
+            file.stat().st_mtime_ns,
+            file.stat().st_ctime_ns,
+        )
+        for file in source.files
+    ]
+
+
+def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> None:
+    if _facts(source) != facts:
+        raise InputError(
+            f"{source.path}: changed while it was being read: start again once it is whole"
+        )
+
+
+def _key(contents: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    code = code_key(Path(str(module.__file__)) for module in RULE)
+    settings = [plain(getattr(config, name)) for name in DECIDING]
+    libraries = [version(name) for name in LIBRARIES]
+    return _sha256([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
+
+
+def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What a tokenizer does, but for cutting and padding, which its callers set."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rule: Any
+    if backend is None:
+        ends = [getattr(tokenizer, f"add_{name}_token", None) for name in ("bos", "eos")]
+        rule = [sorted(tokenizer.get_vocab().items()), ends]
+    else:
+        rule = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return [type(tokenizer).__name__, rule, special, tokenizer.chat_template]
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _waiting(path: str, progress: bool, who: str) -> None:
+    if progress:
+        tqdm.write(f"waiting for {who}, which prepares {path}", file=sys.stderr)
+
+
+def _prepare(
+    folder: Path, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Makes what is missing of a store."""
+    path, facts, digest = source.path, _facts(source), hashlib.sha256()
+    reading = read_rows(source, digest)
+    first = list(islice(reading, NUM_LOOKED_AT))
+    if not first:
+        raise InputError(f"{path}: holds no rows")
+    form = detect(first, path, config.columns) if config.form is Form.auto else config.form
+    if form not in (Form.text, Form.tokens):
+        Encoder(tokenizer).template({}, None)
+    rule = Rule(tokenizer, form, config, _prefix(source))
+    shards, num_new, seconds = [], 0, -time.monotonic()
+    making = make_shards(folder, chain(first, reading), rule, config.num_proc or num_cores())
+    few = len(first) < NUM_LOOKED_AT
+    with closing(making), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
+        for shard, is_new in making:
+            if shard.bad and config.on_bad_row is OnBadRow.error:
+                raise _stopped(_message(source, shard.bad[0]))
+            shards.append(shard)
+            num_new += shard.num_rows if is_new else 0
+            bar.update(shard.num_rows)
+    if not any(shard.num_records for shard in shards):
+        bad = [_message(source, bad) for shard in shards for bad in shard.bad]
+        raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
+    _check_unchanged(source, facts)
+    rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
+    index = _Index(form.value, digest.hexdigest(), rows_per_s, shards)
+    write(folder / INDEX, json.dumps(asdict(index)).encode())
+    for leftover in folder.glob("*.tmp"):  # of starts that were killed
+        leftover.unlink(missing_ok=True)
+
+
+def _opened(folder: Path, source: Source) -> Prepared | None:
+    """A store that is whole; what is damaged is named, and the store to be prepared again."""
+    try:
+        stored = json.loads((folder / INDEX).read_bytes())
+        index = _Index(**{**stored, "shards": [Shard.from_json(each) for each in stored["shards"]]})
+        damaged = [shard.name for shard in index.shards if not shard.is_whole(folder)]
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        damaged = [INDEX]
+    if damaged:
+        names = ", ".join(damaged)
+        tqdm.write(f"{folder}: not what was written, made again: {names}", file=sys.stderr)
+        (folder / INDEX).unlink(missing_ok=True)
+        return None
+    pieces, lengths, record = [], [], []
+    refused: list[int] = []
+    malformed: list[str] = []
+    unread, unrendered = Counter[str](), Counter[str]()
+    num_records = 0
+    for shard in index.shards:
+        tensors = _mapped(folder / f"{shard.name}{SUFFIX}")
+        pieces.append(Piece(tensors["input_ids"], tensors["loss_mask"]))
+        lengths.append(tensors["lengths"].numpy())
+        record.append(tensors["record"].numpy() + num_records)
+        malformed += [_prefix(source) + bad.place for bad in shard.bad if bad.record is None]
+        refused += [bad.record + num_records for bad in shard.bad if bad.record is not None]
+        num_records += shard.num_records
+        unread.update(shard.unread)
+        unrendered.update(shard.unrendered)
+    return Prepared(
+        folder=folder,
+        form=Form(index.form),
+        sha256=index.sha256,
+        num_records=num_records,
+        samples=Samples(
+            pieces, np.concatenate(lengths), highest=max(shard.highest for shard in index.shards)
+        ),
+        record=np.concatenate(record),
+        refused=np.array(refused, dtype=np.int64),
+        bad=[_message(source, bad) for shard in index.shards for bad in shard.bad],
+        malformed=frozenset(malformed),
+        unread=dict(unread),
+        unrendered=dict(unrendered),
+        source=source,
+        rows_per_s=index.rows_per_s,
+    )
+
+
+def _mapped(path: Path) -> dict[str, Any]:
+    """The tensors of a shard, which stay on the disk until they are read."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _prefix(source: Source) -> str:
+    """What the places of all rows of a source begin with."""
+    return str(Path(source.path).expanduser()) if source.files else source.path
+
+
+def _message(source: Source, bad: BadRow) -> str:
+    return f"{_prefix(source)}{bad.place}: {bad.why}"
+
+
+def _stopped(message: str) -> InputError:
+    return InputError(f"{message} (fix the row or set data.on_bad_row=skip)")

@@ -1,0 +1,357 @@
+"""Renders and tokenises rows shard by shard, in worker processes where there is much to do.
+
+A shard is a safetensors file of T tokens and N samples: `input_ids` [T] int32, `loss_mask` [T]
+bool, `lengths` [N] int32 and `record` [N] int64, the record of each sample by its number among the
+well-formed ones of the shard. A JSON file beside it, written after it, has its checksum, its
+counts and what was wrong with the rows that are not in it.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import uuid
+from array import array
+from collections import Counter, deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.numpy import save
+from transformers import PreTrainedTokenizerBase
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, Form
+from data.features.shards import SUFFIX, file_checksum
+from data.rows.files import Row
+from data.rows.forms import to_record
+from data.rows.values import MalformedRowError
+from data.templates.chat import Encoder, Sample
+from data.templates.rendered import refuse_dialogue
+
+SHARD_ROWS = 2048
+SHARD_BYTES = 1 << 24
+"""A shard has fewer rows where they are longer, so that a worker needs little memory."""
+NUM_SMALL = 2
+"""Shards that are made sooner than workers start."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How rows become samples.
+
+    Attributes:
+        tokenizer: the target's.
+        form: of the rows.
+        config: of the data.
+        root: what the places of all rows begin with; a store does not know where its data were.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    form: Form
+    config: DataConfig
+    root: str
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row without samples.
+
+    Attributes:
+        place: of the row, behind `Rule.root`.
+        why: what is wrong.
+        record: its number among the well-formed rows of the shard; None where it is malformed.
+    """
+
+    place: str
+    why: str
+    record: int | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a shard holds.
+
+    Attributes:
+        name: of its files, without their endings.
+        size: bytes.
+        checksum: xxh3_64 of the file.
+        num_rows: read for it.
+        num_records: well-formed ones among them.
+        bad: the others, and those that cannot be rendered, in their order.
+        unread: rows by field that has something in it and is not read.
+        unrendered: how often the template does not render what a record says, by name.
+        highest: token id.
+    """
+
+    name: str
+    size: int
+    checksum: str
+    num_rows: int
+    num_records: int
+    bad: list[BadRow]
+    unread: dict[str, int]
+    unrendered: dict[str, int]
+    highest: int
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "Shard":
+        """What `asdict` made of one."""
+        return cls(**{**stored, "bad": [BadRow(**bad) for bad in stored["bad"]]})
+
+    def is_whole(self, folder: Path) -> bool:
+        """Whether every byte of it is what was written."""
+        path = folder / f"{self.name}{SUFFIX}"
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        return file_checksum(path) == self.checksum
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shard to make of rows, or one that was made by an earlier start."""
+
+    folder: Path
+    name: str
+    rows: list[Row]
+    done: Shard | None
+
+
+def make_shards(
+    folder: Path, rows: Iterator[Row], rule: Rule, num_proc: int
+) -> Generator[tuple[Shard, bool]]:
+    """Makes the shards of all rows that are not there whole, in order.
+
+    Args:
+        folder: of the store.
+        rows: all of them.
+        rule: what becomes of them.
+        num_proc: worker processes at most; 1 is this one.
+
+    Yields:
+        Each shard, in the order of the rows, and whether it is new.
+
+    Raises:
+        InputError: a row is of another form than the others, or a worker was killed.
+        OSError: a shard cannot be written.
+    """
+    jobs = _jobs(folder, rows)
+    first = list(islice(jobs, NUM_SMALL + 1))
+    jobs = chain(first, jobs)
+    if num_proc == 1 or len(first) <= NUM_SMALL:
+        for job in jobs:
+            yield job.done or make_shard(job, rule), job.done is None
+        return
+    try:
+        with _workers(rule, num_proc) as pool:
+            yield from _in_order(pool, jobs, 2 * num_proc)
+    except BrokenProcessPool as error:
+        raise InputError(
+            f"data.num_proc={num_proc}: a process that prepared data was killed, as is done where "
+            "memory runs out: start again with a smaller data.num_proc; what is done is kept"
+        ) from error
+
+
+def make_shard(job: Job, rule: Rule) -> Shard:
+    """Tokenises the rows of a job and writes them.
+
+    Raises:
+        InputError: a row is of another form than the others.
+        OSError: nothing of the shard is left.
+    """
+    encoder = Encoder(rule.tokenizer, rule.config.chat_template_kwargs)
+    detected = rule.config.form is Form.auto
+    samples: list[Sample] = []
+    of_record: list[int] = []
+    bad: list[BadRow] = []
+    unread, unrendered = Counter[str](), Counter[str]()
+    num_records = 0
+    for row in job.rows:
+        place = row.where.removeprefix(rule.root)
+        try:
+            record = to_record(row, rule.form, rule.config.columns, detected=detected)
+            if record.text is not None and detected:
+                refuse_dialogue(encoder.markers.find(record.text))
+        except MalformedRowError as error:
+            bad.append(BadRow(place, str(error)))
+            continue
+        unread.update(record.unread)
+        try:
+            found = encoder.encode(record)
+        except InputError as error:
+            bad.append(BadRow(place, str(error).removeprefix(f"{row.where}: "), num_records))
+        else:
+            samples += found
+            of_record += [num_records] * len(found)
+            unrendered.update(name for sample in found for name in sample.left_out)
+        num_records += 1
+    tensors = _tensors(samples, of_record)
+    content = save(tensors)
+    shard = Shard(
+        name=job.name,
+        size=len(content),
+        checksum=xxhash.xxh3_64_hexdigest(content),
+        num_rows=len(job.rows),
+        num_records=num_records,
+        bad=bad,
+        unread=dict(unread),
+        unrendered=dict(unrendered),
+        highest=int(tensors["input_ids"].max(initial=0)),
+    )
+    write(job.folder / f"{job.name}{SUFFIX}", content)
+    write(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
+    return shard
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, whoever else writes it at the same time.
+
+    Raises:
+        OSError: nothing of it is left.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _tensors(samples: list[Sample], of_record: list[int]) -> dict[str, np.ndarray]:
+    ids, mask = array("i"), bytearray()
+    for sample in samples:
+        ids.extend(sample.input_ids)
+        mask.extend(sample.loss_mask)
+    return {
+        "input_ids": np.array(ids, dtype=np.int32),
+        "loss_mask": np.frombuffer(mask, dtype=np.bool_),
+        "lengths": np.array([len(sample.input_ids) for sample in samples], dtype=np.int32),
+        "record": np.array(of_record, dtype=np.int64),
+    }
+
+
+def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[Job]:
+    for number, batch in enumerate(_batches(rows)):
+        name = f"shard-{number:05d}"
+        yield Job(folder, name, batch, _made_before(folder, name, len(batch)))
+
+
+def _num_bytes(row: Row) -> int:
+    """How much of it there is to work on, about."""
+    return len(repr(row.value)) if row.raw is None else len(row.raw)
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += _num_bytes(row)
+        if len(batch) == SHARD_ROWS or num_bytes >= SHARD_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _made_before(folder: Path, name: str, num_rows: int) -> Shard | None:
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return None
+    try:
+        shard = Shard.from_json(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, KeyError):
+        return None
+    return shard if shard.num_rows == num_rows and shard.is_whole(folder) else None
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, jobs: Iterator[Job], num_ahead: int
+) -> Iterator[tuple[Shard, bool]]:
+    """What the workers make, in the order of the jobs; few are begun ahead of what is taken."""
+    waiting: deque[tuple[Future[Shard] | None, Job]] = deque()
+    for job in jobs:
+        waiting.append((None if job.done else _submit(pool, job), replace(job, rows=[])))
+        if len(waiting) > num_ahead:
+            yield _taken(*waiting.popleft())
+    while waiting:
+        yield _taken(*waiting.popleft())
+
+
+def _taken(future: Future[Shard] | None, job: Job) -> tuple[Shard, bool]:
+    if future is not None:
+        return future.result(), True
+    assert job.done is not None
+    return job.done, False
+
+
+_rule: Rule | None = None
+"""Of this process, if it is a worker."""
+
+
+@contextmanager
+def _workers(rule: Rule, num_proc: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are forked from one that has neither threads nor a CUDA device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.tokenization_utils_tokenizers"])
+    pool = ProcessPoolExecutor(num_proc, context, _begin, (rule,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[Shard]:
+    """Workers start with the first job, and need nothing of the script that runs here.
+
+    Each would import it otherwise, and run it if it does not look for its name.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        return pool.submit(_work, job)
+    finally:
+        sys.modules["__main__"] = script
+
+
+def _begin(rule: Rule) -> None:
+    """Makes this process a worker."""
+    global _rule  # noqa: PLW0603  a process has one, and jobs should not carry it
+    _rule = rule
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(job: Job) -> Shard:
+    assert _rule is not None
+    return make_shard(job, _rule)

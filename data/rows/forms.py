@@ -1,0 +1,398 @@
+"""The forms of rows: how each is told, what is read of it, and how it becomes a record."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.errors import InputError
+from conf.settings.common import Form
+from data.rows.files import Row
+from data.rows.messages import SYSTEM, Conversation, Messages, ids_of, refuse_media, tools_of
+from data.rows.values import (
+    MalformedRowError,
+    decoded,
+    empty,
+    list_of,
+    object_of,
+    show,
+    show_fields,
+    text_of,
+)
+from data.templates.rendered import begins_rendered, refuse_dialogue, turn_marker
+
+NUM_LOOKED_AT = 100
+NAME = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One checked row: one of `messages`, `text` and `tokens` is set."""
+
+    messages: Messages | None
+    text: str | None
+    where: str
+    """`file:line`, `file[row n]` or `id[split]:row`, counted from 1."""
+    category: str = "all"
+    row: dict = field(default_factory=dict)
+    """The row as it was read."""
+    tools: list[dict] | None = None
+    """Function schemas as `apply_chat_template(tools=)` takes them."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """The row's own `chat_template_kwargs`."""
+    unlearnt: frozenset[int] = frozenset()
+    """Indices of messages that the row says not to learn."""
+    cut_off: frozenset[int] = frozenset()
+    """Indices of messages whose end the target never wrote."""
+    written: dict[int, list[int]] = field(default_factory=dict)
+    """Token ids by index of message, where the target wrote it."""
+    tokens: tuple[list[int], list[bool]] | None = None
+    """Ids and loss mask of a row that is already tokenised."""
+    unread: tuple[str, ...] = ()
+    """Names of fields with something in them that nobody reads."""
+
+
+Fields = dict[str, Any]
+"""Fields of a row that are not read yet: who reads one takes it out."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A form of rows.
+
+    Attributes:
+        form: its name.
+        keys: any one of them tells the form; the first that a row has is read.
+        beside: fields that are read with it.
+        publishers: who publishes such rows.
+        parse: adds the messages of a row to a conversation; None where it holds none.
+    """
+
+    form: Form
+    keys: tuple[str, ...]
+    beside: tuple[str, ...]
+    publishers: str
+    parse: Callable[[Fields, str, Conversation], None] | None
+
+
+def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
+    """Returns the form of the first rows.
+
+    Args:
+        rows: some rows from the start.
+        path: where they are from.
+        columns: of `data.columns`: names of fields as forms know them to the data's own.
+
+    Raises:
+        InputError: no row has a form, or none has a column that was named.
+    """
+    columns = columns or {}
+    values = [row.parsed().value for row in rows[:NUM_LOOKED_AT]]
+    for name, theirs in columns.items():
+        if not any(isinstance(value, dict) and theirs in value for value in values):
+            raise InputError(
+                f"data.columns={{{name}: {theirs}}}: no row among the first {len(values)} of "
+                f"{path} has '{theirs}'; {rows[0].where} has {show_fields(values[0])}"
+            )
+    # What the user names comes first, whatever else a row holds.
+    named = [
+        {name: value.get(columns[name]) for name in columns} if isinstance(value, dict) else {}
+        for value in values
+    ]
+    for candidates in (named, [_renamed(value, columns)[0] for value in values]):
+        found = next((form for form in map(_form_of, candidates) if form), None)
+        if found:
+            return found
+    first = rows[0].parsed()
+    keys = ", ".join(key for shape in SHAPES for key in shape.keys)
+    raise InputError(
+        f"{path}: no row among the first {len(values)} has a known form; {first.where} has "
+        f"{first.problem or show_fields(first.value)}; allowed: one of the fields {keys}; other "
+        "names are given with data.columns, e.g. data.columns={prompt: ask, response: reply}"
+    )
+
+
+def to_record(
+    row: Row, form: Form, columns: Mapping[str, str] | None = None, *, detected: bool = False
+) -> Record:
+    """Checks a row and reads what it holds.
+
+    Args:
+        row: parsed or not.
+        form: what it is to be.
+        columns: of `data.columns`.
+        detected: the form was taken from the first rows, so rows of other forms and rendered
+            dialogues are refused.
+
+    Raises:
+        MalformedRowError: a field is not what the form asks for.
+        InputError: a row of another form than those that the form was detected in.
+    """
+    columns = columns or {}
+    try:
+        return _record(row.parsed(), form, columns, detected)
+    except MalformedRowError as error:
+        ours = NAME.match(error.name)
+        if ours is None or ours[0] not in columns:
+            raise
+        name = columns[ours[0]] + error.name[ours.end() :]
+        raise MalformedRowError(name, error.found, error.allowed) from None
+
+
+def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) -> Record:
+    if row.problem:
+        raise MalformedRowError("(whole row)", row.problem, "one JSON object")
+    value = row.value
+    if not isinstance(value, dict):
+        raise MalformedRowError("(whole row)", show(value), "an object with fields")
+    fields, hidden = _renamed(value, columns)
+    shape = FORMS[form]
+    key = next((key for key in shape.keys if fields.get(key) is not None), None)
+    if key is None:
+        other = _form_of(fields) if detected else None
+        if other:
+            raise InputError(_mixed(row.where, value, other, form))
+        raise MalformedRowError(
+            shape.keys[0], show_fields(value), f"a row of data.form={form.value}"
+        )
+    category = fields.pop("category", None)
+    common: Fields = {
+        "where": row.where, "category": "all" if empty(category) else str(category), "row": value,
+    }  # fmt: skip
+    if shape.parse is None:
+        text = _text(fields, detected) if form is Form.text else None
+        tokens = _tokens(fields) if form is Form.tokens else None
+        return Record(None, text, **common, tokens=tokens, unread=(*_left(fields), *hidden))
+    refuse_media(fields)
+    common["tools"] = _first_of(fields, TOOLS, tools_of)
+    common["template_kwargs"] = _first_of(fields, TEMPLATE_KWARGS, _template_kwargs) or {}
+    talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _system))
+    shape.parse(fields, key, talk)
+    if all(message["role"] in SYSTEM for message in talk.messages):
+        raise MalformedRowError(key, "only a system message", "at least one user message")
+    cut_off = _cut_off(fields, talk.messages)
+    unread = (*_left(fields), *hidden, *talk.unread)
+    return Record(
+        talk.messages, None, **common, unlearnt=frozenset(talk.unlearnt), cut_off=cut_off,
+        written=talk.written, unread=unread,
+    )  # fmt: skip
+
+
+def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
+    """Taps which answers, counted from 0, were cut off: indices of their messages."""
+    if empty(decoded(fields.get(CUT_OFF))):
+        return frozenset()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    found = list_of(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
+    for number in found:
+        if type(number) is not int or not 0 <= number < len(answers):
+            allowed = f"numbers of the {len(answers)} answers, counted from 0"
+            raise MalformedRowError(CUT_OFF, show(number), allowed)
+    return frozenset(answers[number] for number in found)
+
+
+def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
+    """Returns a row under our names, and its fields that are hidden behind them."""
+    if not isinstance(value, dict):
+        return {}, []
+    if not columns:
+        return dict(value), []
+    theirs = set(columns.values())
+    fields = {name: v for name, v in value.items() if name not in theirs and name not in columns}
+    fields |= {name: value.get(source) for name, source in columns.items()}
+    return fields, [name for name in columns if name not in theirs and not empty(value.get(name))]
+
+
+def _form_of(fields: Fields) -> Form | None:
+    for shape in SHAPES:
+        for key in shape.keys:
+            # Parquet and Hub datasets fill absent columns with None.
+            if fields.get(key) is not None:
+                return shape.form
+    return None
+
+
+def _mixed(where: str, value: object, other: Form, form: Form) -> str:
+    allowed = ", ".join(shape.form.value for shape in SHAPES)
+    return (
+        f"{where}: a row of form {other.value} ({show_fields(value)}) among rows of form "
+        f"{form.value}; split the file, or set data.form= to one of {allowed}"
+    )
+
+
+def _left(fields: Fields) -> list[str]:
+    return [name for name, value in fields.items() if not empty(value)]
+
+
+def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], Any]) -> Any:
+    """Taps the first of some names that says something, and drops those that say the same."""
+    for name in names:
+        value = fields.get(name)
+        if empty(value):
+            continue
+        for other in names:
+            if fields.get(other) == value:
+                del fields[other]
+        return read(value, name)
+    return None
+
+
+def _template_kwargs(value: object, name: str) -> dict[str, Any]:
+    return object_of(value, name, "an object")
+
+
+def _system(value: object, name: str) -> str | None:
+    return text_of(value, name) if not isinstance(value, str) or value.strip() else None
+
+
+def _conversation(fields: Fields, key: str, talk: Conversation) -> None:
+    _add_all(list_of(fields.pop(key), key, "objects"), key, talk)
+
+
+def _add_all(items: list, key: str, talk: Conversation) -> None:
+    for index, item in enumerate(items):
+        talk.add(item, key, index)
+
+
+def _turns(fields: Fields, key: str, talk: Conversation) -> None:
+    for index, turn in enumerate(list_of(fields.pop(key), key, "strings")):
+        talk.say("user", turn, f"{key}[{index}]")
+
+
+def _preference(fields: Fields, key: str, talk: Conversation) -> None:
+    prompt_key = next((name for name in PROMPTS if not empty(fields.get(name))), None)
+    prompt = fields.pop(prompt_key) if prompt_key else None
+    chosen = fields.pop(key)
+    whole = prompt_key is None or (isinstance(chosen, list) and not _starts_with_answer(chosen))
+    if isinstance(chosen, list) and whole:  # with the prompt once more in front, if there is one
+        _add_all(list_of(chosen, key, "objects"), key, talk)
+        if prompt_key and not _opens_with(prompt, prompt_key, talk.messages):
+            raise MalformedRowError(prompt_key, show(prompt), f"what '{key}' begins with")
+        return
+    if prompt_key is None:
+        raise MalformedRowError(key, show(chosen), "with a 'prompt' beside, or a list of messages")
+    _say(prompt, prompt_key, "user", talk)
+    _say(chosen, key, "assistant", talk)
+
+
+def _starts_with_answer(items: list) -> bool:
+    start = Conversation()
+    _add_all(items[:1], "chosen", start)
+    return any(message["role"] == "assistant" for message in start.messages)
+
+
+def _opens_with(prompt: object, name: str, messages: Messages) -> bool:
+    start = Conversation()
+    _say(prompt, name, "user", start)
+    asked = start.messages
+    if all(message["role"] not in SYSTEM for message in asked):
+        messages = [message for message in messages if message["role"] not in SYSTEM]
+    return messages[: len(asked)] == asked
+
+
+def _alpaca(fields: Fields, key: str, talk: Conversation) -> None:
+    history = decoded(fields.get("history"))
+    if not empty(history):
+        for index, pair in enumerate(list_of(fields.pop("history"), "history", "pairs")):
+            if not isinstance(pair, list) or len(pair) != 2:
+                wanted = "a pair of the user's text and the answer"
+                raise MalformedRowError(f"history[{index}]", show(pair), wanted)
+            talk.say("user", pair[0], f"history[{index}][0]")
+            talk.say("assistant", pair[1], f"history[{index}][1]")
+    prompt = text_of(fields.pop(key), key)
+    more = next((name for name in ("input", "context") if not empty(fields.get(name))), None)
+    if more:
+        prompt += "\n\n" + text_of(fields.pop(more), more)
+    talk.say("user", prompt, key)
+    _reply(fields, ("output", *REPLIES), talk)
+
+
+def _pair(fields: Fields, key: str, talk: Conversation) -> None:
+    _say(fields.pop(key), key, "user", talk)
+    _reply(fields, REPLIES, talk)
+
+
+def _reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
+    key = next((name for name in names if fields.get(name) is not None), None)
+    if key is None:
+        return
+    _say(fields.pop(key), key, "assistant", talk)
+    if not empty(fields.get("reasoning_content")) and talk.messages[-1]["role"] == "assistant":
+        reasoning = fields.pop("reasoning_content")
+        talk.messages[-1]["reasoning_content"] = text_of(reasoning, "reasoning_content")
+
+
+def _say(value: object, key: str, role: str, talk: Conversation) -> None:
+    """Adds a plain text of a role, or a list of messages."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        _add_all(value, key, talk)
+    else:
+        text = text_of(value, key, "a string or a list of messages")
+        marker = begins_rendered(text)
+        if marker:
+            found = f"a rendered prompt (it begins with {marker!r})"
+            raise MalformedRowError(key, found, "messages or a bare question, to render")
+        talk.messages.append({"role": role, "content": text})
+
+
+def _text(fields: Fields, detected: bool) -> str:
+    text = text_of(fields.pop("text"), "text")
+    if detected:
+        refuse_dialogue(turn_marker(text))
+    return text
+
+
+def _tokens(fields: Fields) -> tuple[list[int], list[bool]]:
+    ids = ids_of(list_of(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids")
+    key = next((name for name in (*MASKS, "labels") if not empty(fields.get(name))), None)
+    if key is None:
+        wanted = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
+        raise MalformedRowError("input_ids", "ids without a loss mask", wanted)
+    mask = _mask(fields, key, ids)
+    if empty(fields.get("attention_mask")):
+        return ids, mask
+    seen = _mask(fields, "attention_mask", ids)
+    return (
+        [token for token, keep in zip(ids, seen, strict=True) if keep],
+        [learnt for learnt, keep in zip(mask, seen, strict=True) if keep],
+    )
+
+
+def _mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
+    mask = list_of(fields.pop(key), key, "numbers")
+    if len(mask) != len(ids):
+        raise MalformedRowError(key, f"{len(mask)} values", f"one for each of {len(ids)} input_ids")
+    for index, (value, token) in enumerate(zip(mask, ids, strict=True)):
+        allowed = (-100, token) if key == "labels" else (0, 1)
+        if value not in allowed:
+            raise MalformedRowError(f"{key}[{index}]", show(value), " or ".join(map(str, allowed)))
+    return [value != -100 if key == "labels" else bool(value) for value in mask]
+
+
+TOOLS = ("tools", "functions")
+TEMPLATE_KWARGS = ("chat_template_kwargs",)
+CUT_OFF = "truncated_turns"
+SYSTEM_TEXTS = ("system", "system_prompt")
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
+REPLIES = ("response", "completion", "output", "solution", "answer")
+MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
+
+# Order decides when a row has keys of several forms: published datasets often carry a rendered
+# `text` or a bare `prompt` beside the structured conversation, and each of these may stand
+# beside the `question` that it was made from.
+SHAPES = (
+    Shape(Form.messages, ("messages",), (), "OpenAI, TRL, Tulu, SmolTalk", _conversation),
+    Shape(Form.conversations, DIALOGUES, (), "ShareGPT, OpenHermes, LMSYS", _conversation),
+    Shape(Form.turns, ("turns",), (), "MT-bench, Spec-Bench", _turns),
+    Shape(Form.preference, ("chosen",), PROMPTS, "TRL, UltraFeedback, Orca pairs", _preference),
+    Shape(Form.alpaca, ("instruction",), ("input", "context", *REPLIES, "history"),
+          "Alpaca, Dolly, Magpie, LLaMA-Factory", _alpaca),
+    Shape(Form.prompt, ("prompt",), REPLIES, "TRL, HumanEval", _pair),
+    Shape(Form.tokens, ("input_ids",), (*MASKS, "labels", "attention_mask"), "TRL, Axolotl",
+          None),
+    Shape(Form.text, ("text",), (), "plain corpora", None),
+    Shape(Form.question, ("question", "query", "problem", "input"), REPLIES,
+          "GSM8K, OpenOrca, MetaMath, NuminaMath", _pair),
+)  # fmt: skip
+FORMS = {shape.form: shape for shape in SHAPES}

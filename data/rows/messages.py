@@ -1,0 +1,302 @@
+"""One message of any published shape becomes one of ours: roles, parts, reasoning, tool calls."""
+
+import re
+from typing import Any
+
+from data.rows.values import (
+    MalformedRowError,
+    decoded,
+    empty,
+    list_of,
+    object_of,
+    show,
+    text_of,
+    unicode_of,
+)
+
+Message = dict[str, Any]
+"""`role` (system, developer, user, assistant or tool) and `content`, a string; where present also
+`reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as chat templates read them."""
+Messages = list[Message]
+
+CALL = "tool call"
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "developer": "developer",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_call": CALL,
+    "tool_call": CALL,
+}
+SYSTEM = ("system", "developer")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA = (
+    "image", "images", "image_url", "input_image", "video", "videos", "video_url", "audio",
+    "audios", "audio_url", "input_audio", "pixel_values",
+)  # fmt: skip
+MOST_IDS = 2**31
+LEARNT = ("weight", "train", "training", "loss")
+PLACE = re.compile(r"\[\d+\]")
+MESSAGE = "an object with 'role' and 'content'"
+
+
+class Conversation:
+    """The messages of a row as they are collected.
+
+    Attributes:
+        messages: those so far.
+        unlearnt: indices of messages that the row says not to learn.
+        written: token ids by index of message, where the target wrote it.
+        unread: fields that nobody reads, e.g. `messages[].annotations`.
+    """
+
+    def __init__(self, system: str | None = None):
+        """Starts with the system message that stands beside the messages, if there is one."""
+        self.messages: Messages = []
+        self.unlearnt: set[int] = set()
+        self.written: dict[int, list[int]] = {}
+        self.unread: dict[str, None] = {}
+        self._num_given = 0
+        if system:
+            self.messages.append({"role": "system", "content": system})
+            self._num_given = 1
+
+    def say(self, role: str, value: object, name: str) -> None:
+        """Adds a plain text.
+
+        Raises:
+            MalformedRowError: there is none.
+        """
+        self.messages.append({"role": role, "content": text_of(value, name)})
+
+    def add(self, item: object, key: str, index: int) -> None:
+        """Adds a message.
+
+        Args:
+            item: as the row has it.
+            key: field of the row that it comes from.
+            index: in that field.
+
+        Raises:
+            MalformedRowError: it is no message, or does not follow from those before.
+        """
+        name, item = f"{key}[{index}]", decoded(item)
+        if not isinstance(item, dict):
+            raise MalformedRowError(name, show(item), MESSAGE)
+        fields = dict(item)
+        refuse_media(fields, f"{name}.")
+        if "input" in fields and "output" in fields and "content" not in fields:  # Capybara's turns
+            self.say("user", fields.pop("input"), f"{name}.input")
+            self.say("assistant", fields.pop("output"), f"{name}.output")
+        else:
+            self._add(fields, name)
+        self._leave(fields, name)
+
+    def _leave(self, fields: dict[str, Any], name: str) -> None:
+        for field, value in fields.items():
+            if not empty(value):
+                self.unread[f"{PLACE.sub('[]', name)}.{field}"] = None
+
+    def _add(self, fields: dict[str, Any], name: str) -> None:
+        role = _role(fields, name)
+        message: Message = {"role": role, "content": ""}
+        content_key = "content" if "content" in fields or "value" not in fields else "value"
+        content = fields.pop(content_key, None)
+        if role == CALL:
+            message["role"] = role = "assistant"
+            message["tool_calls"] = self._calls(content, f"{name}.{content_key}")
+            content = None
+        if role == "assistant":
+            self._assistant(fields, message, name)
+        elif role == "tool" and all(m["role"] != "assistant" for m in self.messages):
+            raise MalformedRowError(f"{name}.role", "a tool's result before any call", "after it")
+        elif not empty(fields.get("tool_calls")):
+            raise MalformedRowError(f"{name}.tool_calls", f"calls of the {role}", "the assistant's")
+        may_be_empty = len(message) > 2 or role in ("tool", *SYSTEM)
+        message["content"] = self._content(content, f"{name}.{content_key}", may_be_empty)
+        for key in ("tool_call_id", "name"):
+            if not empty(fields.get(key)):
+                message[key] = text_of(fields.pop(key), f"{name}.{key}")
+        if role in SYSTEM and self._says_nothing_new(message, name):
+            return
+        if role == "assistant" and not empty(fields.get("token_ids")):
+            self.written[len(self.messages)] = _token_ids(fields.pop("token_ids"), name)
+        if _unlearnt(fields, role, name):
+            self.unlearnt.add(len(self.messages))
+        self.messages.append(message)
+
+    def _says_nothing_new(self, message: Message, name: str) -> bool:
+        if not message["content"].strip():
+            return True
+        if not self._num_given or len(self.messages) > self._num_given:
+            return False
+        given = self.messages[0]["content"]
+        if given.strip() != message["content"].strip():
+            raise MalformedRowError(
+                f"{name}.content",
+                f"another system text, {show(message['content'])}, than the row's own",
+                "one of them",
+            )
+        self.messages[0] = message
+        return True
+
+    def _content(self, value: object, name: str, may_be_empty: bool) -> str:
+        if isinstance(value, list):
+            value = "\n".join(self._part(part, name, i) for i, part in enumerate(value))
+        if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
+            return "" if value is None else value
+        return text_of(value, name)
+
+    def _part(self, part: object, name: str, index: int) -> str:
+        name = f"{name}[{index}]"
+        if isinstance(part, str):
+            return unicode_of(part, name)
+        if not isinstance(part, dict):
+            raise MalformedRowError(name, show(part), "an object with 'type' and 'text'")
+        fields = dict(part)
+        kind = fields.pop("type", "text")
+        if kind not in TEXT_PARTS:
+            raise MalformedRowError(name, f"a part of type {kind!r}", "parts of type 'text'")
+        refuse_media(fields, f"{name}.")
+        text = fields.pop("text", None)
+        if not isinstance(text, str):
+            raise MalformedRowError(f"{name}.text", show(text), "a string")
+        self._leave(fields, name)
+        return unicode_of(text, name)
+
+    def _assistant(self, fields: dict[str, Any], message: Message, name: str) -> None:
+        """Takes what only an assistant says: its reasoning and its calls."""
+        for key in REASONING:
+            if empty(fields.get(key)):
+                continue
+            text = text_of(fields.pop(key), f"{name}.{key}")
+            if message.setdefault("reasoning_content", text) != text:
+                raise MalformedRowError(f"{name}.{key}", "another reasoning", "one per message")
+        for key in ("tool_calls", "function_call"):
+            if not empty(fields.get(key)):
+                calls = self._calls(fields.pop(key), f"{name}.{key}")
+                message["tool_calls"] = message.get("tool_calls", []) + calls
+
+    def _calls(self, value: object, name: str) -> list[Message]:
+        found = decoded(value)
+        if isinstance(found, dict):
+            return [self._call(found, name)]
+        items = list_of(found, name, "tool calls")
+        return [self._call(item, f"{name}[{index}]") for index, item in enumerate(items)]
+
+    def _call(self, value: object, name: str) -> Message:
+        """Returns a call in OpenAI's shape, its arguments as an object, as templates want them."""
+        given = object_of(value, name, "a call with 'function', or with 'name' and 'arguments'")
+        call = dict(given)
+        function = call.pop("function", None)
+        kind, call_id = call.pop("type", None), call.pop("id", None)
+        if kind not in (None, "function"):
+            raise MalformedRowError(f"{name}.type", show(kind), "function")
+        if function is None:
+            function, call = call, {}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MalformedRowError(f"{name}.function", show(function), "an object with a 'name'")
+        rest = {k: v for k, v in function.items() if k not in ("name", "arguments")}
+        self._leave(call | rest, name)
+        arguments = arguments_of(function.get("arguments"), f"{name}.arguments")
+        found = {"name": function["name"], "arguments": arguments}
+        ids = {} if empty(call_id) else {"id": call_id}
+        return {"type": "function", **ids, "function": found}
+
+
+def arguments_of(value: object, name: str) -> dict[str, Any]:
+    """Returns a call's arguments; servers and data write none in several ways.
+
+    Raises:
+        MalformedRowError: it is something else than an object, or one written as JSON.
+    """
+    if empty(value) or (isinstance(value, str) and value.strip() in ("", "null")):
+        return {}
+    return object_of(value, name, "an object, or one written as JSON")
+
+
+def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
+    """Refuses what shows or plays something, which a target's text alone would not know.
+
+    Raises:
+        MalformedRowError: with the first such field.
+    """
+    for key in MEDIA:
+        value = fields.get(key)
+        if not empty(value) and value is not False:
+            raise MalformedRowError(prefix + key, show(value), "text alone, without this field")
+
+
+def _role(fields: dict[str, Any], name: str) -> str:
+    key = "role" if "role" in fields or "from" not in fields else "from"
+    role = fields.pop(key, None)
+    found = ROLES.get(role) if isinstance(role, str) else None
+    if found is None and isinstance(role, str):
+        found = ROLES.get(role.strip().lower())
+    if found is None:
+        raise MalformedRowError(f"{name}.{key}", show(role), ", ".join(ROLES))
+    return found
+
+
+def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
+    """Whether the message says not to be learnt; what others than the assistant say never is."""
+    unlearnt = False
+    for key in LEARNT:
+        value = fields.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1) or isinstance(value, str):
+            raise MalformedRowError(f"{name}.{key}", show(value), "0 or 1, false or true")
+        if role == "assistant" or not value:
+            del fields[key]
+        unlearnt = unlearnt or not value
+    return unlearnt
+
+
+def _token_ids(value: object, name: str) -> list[int]:
+    ids = list_of(value, f"{name}.token_ids", "token ids")
+    return ids_of(ids, f"{name}.token_ids")
+
+
+def ids_of(ids: list, name: str) -> list[int]:
+    """Returns token ids.
+
+    Raises:
+        MalformedRowError: one of them is no number from 0 on, or more than any model has.
+    """
+    for index, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < MOST_IDS:
+            raise MalformedRowError(f"{name}[{index}]", show(token), "a token id")
+    return ids
+
+
+def tools_of(value: object, name: str) -> list[dict] | None:
+    """Returns function schemas as OpenAI writes them; bare ones are wrapped.
+
+    Raises:
+        MalformedRowError: one of them has no name.
+    """
+    if empty(value) or empty(decoded(value)):
+        return None
+    tools = []
+    for index, item in enumerate(list_of(value, name, "function schemas")):
+        tool = object_of(item, f"{name}[{index}]", "a function schema")
+        bare = {key: part for key, part in tool.items() if key != "type"}
+        function = tool.get("function", bare)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MalformedRowError(f"{name}[{index}]", show(item), "a function with a 'name'")
+        tools.append(tool if "function" in tool else {"type": "function", "function": function})
+    return tools

@@ -1,0 +1,118 @@
+"""Taps conversations and texts from files, folders and Hub datasets, and checks every row."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, Form, OnBadRow
+from data.rows.files import read_rows
+from data.rows.forms import NUM_LOOKED_AT, Record, detect, to_record
+from data.rows.messages import Messages
+from data.rows.sources import Source, find_source
+from data.rows.values import MalformedRowError
+
+__all__ = ["MalformedRowError", "Messages", "Record", "Records", "load_data", "load_records"]
+
+NUM_BAD_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a path holds."""
+
+    records: list[Record]
+    form: Form
+    bad: list[str]
+    """One message per row that was skipped."""
+    sha256: str
+    """Of the file contents, unpacked (a folder: in name order), or of the rows of a Hub dataset."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Rows by field that has something in it and is not read, e.g. `id`."""
+    left_out: tuple[str, ...] = ()
+    """Files of a folder that are not read, and why."""
+
+    def lines(self) -> list[str]:
+        """Returns what was left out, as lines to print."""
+        return [
+            *malformed(self.bad),
+            *counted("fields not read", self.unread, "rows"),
+            *(f"not read: {name}" for name in self.left_out),
+        ]
+
+
+def malformed(bad: list[str]) -> list[str]:
+    """Returns the first messages of malformed rows, and how many more there are, as lines."""
+    more = len(bad) - NUM_BAD_SHOWN
+    shown = [f"malformed: {message}" for message in bad[:NUM_BAD_SHOWN]]
+    return [*shown, *([f"malformed: {more:,} more"] if more > 0 else [])]
+
+
+def counted(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
+    """Returns names with their counts as one line, or none."""
+    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
+    return [f"{what}: {names}"] if names else []
+
+
+def load_records(
+    path: str,
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    form: Form = Form.auto,
+    columns: Mapping[str, str] | None = None,
+    on_bad_row: OnBadRow = OnBadRow.error,
+) -> Records:
+    """Loads and checks every row of a file, a folder or a Hub dataset.
+
+    Args:
+        path: a file, a folder of them, or a Hub dataset id.
+        subset: configuration of a Hub dataset, or its folder in a clone; None is the default.
+        split: of a Hub dataset, or of a folder with files that are named for splits.
+        form: shape of the rows; `auto` takes it from the first rows.
+        columns: the data's own names of fields, by the names that forms know.
+        on_bad_row: whether a malformed row stops or is skipped and listed.
+
+    Raises:
+        InputError: nothing at `path`, no rows, mixed forms, or a malformed row.
+    """
+    return _load(find_source(path, subset=subset, split=split), form, columns, on_bad_row)
+
+
+def load_data(path: str, config: DataConfig) -> Records:
+    """`load_records`, as settings of the data say; their own `path` is not read.
+
+    Raises:
+        InputError: as `load_records` does.
+    """
+    source = find_source(path, subset=config.subset, split=config.split, streaming=config.streaming)
+    return _load(source, config.form, config.columns, config.on_bad_row)
+
+
+def _load(
+    source: Source, form: Form, columns: Mapping[str, str] | None, on_bad_row: OnBadRow
+) -> Records:
+    path, digest = source.path, hashlib.sha256()
+    rows = read_rows(source, digest)
+    first = list(islice(rows, NUM_LOOKED_AT))
+    if not first:
+        raise InputError(f"{path}: holds no rows")
+    detected = form is Form.auto
+    form = detect(first, path, columns) if detected else form
+    records, bad, unread = [], [], Counter[str]()
+    for row in chain(first, rows):
+        try:
+            record = to_record(row, form, columns, detected=detected)
+        except MalformedRowError as error:
+            bad.append(f"{row.where}: {error}")
+            if on_bad_row is OnBadRow.error:
+                hint = "fix the row or set data.on_bad_row=skip"
+                raise InputError(f"{bad[0]} ({hint})") from None
+            continue
+        records.append(record)
+        unread.update(record.unread)
+    if not records:
+        raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
+    return Records(records, form, bad, digest.hexdigest(), dict(unread), source.left_out)

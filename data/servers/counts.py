@@ -1,0 +1,207 @@
+"""Greedy texts of a running engine, and what it counts of its draft tokens.
+
+vLLM counts in `/metrics`, over all requests; SGLang in the reply to each. Both start to draft
+behind the first token of a text, and count what the last pass accepts beyond the text's end.
+
+Sources: vLLM 0.32 `v1/spec_decode/metrics.py` and `v1/core/sched/scheduler.py`; SGLang
+`srt/managers/schedule_batch.py`, `update_spec_correct_drafts_histogram`, and
+`srt/managers/tokenizer_manager.py`.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anyio.from_thread import start_blocking_portal
+
+from conf.errors import InputError
+from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused
+
+COUNTER = re.compile(r"^vllm:spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+POSITION = re.compile(r'position="(\d+)"')
+# A model's generation_config.json can ask for a penalty, which engines take over.
+GREEDY = {"temperature": 0, "repetition_penalty": 1.0}
+NO_HEAD = "it drafts nothing: start it with a draft head (the README of an export has the command)"
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """A greedy text and the drafts that were made for it.
+
+    Attributes:
+        text: token ids, a stop token included.
+        drafts: passes that checked draft tokens.
+        accepted: per depth, how many of them accepted a token there.
+    """
+
+    text: list[int]
+    drafts: int
+    accepted: list[int]
+
+    @classmethod
+    def of(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
+        """From the number of tokens that each pass accepted."""
+        accepted = [sum(length > place for length in lengths) for place in range(depth)]
+        return cls(text, len(lengths), accepted)
+
+
+class _Engine(ABC):
+    """How to talk to one kind of engine; each request may raise what `Client.request` does."""
+
+    def __init__(self, client: Client, model: str) -> None:
+        self.client, self.model = client, model
+
+    @abstractmethod
+    async def start(self) -> int:
+        """The draft tokens of a pass."""
+
+    @abstractmethod
+    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
+        """One greedy text."""
+
+
+class RunningEngine:
+    """A server that decodes with a draft head; a context manager.
+
+    Nobody else may ask it anything meanwhile: some engines count over all requests.
+
+    Attributes:
+        name: `vllm` or `sglang`.
+        model: that it serves.
+        depth: draft tokens of a pass.
+        max_model_len: tokens that it takes, its answer included; None if it does not tell.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        """Opens no connection yet.
+
+        Args:
+            endpoint: the server, with or without the `/v1` at the end.
+        """
+        root = endpoint.url.rstrip("/").removesuffix("/v1")
+        # What is sent again is counted again.
+        self.endpoint = replace(endpoint, url=root, max_retries=0)
+        self._client = Client(self.endpoint, concurrency=1)
+
+    def __enter__(self) -> "RunningEngine":
+        """Raises InputError unless this is vLLM or SGLang, with a draft head."""
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            stack.enter_context(self._portal.wrap_async_context_manager(self._client))
+            self._call(self._start)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
+        """The engine's greedy text after a prompt, ended by its own stop tokens.
+
+        Args:
+            prompt_ids: the rendered prompt.
+            max_new_tokens: tokens of the text at most.
+
+        Raises:
+            InputError: no answer, or not with token ids and counts.
+        """
+        return self._call(self._engine.answer, prompt_ids, max_new_tokens)
+
+    def _call(self, work: Any, *arguments: Any) -> Any:
+        try:
+            return self._portal.call(work, *arguments)
+        except (RowFailed, RowRefused, EngineError) as error:
+            raise InputError(f"{self.endpoint}: {error}") from error
+
+    async def _start(self) -> None:
+        reply = await self._client.request("GET", "v1/models")
+        try:
+            served = reply["data"][0]
+            self.name, self.model = str(served["owned_by"]), str(served["id"])
+            self.max_model_len = served.get("max_model_len")
+            self._engine = KINDS[self.name](self._client, self.model)
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(
+                f"must be one of {', '.join(KINDS)}; v1/models says {reply}"
+            ) from error
+        self.depth = await self._engine.start()
+
+
+class EngineError(Exception):
+    """What an engine answers cannot be used."""
+
+
+class _Vllm(_Engine):
+    """Counters before a request, and after."""
+
+    async def start(self) -> int:
+        self.counts = await self._counts()
+        return len(self.counts) - 1
+
+    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
+        body = {
+            "model": self.model,
+            "prompt": prompt_ids,
+            "max_tokens": max_new_tokens,
+            "return_token_ids": True,
+            **GREEDY,
+        }
+        reply = await self.client.request("POST", "v1/completions", body)
+        try:
+            text = list(reply["choices"][0]["token_ids"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError("the reply has no choices[0].token_ids: vLLM is too old") from error
+        before, self.counts = self.counts, await self._counts()
+        drafts, *accepted = (new - old for new, old in zip(self.counts, before, strict=True))
+        return DraftCounts(text, drafts, accepted)
+
+    async def _counts(self) -> list[int]:
+        """Drafts, and tokens accepted at each position, since the server's start."""
+        drafts, accepted = 0, dict[int, int]()
+        for name, labels, value in COUNTER.findall(await self.client.page("metrics")):
+            if name == "num_drafts":
+                drafts += int(float(value))
+            elif name == "num_accepted_tokens_per_pos":
+                position = int(POSITION.findall(labels)[0])
+                accepted[position] = accepted.get(position, 0) + int(float(value))
+        if not accepted:
+            raise EngineError(f"{NO_HEAD}, and without --disable-log-stats")
+        return [drafts, *(accepted[position] for position in sorted(accepted))]
+
+
+class _Sglang(_Engine):
+    """Counts that come with the text."""
+
+    async def start(self) -> int:
+        settings = await self.client.request("GET", "get_server_info")
+        if not settings.get("speculative_algorithm"):
+            raise EngineError(NO_HEAD)
+        width = settings.get("speculative_eagle_topk")
+        if width != 1:
+            raise EngineError(
+                f"drafts trees, speculative_eagle_topk={width}: only chains can be compared; "
+                "start it with --speculative-eagle-topk 1"
+            )
+        self.depth = int(settings["speculative_num_steps"])
+        return self.depth
+
+    async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
+        sampling = {"max_new_tokens": max_new_tokens, **GREEDY}
+        body = {"input_ids": prompt_ids, "sampling_params": sampling}
+        reply = await self.client.request("POST", "generate", body)
+        try:
+            text, meta = list(reply["output_ids"]), reply["meta_info"]
+        except (KeyError, TypeError) as error:
+            raise EngineError("the reply has no output_ids: SGLang is too old") from error
+        # The second is its older name. A text of one token has had no pass.
+        names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+        histogram = next((meta[name] for name in names if name in meta), None)
+        if histogram is None and len(text) > 1:
+            raise EngineError(f"the reply's meta_info has none of {', '.join(names)}")
+        lengths = [n for n, passes in enumerate(histogram or []) for _ in range(passes)]
+        return DraftCounts.of(text, lengths, self.depth)
+
+
+KINDS: dict[str, type[_Engine]] = {"vllm": _Vllm, "sglang": _Sglang}

@@ -1,0 +1,304 @@
+"""Answers from an OpenAI-compatible server: many requests in flight, retried until they hold."""
+
+import asyncio
+import email.utils
+import itertools
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+
+from conf.errors import InputError
+from data.rows.messages import arguments_of
+from data.rows.values import MalformedRowError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 60.0
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
+REFUSED = frozenset({400, 413, 422})
+ENDED = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_call"})
+"""`finish_reason` of answers that the target ended itself; `length` and `abort` are none."""
+
+
+class RowRefused(Exception):  # noqa: N818  names what happened to the row
+    """This conversation can never be answered: too long, or of a kind the server refuses."""
+
+
+class RowFailed(Exception):  # noqa: N818
+    """This conversation got no answer in all its attempts; another start may get one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said in one turn."""
+
+    message: dict
+    """`role`, `content`, and `reasoning_content` and `tool_calls` where there are any."""
+    truncated: bool
+    """Cut off, by `max_new_tokens` or by the server: its end-of-turn token is missing."""
+    token_ids: list[int] | None = None
+    """As they were written, the end-of-turn token included; None if nobody told."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        said = (self.message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
+        return not any(each.strip() if isinstance(each, str) else each for each in said)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One OpenAI-compatible server and how to talk to it."""
+
+    url: str
+    """Base URL that ends before `/chat/completions`."""
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    max_retries: int = 5
+    timeout_s: float = 300.0
+    setting: str = "endpoint"
+    """Config key that `url` came from, for messages."""
+
+    def __post_init__(self) -> None:
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise InputError(f"{self}: {error}") from error
+        if parsed.userinfo:
+            raise InputError(f"{self.setting}: must not hold a password; set api_key_env instead")
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            raise InputError(f"{self}: must be like http://localhost:8000/v1")
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.url}"
+
+
+class Client:
+    """A connection pool to one endpoint; an asynchronous context manager."""
+
+    def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
+        """Opens no connection yet.
+
+        Args:
+            endpoint: the server.
+            concurrency: connections kept.
+        """
+        self.endpoint = endpoint
+        self.num_retries = 0
+        key = endpoint.api_key
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=endpoint.timeout_s,
+            limits=httpx.Limits(max_connections=concurrency),
+        )
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def first_model(self) -> str:
+        """Returns the first model that the server lists."""
+        return str((await self.models())[0]["id"])
+
+    async def models(self) -> list[dict]:
+        """Returns what the server lists of its models, one or more, each with an `id`."""
+        try:
+            listed = (await self.request("GET", "models"))["data"]
+            named = [m for m in listed if isinstance(m, dict) and "id" in m]
+        except (RowFailed, RowRefused) as error:
+            raise InputError(f"{self.endpoint}: {error}") from error
+        except (KeyError, TypeError):
+            named = []
+        if not named:
+            raise InputError(f"{self.endpoint}: lists no model; name one with model=...")
+        return named
+
+    async def answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
+        """Asks for the next assistant message.
+
+        Args:
+            messages: the conversation so far, ending with the user's turn.
+            settings: sampling fields of the request body.
+
+        Raises:
+            RowRefused: the server refuses these messages.
+            RowFailed: no answer in all attempts.
+            InputError: the server refuses every request: address, key or model is wrong.
+        """
+        body = {
+            "model": self.endpoint.model,
+            "messages": [_sent(message) for message in messages],
+            "stream": False,
+            **settings,
+        }
+        reply = await self.request("POST", "chat/completions", body)
+        try:
+            choice = reply["choices"][0]
+            said = choice["message"]
+            message = _message(said)
+        except (KeyError, IndexError, TypeError) as error:
+            raise RowFailed("the reply has no choices[0].message.content") from error
+        ended = choice.get("finish_reason") in ENDED
+        return Answer(message, not ended, choice.get("token_ids"))
+
+    async def tells_token_ids(self) -> bool:
+        """Whether the server gives the token ids of an answer when asked to: vLLM does."""
+        return all(model.get("owned_by") == "vllm" for model in await self.models())
+
+    async def request(self, method: str, path: str, body: dict | None = None) -> dict:
+        """Sends one request until it holds.
+
+        Args:
+            method: of HTTP.
+            path: behind the base URL.
+            body: sent as JSON.
+
+        Returns:
+            The reply's JSON.
+
+        Raises:
+            RowRefused: the server refuses this body.
+            RowFailed: no answer in all attempts.
+            InputError: the server refuses every request.
+        """
+        return await self._send(method, path, body, httpx.Response.json)
+
+    async def page(self, path: str) -> str:
+        """Returns the text at a path behind the base URL; raises as `request` does."""
+        return await self._send("GET", path, None, lambda response: response.text)
+
+    async def _send(
+        self, method: str, path: str, body: dict | None, read: Callable[[httpx.Response], Result]
+    ) -> Result:
+        for attempt in itertools.count():
+            wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
+            try:
+                response = await self._http.request(method, self._url(path), json=body)
+                if response.is_success:
+                    return read(response)
+                problem = f"HTTP {response.status_code}: {self._text(response)}"
+                if response.status_code not in RETRIED:
+                    raise _final_error(response.status_code, self._url(path), problem)
+                wait_s = max(wait_s, retry_after_s(response.headers.get("Retry-After")))
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
+            except ValueError as error:
+                if isinstance(error, InputError):
+                    raise
+                problem = f"the reply is not JSON ({error})"
+            if attempt >= self.endpoint.max_retries:
+                raise RowFailed(f"{problem} ({attempt + 1} attempts)")
+            if wait_s > max(self.endpoint.timeout_s, MAX_DELAY_S):
+                raise RowFailed(f"{problem}; it asks to wait {wait_s:.0f} s, above timeout_s")
+            self.num_retries += 1
+            await asyncio.sleep(wait_s)
+        raise AssertionError
+
+    def _url(self, path: str) -> str:
+        return f"{self.endpoint.url.rstrip('/')}/{path}"
+
+    def _text(self, response: httpx.Response) -> str:
+        """Returns the start of an error's body without the key, which some servers echo."""
+        text = " ".join(response.text.split())
+        if self.endpoint.api_key:
+            text = text.replace(self.endpoint.api_key, "***")
+        return text[:300]
+
+
+def retry_after_s(value: str | None) -> float:
+    """Taps a Retry-After header: seconds, or an HTTP date; 0 where absent or unreadable."""
+    if not value:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+async def as_completed(
+    jobs: Iterable[Job], work: Callable[[Job], Awaitable[Result]], concurrency: int
+) -> AsyncGenerator[list[Result], None]:
+    """Runs `work` on every job, at most `concurrency` at a time, in the order given.
+
+    Yields:
+        Results of jobs that ended since the last list. When a job raises, the results of the
+        others that ended with it come first, then its error.
+    """
+    queue = iter(jobs)
+    pending: set[asyncio.Future[Result]] = set()
+    try:
+        while True:
+            for job in itertools.islice(queue, concurrency - len(pending)):
+                pending.add(asyncio.ensure_future(work(job)))
+            if not pending:
+                return
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            errors = [error for task in ended if (error := task.exception())]
+            yield [task.result() for task in ended if not task.exception()]
+            if errors:
+                raise errors[0]
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _final_error(status: int, url: str, problem: str) -> Exception:
+    if status in REFUSED:
+        return RowRefused(problem)
+    hint = {
+        401: "set the key in the environment variable that api_key_env names",
+        403: "the key may not use this model",
+        404: "check endpoint (it usually ends in /v1) and model",
+    }.get(status, "check endpoint and model")
+    return InputError(f"{url}: {problem}: {hint}")
+
+
+def _message(said: dict) -> dict:
+    """Takes an assistant's message over: content, reasoning, calls of tools."""
+    content, calls = said["content"], said.get("tool_calls")
+    reasoning = said.get("reasoning_content") or said.get("reasoning")
+    if not isinstance(content, str) and (content is not None or not (reasoning or calls)):
+        raise RowFailed(f"the reply's content is {type(content).__name__}, not text")
+    message: dict = {"role": "assistant", "content": content or ""}
+    if reasoning:
+        message["reasoning_content"] = str(reasoning)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    try:
+        "".join((message["content"], message.get("reasoning_content", ""))).encode()
+    except UnicodeEncodeError as error:
+        raise RowFailed("the reply holds half of a surrogate pair") from error
+    return message
+
+
+def _call(call: dict) -> dict:
+    function = call["function"]
+    try:
+        arguments = arguments_of(function.get("arguments"), "arguments")
+    except MalformedRowError as error:
+        raise RowFailed(f"a call of {function['name']}: {error}") from error
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _sent(message: dict) -> dict:
+    """A message as the interface takes it: arguments of calls are text there."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [f | {"arguments": json.dumps(f["arguments"])} for f in functions]
+    calls = zip(message["tool_calls"], texts, strict=True)
+    return message | {"tool_calls": [call | {"function": text} for call, text in calls]}

@@ -1,0 +1,306 @@
+"""Keys and values of a batch whose texts have different lengths and end in draft trees.
+
+Each text owns a row of every buffer. Slot i of a row holds the token at position i; behind the
+committed tokens stand pending ones, the nodes of a tree, until `commit` moves the accepted
+nodes to where they belong. Nothing is copied but those, and a wrong token is undone by
+forgetting it.
+
+Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from heads.decoding.buffers import SlotBuffer, move, rounded
+
+if TYPE_CHECKING:
+    from heads.decoding.recurrent_states import States
+
+
+def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
+    """Numbers of the CPU as a tensor on a device; the host does not wait for it to arrive."""
+    tensor = torch.as_tensor(values)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Kept(NamedTuple):
+    """What stays of a draft, on the device.
+
+    Attributes:
+        nodes: [B, A] int64, pending tokens; a shorter row is filled up with any.
+        counts: [B] int64, how many of them.
+    """
+
+    nodes: Tensor
+    counts: Tensor
+
+
+class Slots:
+    """Where tokens stand in a batch, and who sees whom.
+
+    Attributes:
+        lengths: committed tokens per text.
+        committed: the same on the device, [B, 1] int64.
+        held: slots that every pass reads, whatever the texts' lengths, which the host then does
+            not know; None where it does.
+    """
+
+    def __init__(self, num_texts: int, device: torch.device) -> None:
+        self.device = device
+        self.held: int | None = None
+        self._most = 0
+        self._set([0] * num_texts)
+
+    def hold(self, width: int, num_pending: int) -> None:
+        """From now on every pass reads so many slots, the last of them for pending tokens."""
+        self.held, self._most = width, width - num_pending
+
+    def hold_as(self, other: "Slots") -> None:
+        """Goes by what holds of others."""
+        self.held, self._most = other.held, other._most
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.committed = upload(lengths, self.device).unsqueeze(1)
+
+    def place(self, num_new: int, num_pending: int) -> Tensor:
+        """[B, n] int64, the slots of the last `num_new` of `num_pending` pending tokens."""
+        return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
+
+    def width(self, num_pending: int) -> int:
+        """Slots in use with so many pending tokens."""
+        return max(self.lengths) + num_pending if self.held is None else self.held
+
+    def attention_mask(self, mask: Tensor, width: int) -> Tensor:
+        """[B, n, S] bool: every committed token of its own text, and what `mask` says.
+
+        Args:
+            mask: [B or 1, n, P] bool, the pending tokens that each new one sees.
+            width: S.
+        """
+        committed, (num_new, num_pending) = self.committed, mask.shape[1:]
+        slots = torch.arange(width, device=self.device)
+        seen = (slots < committed).unsqueeze(1).repeat(1, num_new, 1)
+        to = self.place(num_pending, num_pending).unsqueeze(1).expand(-1, num_new, -1)
+        return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
+
+    def positions(self, depths: Tensor, width: int) -> Tensor:
+        """[B, S] int64, of the tokens in all slots, the pending ones by depth [B or 1, P]."""
+        pending = self.committed + depths
+        everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
+        num_pending = pending.shape[1]
+        return everything.scatter_(1, self.place(num_pending, num_pending), pending)
+
+    def commit(
+        self,
+        kept: list[list[int]],
+        buffers: Sequence[SlotBuffer] = (),
+        found: Kept | None = None,
+        mover: Callable[..., None] = move,
+    ) -> None:
+        """Makes pending tokens part of the texts and forgets the others.
+
+        Args:
+            kept: per text the pending tokens that stay, in their order; unread where `held`.
+            buffers: those whose entries move along.
+            found: the same on the device, if it is there already.
+            mover: `move`, perhaps compiled.
+        """
+        moved = any(nodes != list(range(len(nodes))) for nodes in kept)
+        if buffers and (moved or self.held is not None):
+            source = self._source(kept, found)
+            num_kept = source.shape[1]
+            mover(buffers, source, self.place(num_kept, num_kept))
+        if found is None:
+            self._set(self._with(kept))
+        else:
+            self.advance(found.counts, kept)
+
+    def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Makes the first pending tokens part of the texts, as they stand.
+
+        Args:
+            counts: [B] int64, how many.
+            kept: these, per text; unread where `held`.
+        """
+        if self.held is None:
+            self.lengths = self._with(kept)
+            self.committed = self.committed + counts.unsqueeze(1)
+        else:
+            # A text that has ended goes on until another takes its row, but never beyond it.
+            self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._most)
+
+    def _source(self, kept: list[list[int]], found: Kept | None) -> Tensor:
+        """[B, A] int64, the slots of what stays."""
+        longest = max(map(len, kept), default=None)
+        if found is not None:
+            return self.committed + found.nodes[:, :longest]
+        # A shorter row goes on with slots that are forgotten anyway.
+        rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
+        return self.committed + upload(rows, self.device)
+
+    def _with(self, kept: Sequence[Sequence[int]]) -> list[int]:
+        return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
+
+    def take(self, row: int, length: int) -> None:
+        """A row goes on with another text, of which so much is committed."""
+        self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
+        self.committed[row] = length
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
+        self._set(lengths)
+
+    def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
+        """Goes on with some texts only."""
+        for buffer in buffers:
+            buffer.keep(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.committed = self.committed[upload(rows, self.device)]
+
+
+class _Layer(CacheLayerMixin):
+    """One attention layer, as transformers asks for it."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "TreeCache") -> None:
+        super().__init__()
+        self.cache = cache
+        self.buffer = SlotBuffer(cache.capacity)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens' keys and values [B, K, n, d]; gives those of all slots."""
+        cache = self.cache
+        return self.buffer.write(key_states, value_states, cache.to, cache.width, cache.needed)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Buffers are made when they are first written."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Slots that a mask covers, from slot 0."""
+        return self.cache.width, 0
+
+    def get_seq_length(self) -> int:
+        """Slots in use."""
+        return max(self.cache.slots.lengths)
+
+    def get_max_length(self) -> int:
+        """-1 where there is no limit."""
+        return self.cache.capacity or -1
+
+    get_max_cache_shape = get_max_length  # the name until transformers 5.17
+
+
+class TreeCache(Cache):
+    """The keys and values of a whole model.
+
+    Args:
+        num_texts: B.
+        device: where positions and masks are made; keys stay where their layer is.
+        num_layers: of the model.
+        capacity: see `SlotBuffer`.
+        states: of the model's recurrent layers, if it has any.
+        mover: see `Slots.commit`.
+
+    Attributes:
+        slots: what is committed.
+        sure: how many of the pending tokens belong to each text whatever comes; empty for a
+            draft.
+        ends: how many tokens each text has for sure, once those to come have been read.
+        needed: the most of them.
+        even: whether the new tokens stand at the same slots in every text that has any.
+    """
+
+    def __init__(
+        self,
+        num_texts: int,
+        device: torch.device,
+        num_layers: int,
+        capacity: int | None = None,
+        states: "States | None" = None,
+        mover: Callable[..., None] = move,
+    ) -> None:
+        self.capacity, self.mover = capacity, mover
+        self.slots = Slots(num_texts, device)
+        self.states = states
+        self.sure: list[int] = []
+        self.ends: list[int] = []
+        self.needed = 0
+        self.even = True
+        self.to: Tensor | int = 0
+        self.width = 0
+        self._own = [_Layer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._own))
+
+    def begin(self, num_new: int, num_pending: int) -> None:
+        """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
+        lengths = self.slots.lengths
+        ends = {n for n, new in zip(lengths, self.sure or [1] * len(lengths), strict=True) if new}
+        self.even = len(ends) == 1 and self.slots.held is None
+        if self.even:
+            # What a text without new tokens is filled up with is forgotten.
+            self.to = ends.pop() + num_pending - num_new
+        else:
+            self.to = self.slots.place(num_new, num_pending)
+        self.width = self.slots.width(num_pending)
+        if self.slots.held is None and self.slots.device.type == "cuda":
+            # Kernels then see few lengths; what is behind the pending tokens nobody sees.
+            self.width = min(rounded(self.width), self.capacity or rounded(self.width))
+
+    def begin_traced(self, num_new: int, num_pending: int, width: int) -> None:
+        """`begin` in what is compiled, of which the lengths of texts would become constants."""
+        self.even, self.width, self.needed = False, width, 0
+        self.to = self.slots.place(num_new, num_pending)
+
+    def reserve(self, width: int) -> None:
+        """Grows to at least so many slots."""
+        for buffer in self._buffers():
+            buffer.reserve(width)
+
+    def hold(self, width: int, num_pending: int, capacity: int) -> None:
+        """See `Slots.hold`; of so many slots in all, whose memory stays where it is."""
+        self.slots.hold(width, num_pending)
+        self.needed = capacity
+
+    def announce(self, sure: list[int], ends: list[int]) -> None:
+        """Says before a pass what is sure; see the attributes."""
+        self.sure, self.ends, self.needed = sure, ends, max(ends, default=0)
+
+    def commit(self, kept: list[list[int]], found: Kept | None = None) -> None:
+        """See `Slots.commit`."""
+        self.sure = []
+        self.slots.commit(kept, self._buffers(), found, self.mover)
+        if self.states is not None:
+            self.states.commit(kept)
+
+    def keep(self, rows: list[int]) -> None:
+        """See `Slots.keep`."""
+        self.slots.keep(rows, *self._buffers())
+        if self.states is not None:
+            self.states.keep(rows)
+
+    def replace(self, row: int, other: "TreeCache") -> None:
+        """Takes what is committed of a text from a cache of that text, which may hold more."""
+        lengths = self.slots.lengths
+        for own, new in zip(self._own, other._own, strict=True):
+            if new.buffer.keys is not None:
+                own.buffer.replace(row, new.buffer, lengths[row], len(lengths))
+
+    def take(self, row: int, other: "TreeCache") -> None:
+        """A row goes on with the one text of another cache."""
+        self.slots.take(row, other.slots.lengths[0])
+        self.replace(row, other)
+        if self.states is not None and other.states is not None:
+            self.states.take(row, other.states)
+
+    def _buffers(self) -> list[SlotBuffer]:
+        return [layer.buffer for layer in self._own if layer.buffer.keys is not None]

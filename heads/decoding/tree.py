@@ -1,0 +1,178 @@
+"""Static draft trees: which candidates are checked together in one target pass.
+
+Source: Medusa, arXiv 2401.10774, section 2.1.2 and figure 2. Letters: N nodes with the root.
+"""
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conf.errors import InputError
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nodes in breadth-first order; node 0 is the root, the token that is already sure.
+
+    Example: paths [[0], [1], [0, 0]] give parents (-1, 0, 0, 1) and ranks (-1, 0, 1, 0).
+
+    Attributes:
+        parents: parent index per node, -1 for the root.
+        ranks: which of the head's best candidates a node holds, 0 the best; -1 for the root.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def from_paths(cls, paths: list[list[int]]) -> "Tree":
+        """Builds a tree from paths of candidate ranks, every prefix of a path included.
+
+        Raises:
+            InputError: an empty path, a negative rank, a repeated path, or one whose prefix
+                is missing.
+        """
+        order = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        nodes: dict[tuple[int, ...], int] = {(): 0}
+        parents, ranks = [-1], [-1]
+        for path in order:
+            if not path or min(path) < 0 or path in nodes or path[:-1] not in nodes:
+                raise InputError(
+                    f"tree: path {list(path)} is empty, negative, repeated or without its "
+                    f"prefix {list(path[:-1])}"
+                )
+            nodes[path] = len(nodes)
+            parents.append(nodes[path[:-1]])
+            ranks.append(path[-1])
+        return cls(tuple(parents), tuple(ranks))
+
+    @classmethod
+    def chain(cls, depth: int) -> "Tree":
+        """The best candidate of each of `depth` heads: a tree of width one."""
+        return cls.from_paths([[0] * length for length in range(1, depth + 1)])
+
+    @classmethod
+    def best(cls, accuracy: list[list[float]], num_nodes: int) -> "Tree":
+        """The `num_nodes` paths most likely to be accepted, root not counted.
+
+        Args:
+            accuracy: [K][R], probability that head k's candidate of rank r is right; falling
+                in r.
+            num_nodes: draft tokens of the tree.
+
+        Source: FasterDecoding/Medusa `gen_results.py`, `explore_graph`; here by best-first
+        search, exact because the product only falls along a path.
+        """
+        heap: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][0], (0,))]
+        paths: list[list[int]] = []
+        while heap and len(paths) < num_nodes:
+            value, path = heapq.heappop(heap)
+            paths.append(list(path))
+            level = accuracy[len(path) - 1]
+            if path[-1] + 1 < len(level) and level[path[-1]] > 0:
+                sibling = value / level[path[-1]] * level[path[-1] + 1]
+                heapq.heappush(heap, (sibling, (*path[:-1], path[-1] + 1)))
+            if len(path) < len(accuracy):
+                heapq.heappush(heap, (value * accuracy[len(path)][0], (*path, 0)))
+        return cls.from_paths(paths)
+
+    def down_to(self, depth: int) -> "Tree":
+        """Its nodes no deeper than `depth`."""
+        num_nodes = sum(each <= depth for each in self.depths)
+        return Tree(self.parents[:num_nodes], self.ranks[:num_nodes])
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance from the root per node."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def depth(self) -> int:
+        """Depth of the deepest node."""
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        """Candidates needed per head: 1 + the largest rank."""
+        return 1 + max((rank for rank in self.ranks), default=0)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Child indices per node, best rank first."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    def mask_rows(self) -> list[list[bool]]:
+        """[N][N], whom each node sees: itself and its ancestors."""
+        # In torch every row would be a kernel launch of its own.
+        mask = np.eye(self.num_nodes, dtype=bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask[node] |= mask[parent]
+        return mask.tolist()
+
+    def mask(self) -> Tensor:
+        """[N, N] bool on the CPU, the same."""
+        return torch.tensor(self.mask_rows())
+
+
+def default_tree(num_heads: int, num_nodes: int) -> Tree:
+    """A tree for heads whose accuracies nobody has measured yet.
+
+    Accuracies fall by rank and by head as published for Vicuna-7B (FasterDecoding/Medusa,
+    `assets/medusa_acc.csv`: top-1 .56, .32, .20, .15, .12).
+    """
+    top1 = [0.56, 0.32, 0.20, 0.15, 0.12]
+    ranks = [1.0, 0.22, 0.10, 0.06, 0.04, 0.03, 0.02, 0.02]
+    accuracy = [[top1[min(k, len(top1) - 1)] * share for share in ranks] for k in range(num_heads)]
+    return Tree.best(accuracy, num_nodes)
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """How far EAGLE-2 looks and how much of it is checked.
+
+    Attributes:
+        depth: draft tokens of the longest path.
+        top_k: nodes expanded per level, and children drawn from each.
+        num_tokens: draft tokens kept, the likeliest of all that were drawn.
+    """
+
+    depth: int
+    top_k: int
+    num_tokens: int
+
+
+Shape = Tree | DynamicShape
+
+
+def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
+    """A static tree for drafts nobody has measured; nodes cost time on CPU, hardly any on CUDA.
+
+    Args:
+        depth: of the deepest node.
+        gpu: what it is for; this machine unless told.
+    """
+    return default_tree(depth, 32 if _is_gpu(gpu) else 8)
+
+
+def usual_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
+    """EAGLE-2's settings on CUDA, and some that a CPU can afford; `gpu` as in `usual_tree`."""
+    return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(5, 4, 8)
+
+
+def _is_gpu(gpu: bool | None) -> bool:
+    return torch.cuda.is_available() if gpu is None else gpu

@@ -1,0 +1,59 @@
+"""The engines that heads are exported for: what they are called, and what starts them.
+
+Sources of the commands: vLLM 0.32 `config/speculative.py`; SGLang `server_args.py`; TensorRT-LLM
+1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1; TGI 3.3 launcher; SafeAILab/EAGLE
+and FasterDecoding/Medusa.
+"""
+
+import json
+from typing import Any
+
+from torch import nn
+
+from conf.settings.export import ExportFormat
+
+ENGINES = {
+    ExportFormat.vllm: "vLLM",
+    ExportFormat.sglang: "SGLang",
+    ExportFormat.trtllm: "TensorRT-LLM",
+    ExportFormat.tgi: "TGI",
+    ExportFormat.speculators: "speculators",
+    ExportFormat.original: "the authors' code",
+}
+LOADERS = {
+    ExportFormat.vllm: "vLLM 0.32",
+    ExportFormat.sglang: "SGLang of 2026 (EAGLE-3.1 needs one that knows `fc_norm`)",
+    ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
+    ExportFormat.tgi: "TGI 3.3",
+    ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
+    ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
+}
+"""Whose loaders were read."""
+
+
+def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:
+    """What starts vLLM's server with a head in a folder, and `more` about how it drafts."""
+    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
+    return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
+
+
+def template_note(provenance: dict[str, Any]) -> str:
+    """How to serve with the template settings that a head was trained under; empty if none.
+
+    Args:
+        provenance: contents of `headsmith.json`.
+    """
+    data = (provenance.get("config") or {}).get("data") or {}
+    kwargs = data.get("chat_template_kwargs")
+    if not kwargs:
+        return ""
+    written = json.dumps(kwargs)
+    return (
+        f"It learnt from chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
+        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
+    )
+
+
+def dtype_of(head: nn.Module) -> str:
+    """`float32` or `bfloat16`."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")

@@ -1,0 +1,138 @@
+"""Documents as what attention runs over: packed sequences without a mask of tokens by tokens.
+
+A batch of packed sequences, read row by row, is one row of documents that lie one after another,
+and padding at the end of a sequence is a document like any other. A kernel for sequences of
+various lengths then needs nothing but where they begin. That is known on the CPU before a batch
+goes anywhere, so no device is waited for.
+
+Letters: B sequences, T tokens of one, S = B * T tokens, Q heads, K key-value heads, d head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.decoding.cache import upload
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_FLASH_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in S tokens.
+
+    Attributes:
+        lengths: tokens of each.
+        bounds: [documents + 1] int32 on the device, where each begins, and S.
+    """
+
+    lengths: tuple[int, ...]
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, document_ids: Tensor) -> "Documents":
+        """Those of packed sequences.
+
+        Args:
+            document_ids: [B, T] int64 on the CPU, -1 on padding.
+
+        Returns:
+            With `bounds` on the CPU.
+        """
+        new = torch.ones_like(document_ids, dtype=torch.bool)
+        new[:, 1:] = document_ids.diff() != 0
+        starts = new.flatten().nonzero().squeeze(1)
+        bounds = torch.cat([starts, starts.new_tensor([document_ids.numel()])])
+        return cls(tuple(bounds.diff().tolist()), bounds.int())
+
+    @classmethod
+    def single(cls, num_tokens: int, device: torch.device) -> "Documents":
+        """One document of so many tokens."""
+        return cls((num_tokens,), upload([0, num_tokens], device).int())
+
+    def on(self, device: torch.device) -> "Documents":
+        """The same with `bounds` on a device; a copy from pinned memory is not waited for."""
+        return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
+
+    def longer_than(self, num_tokens: int) -> Tensor:
+        """[S] bool, whether the document of each token has more tokens."""
+        long = torch.tensor([length > num_tokens for length in self.lengths])
+        lengths = self.bounds.diff()
+        total = sum(self.lengths)
+        return upload(long, lengths.device).repeat_interleave(lengths, output_size=total)
+
+    def cut(self, size: int) -> "Documents":
+        """Each in pieces of `size` tokens, the last of what is left."""
+        pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]
+        bounds = torch.tensor([0, *pieces]).cumsum(0).int()
+        return Documents(tuple(pieces), upload(bounds, self.bounds.device))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(self.lengths)
+
+
+def fits_flash(query: Tensor) -> bool:
+    """Whether PyTorch's own flash kernel for documents takes such queries [..., d]."""
+    size = query.shape[-1]
+    fits = query.dtype in FLASH_DTYPES and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+    return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def flash(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    documents: Documents,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention inside documents, by one call of the kernel.
+
+    Args:
+        query: [S, Q, d], which `fits_flash`.
+        keys: [S, K, d].
+        values: as many.
+        documents: of the S tokens.
+        window: tokens that a query sees, its own included; None for all before it.
+        scale: of the scores; 1 / sqrt(d) unless told.
+
+    Returns:
+        Output [S, Q, d] and the logsumexp of the scores, [Q, S] float32.
+    """
+    bounds, longest = documents.bounds, documents.longest
+    output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, bounds, bounds, longest, longest, 0.0, True, False,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip
+    return output, log_norm
+
+
+def flash_backward(
+    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], found: tuple[Tensor, Tensor],
+    documents: Documents, window: int | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, keys and values, from what any attention over them and more gave.
+
+    From scores S that it computes anew the kernel takes P = exp(S - L) and
+    dS = P (dO v - sum(dO O)), for whatever output O and logsumexp L it is given.
+
+    Args:
+        grad: [S, Q, d], of the output.
+        text: query, keys and values as `flash` took them.
+        found: O [S, Q, d] and L [Q, S] float32.
+        documents: of the S tokens.
+        window: as of `flash`.
+        scale: as of `flash`.
+    """
+    bounds, longest = documents.bounds, documents.longest
+    # Drawn from by dropout only, which there is none of.
+    unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), *text, found[0].contiguous(), found[1].contiguous(), bounds, bounds,
+        longest, longest, 0.0, True, unused, unused,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip

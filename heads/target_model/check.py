@@ -1,0 +1,256 @@
+"""The check that a target can be served, before anything is trained or measured with it.
+
+What will be asked of it is run: two texts of unlike length in one batch, past every window and
+chunk; behind them trees and chains, of which each text keeps another part; and packed documents.
+All must agree with what the model gives for each text alone, decoding it where it is recurrent, as
+its reading and its decoding may differ themselves. This catches architectures that
+ignore explicit masks or positions, that keep a state elsewhere, or scale their logits in a way that
+is not known here.
+
+Letters: n tokens, V vocabulary.
+"""
+
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from conf.errors import InputError
+from heads.decoding.cache import TreeCache
+from heads.layers.documents import Documents
+from heads.target_model.decoder import EVERY_WAY
+from heads.target_model.model import Target, TargetOutput
+from heads.target_model.prefill import prefill
+
+BEYOND = 8  # tokens that the longer text goes past windows and chunks
+SHORTEST, LONGEST = 16, 16384  # tokens before that; wider windows are not tried
+SHORTER = 5  # tokens that the other text lacks
+NUM_BEHIND = 6  # tokens that are drafted for behind each
+
+# A tree: root, a wrong child, the right one, and the same below that.
+PARENTS = [0, 0, 0, 2, 2]
+RIGHT = [0, 2, 4]
+
+
+def check_served(target: Target) -> None:
+    """Refuses a target whose passes differ from its own; settles how it reads documents.
+
+    Raises:
+        InputError: with what differed and by how much.
+    """
+    if target.device.type == "meta":
+        raise InputError(
+            f"target.path={target.name}: its embedding is offloaded, and all that a target gives "
+            "lies beside it; target.device_map has to keep it on a device"
+        )
+    text = _text(target)
+    target.needs_masks = _documents(target, text)
+    reason = _behind(target, text)
+    if reason and not target.needs_masks:
+        target.needs_masks = reason
+        reason = _behind(target, text)
+    if reason:
+        raise InputError(
+            f"target.path={target.name}: {target.config.model_type} "
+            f"({type(target.model).__name__}) cannot be served: {reason}"
+        )
+    if target.is_recurrent:
+        given = _decoded_logits(target, text, NUM_BEHIND), _own_logits(target, text, NUM_BEHIND)
+        target.numerical_difference = _difference_of(target, *given)
+
+
+def _behind(target: Target, text: Tensor) -> str:
+    """How prompts and what is drafted behind them differ; empty if they do not."""
+    try:
+        return _Check(target, text).run()
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _text(target: Target) -> Tensor:
+    """[1, n] int64, long enough for every window and chunk that can be tried."""
+    sizes = [SHORTEST, *target.attention_pattern.reach, target.rope.switch or 0]
+    num_tokens = max(size for size in sizes if size <= LONGEST) + BEYOND + NUM_BEHIND
+    drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    return (drawn % target.vocab_size).to(target.device)
+
+
+@torch.no_grad()
+def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
+    """[num_last, V] float32, what the model itself gives after the last tokens of a text."""
+    known = "logits_to_keep" in signature(target.model.forward).parameters
+    kept = {"logits_to_keep": num_last} if known else {}
+    return target.model(input_ids=ids, use_cache=False, **kept).logits[0, -num_last:].float()
+
+
+@torch.no_grad()
+def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
+    """The same with the last tokens read one by one, as `generate` does."""
+    model, num_first = target.model, ids.shape[1] - num_last + 1
+    known: Any = signature(model.forward).parameters
+    cache = DynamicCache(config=target.config)
+    name = "past_key_values" if "past_key_values" in known else "cache_params"
+    if name == "cache_params":
+        known = {}  # Mamba takes a mask of all tokens for that of the new ones
+    found = []
+    for start, end in pairwise([0, *range(num_first, ids.shape[1] + 1)]):
+        given = {
+            "position_ids": torch.arange(start, end, device=ids.device).unsqueeze(0),
+            "attention_mask": torch.ones_like(ids[:, :end]),
+        }
+        given = {key: value for key, value in given.items() if key in known}
+        output = model(input_ids=ids[:, start:end], use_cache=True, **{name: cache}, **given)
+        found.append(output.logits[0, -1].float())
+    return torch.stack(found)
+
+
+class _Check:
+    """Two texts, the second a part of the first, drafted for and continued.
+
+    Args:
+        target: the target.
+        ids: [1, n] int64, the first text and what comes behind it.
+    """
+
+    def __init__(self, target: Target, ids: Tensor) -> None:
+        self.target, self.ids = target, ids[0]
+        longest = len(self.ids) - NUM_BEHIND
+        shorter, switch = longest - SHORTER, target.rope.switch
+        if switch is not None and switch < longest:
+            # Both sides of a switch of frequencies; who decodes sees to it that none is crossed.
+            shorter = switch - NUM_BEHIND
+        self.lengths = [longest, shorter]
+        self.prompts, self.texts = list(self.lengths), [0, 1]
+        # A recurrent layer of transformers need not do the same to a token and to many.
+        own = _decoded_logits if target.is_recurrent else _own_logits
+        self.expected = [
+            own(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1) for length in self.lengths
+        ]
+
+    @torch.no_grad()
+    def run(self) -> str:
+        """How what is run differs; empty if it does not."""
+        cache = self.target.new_cache(2)
+        rows = [self.ids[:length].tolist() for length in self.lengths]
+        output = prefill(self.target, cache, rows)
+        last = output.at(torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1)
+        found = self._compare("a prompt", last, [[0], [0]], [-1])
+        for name, parents, right, kept in (
+            ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
+            ("a draft behind what was kept of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
+        ):
+            found = found or self._draft(cache, name, parents, right, kept)
+        cache.keep([1])
+        self.target.state_bytes = cache.states.bytes_per_token if cache.states else 0
+        self.lengths, self.texts = self.lengths[1:], [1]
+        return found or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
+
+    def _draft(
+        self, cache: TreeCache, name: str, parents: list[int], right: list[int], kept: list[int]
+    ) -> str:
+        """Runs a tree whose `right` nodes go on as the texts do, of which they keep the first."""
+        device, num_nodes = self.ids.device, len(parents)
+        mask = torch.eye(num_nodes, dtype=torch.bool, device=device)
+        for node in range(1, num_nodes):
+            mask[node] |= mask[parents[node]]
+        depths = mask.sum(-1) - 1
+        rows = []
+        for length in self.lengths:
+            row = self.ids[length + depths]
+            wrong = [node for node in range(num_nodes) if node not in right]
+            row[wrong] = (row[wrong] + 1) % self.target.vocab_size
+            rows.append(row)
+        in_order = parents[1:] == list(range(num_nodes - 1))
+        seen = None if in_order else mask[None]
+        output = self.target.extend(cache, torch.stack(rows), seen, depths[None])
+        found = self._compare(name, output, [right] * len(rows), depths[right].tolist())
+        cache.commit([right[:num] for num in kept])
+        self.lengths = [length + num for length, num in zip(self.lengths, kept, strict=True)]
+        return found
+
+    def _compare(
+        self, name: str, output: TargetOutput, nodes: list[list[int]], behind: list[int]
+    ) -> str:
+        """Whether states of nodes are the model's own, which stand so far behind the texts."""
+        places = torch.tensor(nodes, device=self.ids.device)
+        found = output.at(places).hidden_states.flatten(0, 1)
+        own = [
+            self.expected[text][length + each + 1 - self.prompts[text]]
+            for text, length in zip(self.texts, self.lengths, strict=True)
+            for each in behind
+        ]
+        difference = _difference(self.target, found, torch.stack(own))
+        return difference and f"{name}, behind texts of {self.lengths} tokens, {difference}"
+
+
+def _difference(target: Target, hidden: Tensor, expected: Tensor) -> str:
+    """How the logits after hidden states differ from the model's own; empty if they do not."""
+    return _difference_of(target, target.logits(hidden).float(), expected)
+
+
+def _difference_of(target: Target, found: Tensor, expected: Tensor) -> str:
+    if expected.isnan().any():
+        raise InputError(
+            f"target.path={target.name}: its own logits are no numbers: its hidden states are "
+            f"beyond what {str(target.dtype).removeprefix('torch.')} holds; set "
+            "target.dtype=bfloat16, or float32"
+        )
+    # int8 rounds activations by the batch that they come in.
+    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
+    tolerance = 1e-3 if exact else 0.3
+    difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
+    if difference < tolerance:
+        return ""
+    return (
+        f"differs from its own pass by {difference:.2g} standard deviations of the logits "
+        f"(allowed {tolerance})"
+    )
+
+
+@torch.no_grad()
+def _documents(target: Target, text: Tensor) -> str:
+    """Why a target cannot read documents without masks; empty if it can.
+
+    Two documents, packed in both orders, must give what the model gives on each alone, and each
+    layer must have asked for the window that it has.
+
+    Raises:
+        InputError: it cannot read them with masks either.
+    """
+    reason = _reading(target, text, attended=True)
+    if not reason:
+        return ""
+    target.needs_masks = reason
+    with_masks = _reading(target, text, attended=False)
+    if with_masks:
+        raise InputError(
+            f"target.path={target.name}: {target.config.model_type} "
+            f"({type(target.model).__name__}) cannot be served: packed documents: {with_masks}"
+        )
+    return reason
+
+
+def _reading(target: Target, text: Tensor, attended: bool) -> str:
+    """How a read of packed documents differs; empty if it does not."""
+    first, second = text[:, :-3], text[:, -3:]
+    packed = torch.cat([torch.cat([first, second], 1), torch.cat([second, first], 1)])
+    places = [torch.arange(each.shape[1], device=text.device) for each in (first, second)]
+    positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
+    numbers = [[0] * len(places[0]) + [1] * 3, [0] * 3 + [1] * len(places[0])]
+    documents = Documents.of(torch.tensor(numbers)).on(text.device)
+    try:
+        output = target.read(packed, positions, documents)
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
+    if attended and [window for window, _ in target.attended] != target.attention_pattern.windows:
+        return f"{type(target.model).__name__} attends in a way of its own"
+    alone = [_own_logits(target, each, 3) for each in (first, second)]
+    ends = [len(places[0]) - 3, len(places[0])]
+    states = [output.hidden_states[0, e : e + 3] for e in ends]
+    states += [output.hidden_states[1, e : e + 3] for e in (0, len(places[0]))]
+    expected = torch.cat([*alone, alone[1], alone[0]])
+    difference = _difference(target, torch.cat(states), expected)
+    return difference and f"a read by documents {difference}"

@@ -1,0 +1,237 @@
+"""The two ends of a target, embedding and output head.
+
+Training a head on stored hidden states needs no more of it. Letters: D hidden, V vocabulary, W
+some of its rows.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from conf.errors import InputError
+from conf.settings.common import TargetConfig
+from heads.layers.projection import Projection, scaling_of
+from heads.storage import load_tensors, write_folder
+from heads.target_model import sizes
+from heads.target_model.kernels import choose_kernels
+
+WEIGHTS = "ends.safetensors"
+EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
+
+
+class EmbeddingsAndHead:
+    """The frozen embedding and output head of a target, with its config and tokenizer.
+
+    Attributes:
+        config: of its text part.
+        embedding: V rows of D.
+        output_head: D to V.
+        generation_config: names the tokens that end a response.
+        tokenizer: its tokenizer.
+        name: Hub id or folder it came from.
+        prefill_chunk: tokens of a prompt that are read at a time.
+    """
+
+    prefill_chunk = TargetConfig.prefill_chunk
+
+    def __init__(
+        self,
+        model_config: Any,
+        embedding: Any,
+        output_head: Any,
+        generation_config: Any,
+        tokenizer: Any,
+        name: str,
+    ) -> None:
+        self._model_config = model_config
+        self.config = model_config.get_text_config()
+        self.embedding = embedding
+        self.output_head = _emitting(output_head, self.config)
+        self.generation_config = generation_config
+        self.tokenizer = tokenizer
+        self.name = name
+        choose_kernels(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go and all that is given lies."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of hidden states."""
+        return self.embedding.weight.dtype
+
+    @property
+    def architectures(self) -> list[str]:
+        """What its `config.json` calls the class of the whole model, by which engines find it."""
+        return self._model_config.architectures or []
+
+    @property
+    def hidden_size(self) -> int:
+        """D, of the embedding and of final hidden states."""
+        return sizes.end_width(self.config)
+
+    @property
+    def feature_size(self) -> int:
+        """Of hidden states between layers; another than D where the ends are projected."""
+        return sizes.hidden_size(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the output head."""
+        return self.output_head.weight.shape[0]
+
+    @property
+    def num_read(self) -> int:
+        """Rows of the embedding, which may be more than V."""
+        return self.embedding.weight.shape[0]
+
+    @property
+    def head_is_quantized(self) -> bool:
+        """Whether the output head is no matrix of floats."""
+        return not self.output_head.weight.is_floating_point()
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the output head is one matrix of floats: not quantised, without a bias."""
+        return not self.head_is_quantized and getattr(self.output_head, "bias", None) is None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return sizes.num_layers(self.config)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the longest text that it reads, where its config says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Token ids that end a response, from the generation config and the tokenizer."""
+        ids = self.generation_config.eos_token_id
+        stops = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            stops.add(self.tokenizer.eos_token_id)
+        return sorted(stops)
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Token ids with a meaning of their own: the tokenizer's special ones and the stops."""
+        if self.tokenizer is None:
+            return self.stop_ids
+        added = self.tokenizer.added_tokens_decoder.items()
+        marked = {index for index, token in added if token.special}
+        return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[..., V] the frozen output head on [..., D] final hidden states of any dtype.
+
+        Gradients reach the hidden states, where the caller wants any.
+        """
+        weight = self.output_head.weight
+        if weight.is_floating_point():
+            hidden_states = hidden_states.to(weight.dtype)
+        return self.projection.scaled(self.output_head(hidden_states).to(self.device))
+
+    @property
+    def projection(self) -> Projection:
+        """The output head as numbers, which a quantised one is not."""
+        head = self.output_head
+        return Projection(head.weight, getattr(head, "bias", None), *self._scaling)
+
+    @cached_property
+    def _scaling(self) -> tuple[float, float | None]:
+        return scaling_of(self._model_config)
+
+    def save(self, folder: Path) -> None:
+        """Writes a folder that `load` reads, whole or not at all.
+
+        Raises:
+            InputError: the disk is full, or the output head is not one that can be kept.
+        """
+        head = self.output_head
+        if not all(
+            e.weight.is_floating_point() and not e.weight.is_meta for e in (self.embedding, head)
+        ):
+            raise InputError(
+                f"target.path={self.name}: its embedding or output head is quantised or offloaded, "
+                "and training without the target needs the weights as they are: name the model "
+                "before quantisation (target.quantization leaves these two alone), and a "
+                "target.device_map that keeps it in memory"
+            )
+        tensors = {EMBEDDING: self.embedding.weight}
+        if head.weight.data_ptr() != self.embedding.weight.data_ptr():
+            tensors[HEAD] = head.weight
+        if getattr(head, "bias", None) is not None:
+            tensors[BIAS] = head.bias
+        tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+
+        def fill(staging: Path) -> None:
+            save_file(tensors, staging / WEIGHTS, metadata={"target": self.name})
+            for part in (self._model_config, self.generation_config, self.tokenizer):
+                part.save_pretrained(staging)
+
+        write_folder(folder, fill)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> "EmbeddingsAndHead":
+        """The ends of a target that `save` wrote.
+
+        Args:
+            folder: its own.
+            device: where they go.
+
+        Raises:
+            InputError: a file is missing or damaged.
+        """
+        tensors = {name: each.to(device) for name, each in load_tensors(folder / WEIGHTS).items()}
+        try:
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                name = file.metadata()["target"]
+            config = AutoConfig.from_pretrained(folder)
+            generation = GenerationConfig.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{folder}: cannot load the target's ends: {error}") from error
+        embedding = nn.Embedding.from_pretrained(tensors[EMBEDDING])
+        output_head = _linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
+        return cls(config, embedding, output_head, generation, tokenizer, name)
+
+
+def beside(embedding: Any, output_head: Any) -> Any:
+    """An output head on the embedding's device: itself, or a frozen copy if it lies elsewhere.
+
+    One that is not of plain numbers in memory, but quantised, adapted or offloaded, stays where
+    it is; `EmbeddingsAndHead.logits` goes there and back.
+    """
+    device, weight = embedding.weight.device, output_head.weight
+    plain = isinstance(output_head, nn.Linear) and weight.is_floating_point()
+    if weight.device == device or weight.is_meta or not plain:
+        return output_head
+    bias = output_head.bias
+    return _linear(weight.to(device), None if bias is None else bias.to(device))
+
+
+def _emitting(output_head: Any, config: Any) -> Any:
+    """Without the rows that pad a vocabulary, which Inkling's model takes out of its logits."""
+    size = getattr(config, "unpadded_vocab_size", None)
+    if not size or size >= len(output_head.weight):
+        return output_head
+    return _linear(output_head.weight[:size], None)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A frozen projection with these weights."""
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    head.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        head.bias = nn.Parameter(bias, requires_grad=False)
+    return head

@@ -1,0 +1,403 @@
+"""The frozen target: hidden-state taps and masks.
+
+Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from conf.errors import InputError
+from heads.decoding.cache import TreeCache, upload
+from heads.decoding.recurrent_states import States
+from heads.layers.documents import Documents
+from heads.target_model.attention import Reading, current, dense, under_way
+from heads.target_model.attention_pattern import AttentionPattern, Masks
+from heads.target_model.blocks import find_blocks, num_handed, skipped, tap
+from heads.target_model.compiled import CompiledPasses
+from heads.target_model.decoder import EVERY_WAY, call_decoder, decoder_of
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead, beside
+from heads.target_model.extension import Extension
+from heads.target_model.longrope import LongRope
+from heads.target_model.recurrent import MIXERS, wrap_mixers
+from heads.target_model.temperature import scale_by_position
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a draft head reads of the target.
+
+    Layer indices follow `output_hidden_states`: 0 is what the first decoder layer reads, i the
+    output of layer i - 1, before the final norm. Exporters translate to each engine's convention.
+    """
+
+    layers: tuple[int, ...] = ()
+    """Besides the last layer's output after the final norm, which is always there."""
+
+
+@dataclass
+class TargetOutput:
+    """Hidden states of one pass."""
+
+    hidden_states: Tensor
+    """[B, Q, D], last layer, after the final norm."""
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    """[B, Q, D] per index of `Taps.layers`."""
+    switch: int | None = None
+    """Position from which a text that crosses it was read in another way; see `Target.rope`."""
+
+    def at(self, tokens: Tensor) -> "TargetOutput":
+        """The states [B, n, D] of some tokens, [B, n] int64."""
+        places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        return self._each(lambda states: states[places, tokens])
+
+    def rows(self, texts: Tensor) -> "TargetOutput":
+        """The states [b, Q, D] of some texts, [b] int64."""
+        return self._each(lambda states: states[texts])
+
+    def put(self, row: int, other: "TargetOutput") -> None:
+        """Begins a row with the states [1, 1, D] of another text."""
+        self.hidden_states[row, 0] = other.hidden_states[0, 0]
+        for index, states in self.layers.items():
+            states[row, 0] = other.layers[index][0, 0]
+
+    def fill(self, new: "TargetOutput") -> None:
+        """Takes states of the same shapes, each in its place."""
+        self.hidden_states.copy_(new.hidden_states)
+        for index, states in self.layers.items():
+            states.copy_(new.layers[index])
+
+    @classmethod
+    def joined(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
+        """The states of passes one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        states = torch.cat([part.hidden_states for part in parts], dim=1)
+        indices = parts[0].layers
+        layers = {n: torch.cat([part.layers[n] for part in parts], dim=1) for n in indices}
+        return cls(states, layers)
+
+    def to(self, device: torch.device) -> "TargetOutput":
+        """The same on a device; a target over several leaves states where its layers are."""
+        return self._each(lambda states: states.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
+        layers = {index: change(states) for index, states in self.layers.items()}
+        return TargetOutput(change(self.hidden_states), layers)
+
+
+class Target(EmbeddingsAndHead):
+    """A frozen causal language model with explicit masks and positions.
+
+    Where its layers lie on several devices, all that it gives lies on `device` with both ends.
+
+    Attributes:
+        model: the transformers model, in eval mode, its own parameters without gradients.
+        decoder: the model without its output head.
+        attention_pattern: what each of its layers sees of a text.
+        is_recurrent: whether layers carry states along the text.
+        state_bytes: what they keep after each draft token of a text, as the check saw it.
+        rope: knows whether texts beyond some length are read in another way.
+        attended: window and kernel of each attention layer, as the last `read` met them.
+        numerical_difference: how what it decodes differs from what it reads, if a recurrent layer
+            of transformers does not do the same to a token and to many; replay then differs too.
+        asked: what its logits go through, of its generation config, where that is followed.
+        stop_strings: texts that end a response.
+        ignores_stops: whether its stop tokens end none.
+        capacity: slots that `compile` was told; None before.
+        needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = decoder_of(model)
+        super().__init__(
+            model.config,
+            self.decoder.get_input_embeddings(),
+            beside(self.decoder.get_input_embeddings(), model.get_output_embeddings()),
+            model.generation_config,
+            tokenizer,
+            name,
+        )
+        self.capacity: int | None = None
+        self._compiled: CompiledPasses | None = None
+        self._tapped: dict[int, Tensor] = {}
+        self._taps: set[int] = set()
+        self.attention_pattern = AttentionPattern.of(self.config, name)
+        self.is_recurrent, self.state_bytes = self.attention_pattern.recurrent, 0
+        if self.is_recurrent:
+            self._wrap_mixers()
+        self.rope = LongRope(self.decoder)
+        scale_by_position(self.decoder)
+        self.attended: list[tuple[int | None, str]] = []
+        self.needs_masks = self.numerical_difference = ""
+        self.asked: dict[str, Any] = {}
+        self.stop_strings: tuple[str, ...] = ()
+        self.ignores_stops = False
+
+    def _wrap_mixers(self) -> None:
+        try:
+            wrap_mixers(self.decoder)
+        except EVERY_WAY as error:
+            raise InputError(
+                f"target.path={self.name}: {self.config.model_type} cannot be served: one token "
+                f"with a cache of transformers' own: {type(error).__name__}: {error}"
+            ) from error
+
+    @cached_property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder layers, in their order.
+
+        Raises:
+            InputError: the model has no such list.
+        """
+        return find_blocks(self.decoder, self.num_layers, self.name)
+
+    @cached_property
+    def _num_handed(self) -> list[int]:
+        return num_handed(self.blocks, lambda: self.read_text([0]), self.name)
+
+    def compile(self, capacity: int, backend: str = "inductor") -> None:
+        """From now on passes over drafts run compiled; all others run as before.
+
+        On a GPU caches have fixed slots and every shape is compiled; on a CPU one compilation
+        serves any but a single text and a single token.
+
+        Args:
+            capacity: fixed slots of a cache.
+            backend: of torch.compile.
+
+        Raises:
+            InputError: a target with recurrent layers, whose passes are as many as a draft is deep.
+        """
+        if self.is_recurrent:
+            raise InputError(
+                f"compile=true: {self.name} has recurrent layers, run by levels; allowed: false"
+            )
+        self.capacity = capacity
+        self._compiled = CompiledPasses(self, capacity, backend)
+
+    def recompute_layers(self) -> None:
+        """From now on a pass with gradients keeps the input of each decoder layer alone.
+
+        The way back runs the layer again. The model stays in eval mode, in which transformers'
+        own checkpointing does nothing.
+        """
+        for layer in self.blocks:
+            layer.forward = partial(self._recomputed, layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        now = current()
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if now is None:
+                return nullcontext(), nullcontext()
+            return nullcontext(), under_way(now)
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def new_cache(self, num_texts: int) -> TreeCache:
+        """An empty cache, growing unless `compile` fixed its size."""
+        states = States(self.decoder.config, num_texts) if self.is_recurrent else None
+        # Not of as many layers as there are blocks where each holds two attentions (LongCat).
+        num_layers = self.config.num_hidden_layers
+        if self._compiled is not None:
+            return self._compiled.new_cache(num_texts, num_layers)
+        return TreeCache(num_texts, self.device, num_layers, states=states)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        cache: TreeCache,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        depths: Tensor | None = None,
+        taps: Taps | None = None,
+        skip: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Runs new tokens behind the committed ones; they are pending until `cache.commit`.
+
+        Args:
+            cache: of B texts.
+            input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
+            mask: [B or 1, n, P] bool, the pending tokens that each new one sees, itself
+                included; every committed token of its text is seen anyway. None for all that
+                come before it.
+            depths: [B or 1, P] int64, positions behind the last committed token, from 0; None
+                for what was announced as sure.
+            taps: the layers to tap.
+            skip: decoder layers, from 0, that are left out.
+        """
+        in_order, num_new = mask is None, input_ids.shape[1]
+        if mask is None and depths is not None:
+            places = torch.arange(depths.shape[1], device=depths.device)
+            mask = (places[-num_new:].unsqueeze(1) >= places).unsqueeze(0)
+        draft = None if mask is None or depths is None else (mask, depths)
+        with ExitStack() as undo:
+            if self.rope.switch is not None:
+                ends = cache.slots.committed + 1
+                if cache.sure:
+                    ends = upload(cache.ends, self.device).unsqueeze(1)
+                undo.enter_context(self.rope.reading(ends > self.rope.switch))
+            if self._compiled is not None and draft is not None and not skip:
+                return self._compiled.extend(cache, input_ids, draft, taps or Taps())
+            cache.begin(num_new, num_new if mask is None else mask.shape[2])
+            if cache.states is not None:
+                cache.states.begin(cache.sure, draft, in_order)
+            for layer in skip:
+                undo.enter_context(skipped(self.blocks[layer], self._num_handed[layer]))
+            own = (
+                self.decoder.config,
+                cache,
+                num_new,
+                draft,
+                self.attention_pattern.chunks,
+                in_order,
+            )
+            found = Extension(*own)
+            if not self.needs_masks:
+                undo.enter_context(under_way(found))
+            return self.behind(found, input_ids, taps)
+
+    def behind(self, found: Extension, input_ids: Tensor, taps: Taps | None) -> TargetOutput:
+        """A pass over new tokens [B, n], which is under way if it needs no masks."""
+        positions, cache = found.positions, found.cache
+        if self.window is not None and cache.width > self.window:
+            # Nodes beyond are in no draft; they are run where others of their batch have some.
+            positions = positions.clamp_max(self.window - 1)
+        if self.needs_masks:
+            masks = found.allowed, found.key_positions
+            return self.forward(input_ids, positions, *masks, cache, taps)
+        return self._run(input_ids, positions, None, cache, taps)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        allowed: Tensor,
+        key_positions: Tensor,
+        cache: TreeCache | None = None,
+        taps: Taps | None = None,
+    ) -> TargetOutput:
+        """Runs the decoder with an explicit attention mask.
+
+        Gradients reach an adapter that is trained, where the caller wants any.
+
+        Args:
+            input_ids: [B, Q] int64.
+            position_ids: [B, Q] int64.
+            allowed: [B, Q, S] bool, True where a query may look; sliding windows are applied
+                on top, by position.
+            key_positions: [B, S] int64, positions of the cached and the new tokens.
+            cache: told by `begin` where the new tokens go.
+            taps: the layers to tap; the last hidden states are always there.
+        """
+        masks = self.attention_pattern.masks(allowed, position_ids, key_positions, self.dtype)
+        return self._run(input_ids, position_ids, masks, cache, taps)
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        masks: Masks | None,
+        cache: TreeCache | None,
+        taps: Taps | None,
+    ) -> TargetOutput:
+        indices = (taps or Taps()).layers
+        for index in indices:
+            self.keep_state(index)
+        output = call_decoder(self.decoder, input_ids, position_ids, masks, cache)
+        missing = sorted(set(indices) - set(self._tapped))
+        if missing:
+            raise InputError(
+                f"hidden states {missing}: no text passes these layers of target.path={self.name}, "
+                "as they read images; name others in head.layers"
+            )
+        layers = {index: self._tapped[index] for index in indices}
+        self._tapped.clear()
+        return TargetOutput(output.last_hidden_state, layers).to(self.device)
+
+    def read(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        documents: Documents,
+        taps: Taps | None = None,
+    ) -> TargetOutput:
+        """States [B, T, D] of packed sequences; no document sees another.
+
+        Gradients as in `forward`.
+
+        Args:
+            input_ids: [B, T] int64.
+            position_ids: [B, T] int64, restarting in each document.
+            documents: of the B * T tokens, with `bounds` on the target's device.
+            taps: the layers to tap; the last hidden states are always there.
+        """
+        assert sum(documents.lengths) == input_ids.numel()
+        with ExitStack() as undo:
+            if self.rope.switch is not None:
+                long = documents.longer_than(self.rope.switch).view(input_ids.shape)
+                undo.enter_context(self.rope.reading(long))
+            if self.needs_masks:
+                undo.enter_context(under_way(Reading(documents)))
+                allowed = dense(documents, len(input_ids))
+                return self.forward(input_ids, position_ids, allowed, position_ids, taps=taps)
+            found = Reading(documents, self.decoder.config, self.attention_pattern.chunks)
+            undo.enter_context(under_way(found))
+            output = self._run(input_ids, position_ids, None, None, taps)
+        self.attended = found.calls
+        return output
+
+    @property
+    def attention(self) -> str:
+        """How `read` attends, or did last."""
+        if self.needs_masks:
+            return f"masks of tokens by tokens, as {self.needs_masks}"
+        kernels = {kernel for _, kernel in self.attended}
+        how = ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
+        return (
+            f"{how}; transformers' decoding of it {self.numerical_difference}"
+            if self.numerical_difference
+            else how
+        )
+
+    def read_text(self, token_ids: list[int], taps: Taps | None = None) -> TargetOutput:
+        """States [1, S, D] of one text of S tokens."""
+        ids = torch.tensor([token_ids], device=self.device)
+        positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
+        return self.read(ids, positions, Documents.single(ids.shape[1], self.device), taps)
+
+    def read_response(
+        self, prompt_ids: list[int], response_ids: list[int], taps: Taps | None = None
+    ) -> TargetOutput:
+        """States [1, S, D] of a prompt and a response but its last token, as decoding read them."""
+        token_ids, switch = prompt_ids + response_ids[:-1], self.rope.switch
+        output = self.read_text(token_ids, taps)
+        if switch is None or not len(prompt_ids) <= switch < len(token_ids):
+            return output
+        before = self.read_text(token_ids[:switch], taps)
+
+        def joined(first: Tensor, whole: Tensor) -> Tensor:
+            return torch.cat([first, whole[:, switch:]], dim=1)
+
+        layers = {n: joined(before.layers[n], states) for n, states in output.layers.items()}
+        return TargetOutput(joined(before.hidden_states, output.hidden_states), layers, switch)
+
+    def keep_state(self, index: int) -> None:
+        """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
+        if index in self._taps:
+            return
+        if not 0 <= index <= self.num_layers:
+            raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
+        active = getattr(self.config, "altup_active_idx", None)
+        tap(self.blocks, index, active, self._tapped)
+        self._taps.add(index)

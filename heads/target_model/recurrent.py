@@ -1,0 +1,245 @@
+"""Layers that carry a state along the text: state spaces, linear attention, short convolutions.
+
+transformers runs such a mixer over texts from their beginning, or on from what their last token
+left behind. Here it also reads packed documents, each from an empty state, and draft trees, where
+each token goes on from what its parent left: the nodes of one depth are one call, and a node that
+is not accepted is undone by going on from another.
+
+Letters: B texts, n tokens of one, m tokens, w nodes of a level.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers.cache_utils import Cache, DynamicCache
+
+from heads.decoding.cache import TreeCache, upload
+from heads.decoding.recurrent_states import States
+from heads.target_model.attention import Reading, current
+from heads.target_model.decoder import call_decoder
+
+MIXERS = "recurrent layers, document by document"
+WASTE = 1.25  # tokens run to tokens read, where documents are filled up to one length
+
+
+def wrap_mixers(decoder: Any) -> None:
+    """Puts a `Mixer` in place of the `forward` of every recurrent part of a decoder.
+
+    Which they are is seen from one token: the innermost modules that are given a cache and keep
+    something other than keys and values in it.
+    """
+    found = _Recorder(config=decoder.config)
+    with ExitStack() as undo, torch.no_grad():
+        for module in decoder.modules():
+            undo.callback(module.register_forward_pre_hook(found.enter, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(found.leave, with_kwargs=True).remove)
+        device = decoder.get_input_embeddings().weight.device
+        call_decoder(decoder, torch.zeros(1, 1, dtype=torch.int64, device=device), cache=found)
+    for number, (module, layer) in enumerate(found.kept.items()):
+        module.forward = Mixer(number, layer, module.forward)
+
+
+class _Recorder(DynamicCache):
+    """Notes which module keeps a state in which layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.kept: dict[Any, int] = {}
+        self.inside: list[nn.Module] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self in (*args, *kwargs.values()):
+            self.inside.append(module)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        if self in (*args, *kwargs.values()):
+            assert self.inside.pop() is module
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self.kept[self.inside[-1]] = layer_idx
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self.kept[self.inside[-1]] = layer_idx
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+
+class Mixer:
+    """One recurrent part of a decoder layer, in place of its `forward`.
+
+    Args:
+        number: its own among the mixers of the model.
+        layer: by which it asks a cache for its state.
+        forward: of the module.
+    """
+
+    def __init__(self, number: int, layer: int, forward: Callable[..., Any]) -> None:
+        self.number, self.layer, self.forward = number, layer, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on tokens [B, n, ...], behind those of a cache or as documents."""
+        cache = next((e for e in (*args, *kwargs.values()) if isinstance(e, Cache)), None)
+        reading = current()
+        if isinstance(cache, TreeCache):
+            assert cache.states is not None
+            run = self._texts if cache.states.sure else self._tree
+            return run(_Call(self.forward, args, kwargs), cache.states)
+        if cache is None and isinstance(reading, Reading):
+            return _documents(_Call(self.forward, args, kwargs), reading)
+        return self.forward(*args, **kwargs)
+
+    def _texts(self, call: "_Call", states: States) -> Any:
+        """Tokens that are sure; texts with as many are one run."""
+        for texts, tokens in states.sure_runs(call.device):
+            committed = torch.zeros_like(texts)
+            self._run(call, states, (texts, tokens), committed, committed)
+        return call.output()
+
+    def _tree(self, call: "_Call", states: States) -> Any:
+        """Draft tokens, level by level."""
+        for level in states.levels:
+            nodes, parents = (
+                each.to(call.device).expand(call.shape[0], -1).reshape(-1, 1)
+                for each in (level.nodes, level.parents)
+            )
+            texts = torch.arange(call.shape[0], device=call.device).unsqueeze(1)
+            texts = texts.expand(-1, level.nodes.shape[1]).reshape(-1, 1)
+            self._run(call, states, (texts, nodes), parents, 1 + states.num_earlier + nodes)
+        return call.output()
+
+    def _run(
+        self, call: "_Call", states: States, run: tuple[Tensor, Tensor], before: Tensor,
+        after: Tensor,
+    ) -> None:  # fmt: skip
+        """Rows [m, n] of tokens, each on from one state and up to another."""
+        texts = run[0][:, 0]
+        state = states.after(self.number, texts, before[:, 0])
+        call.run(*run, states.cache_with(self.layer, state))
+        states.put(self.number, texts, after[:, 0], states.in_cache(self.layer))
+
+
+def _documents(call: "_Call", reading: Reading) -> Any:
+    """Each document from an empty state; those of like length in one run, filled up behind."""
+    if call.device not in reading.runs:
+        reading.runs[call.device] = _runs(reading.documents.lengths, call.shape[1], call.device)
+    runs, places = reading.runs[call.device]
+    for texts, tokens in runs:
+        call.run(texts, tokens, None)
+    return call.output_at(places)
+
+
+def _runs(
+    lengths: tuple[int, ...], num_tokens: int, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Runs of documents in sequences of so many tokens, by one copy to the device.
+
+    Returns:
+        Texts and tokens [a, b] int64 of each run, and where each token [S] is among all that are
+        run, one run after another.
+    """
+    every = torch.arange(sum(lengths))
+    begins = every.split(list(lengths))
+    rows = [
+        nn.utils.rnn.pad_sequence([begins[n] for n in group], True, -1)
+        for group in _groups(lengths)
+    ]
+    run = torch.cat([each.flatten() for each in rows])
+    is_real = (run >= 0).nonzero().squeeze(1)
+    places = torch.empty_like(every).index_copy_(0, run[is_real], is_real)
+    found = upload(torch.cat([run.clamp_min(0), places]), device)
+    run, places = found.split([len(run), len(places)])
+    parts = zip(run.split([each.numel() for each in rows]), rows, strict=True)
+    tokens = [part.view(each.shape) for part, each in parts]
+    return [(each // num_tokens, each % num_tokens) for each in tokens], places
+
+
+def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Documents that are run together, the longest first."""
+    groups: list[list[int]] = []
+    num_run = num_read = 0
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        length = lengths[number]
+        if groups and num_run + lengths[groups[-1][0]] <= WASTE * (num_read + length):
+            groups[-1].append(number)
+            num_run, num_read = num_run + lengths[groups[-1][0]], num_read + length
+        else:
+            groups.append([number])
+            num_run = num_read = length
+    return groups
+
+
+class _Call:
+    """A call of a module on tokens [B, n, ...], answered in parts.
+
+    Attributes:
+        shape: B, n.
+        device: of what it is given.
+    """
+
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        # Who sees whom is said by what is run together.
+        unmasked = {name: None if name == "attention_mask" else e for name, e in kwargs.items()}
+        self._forward, self._given = forward, (args, unmasked)
+        states = next(e for e in (*args, *kwargs.values()) if isinstance(e, Tensor))
+        self.shape, self.device = states.shape[:2], states.device
+        self._places: list[Tensor] = []
+        self._found: list[list[Any]] = []
+        self._form: Any = None
+
+    def run(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
+        """Runs some tokens.
+
+        Args:
+            texts: [a, b] or [a, 1] int64, for each of a new texts of b tokens whose they are.
+            tokens: [a, b] int64, which.
+            cache: in place of the one that was given.
+        """
+
+        def pick(value: Any) -> Any:
+            if isinstance(value, Cache):
+                return cache
+            if not isinstance(value, Tensor):
+                return value
+            if value.shape[0] not in (1, self.shape[0]) or value.shape[1] != self.shape[1]:
+                raise NotImplementedError(f"a recurrent layer is given {list(value.shape)}")
+            return value.expand(self.shape[0], *value.shape[1:])[texts, tokens]
+
+        args, kwargs = tree_map(pick, self._given)
+        found, self._form = tree_flatten(self._forward(*args, **kwargs))
+        self._places.append((texts * self.shape[1] + tokens).flatten())
+        self._found.append(
+            [each.flatten(0, 1) if isinstance(each, Tensor) else each for each in found]
+        )
+
+    def output(self) -> Any:
+        """What the module gives for all of them, zeros where none was run."""
+        places = torch.cat(self._places)
+
+        def whole(rows: Tensor) -> Tensor:
+            return rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_put((places,), rows)
+
+        return self._whole(whole)
+
+    def output_at(self, places: Tensor) -> Any:
+        """What the module gives for all, each of them at one of the places [S] that were run."""
+        return self._whole(lambda rows: rows.index_select(0, places))
+
+    def _whole(self, whole: Callable[[Tensor], Tensor]) -> Any:
+        """All answers, by what makes those of one kind of the rows of all runs."""
+        return tree_unflatten(
+            [
+                whole(torch.cat(parts)).unflatten(0, self.shape)
+                if isinstance(parts[0], Tensor)
+                else parts[0]
+                for parts in zip(*self._found, strict=True)
+            ],
+            self._form,
+        )

@@ -1,0 +1,179 @@
+"""What of a target lies outside its layers, for when another process runs those."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from conf.errors import InputError
+from conf.settings.common import Quantization, TargetConfig
+from heads.target_model.decoder import decoder_of
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.language import language_class
+from heads.target_model.load import (
+    complete,
+    hub_options,
+    load_config,
+    naming_target,
+    resolve_dtype,
+    tokenizer_of,
+)
+from heads.target_model.unused import check_codes, check_used
+
+FINAL_NORMS = (
+    *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
+    *("layer_norm", "layernorm", "out_norm"),
+    "embedding_norm",  # of LFM, which names it after what it is tied to
+)
+BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
+"""What makes one state of several streams, or a narrower one: Hyper-connections, AltUp, residuals
+that look back, OPT-350m."""
+
+
+class RemoteTarget(EmbeddingsAndHead):
+    """The ends of a target and its final norm, for states that another process gives.
+
+    Attributes:
+        final_norm: what makes final hidden states of the last layer's output.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        super().__init__(model.config, *ends, model.generation_config, tokenizer, name)
+        self.final_norm = final_norm(model)
+
+    @classmethod
+    def of(cls, config: TargetConfig, device: torch.device) -> "RemoteTarget":
+        """The same from where the target is; see `load_remote`."""
+        model = load_remote(config, device)
+        return cls(model, tokenizer_of(config), str(config.path))
+
+
+def load_remote(config: TargetConfig, device: torch.device) -> Any:
+    """Loads a frozen target's embedding, final norm and output head alone.
+
+    Args:
+        config: where it is; `path` is set. Nothing that changes layers may be.
+        device: where it goes.
+
+    Returns:
+        The transformers model with an empty list of layers and the config of the whole one.
+
+    Raises:
+        InputError: nothing there, a part is missing, or a setting that would have no effect.
+    """
+    assert config.path is not None
+    _check_settings(config)
+    whole, bare = load_config(config), load_config(config)
+    _empty(bare)
+    with naming_target(config), _without_report():
+        loaded: Any = language_class(bare).from_pretrained(
+            config.path,
+            config=bare,
+            dtype=resolve_dtype(config.dtype, device),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # of what all layers share, and nobody runs
+            **hub_options(config),
+        )
+    model, info = loaded
+    modules = dict(model.named_modules())
+    of_ends = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
+    check_used(config, model, of_ends)
+    ends = {_last(name) for name, _ in model.named_parameters()}
+    check_codes(config, lambda name: _last(name) in ends)
+    complete(config, model, info)
+    _check_shapes(config, model, info["mismatched_keys"])
+    model.config = whole
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _last(name: str) -> str:
+    """Module and parameter, without the modules around them, which differ between classes."""
+    return ".".join(name.split(".")[-2:])
+
+
+def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
+    """Refuses ends and a final norm of another size in the files; transformers draws them."""
+    decoder = decoder_of(model)
+    norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
+    read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
+    for key, stored, expected in sorted(mismatched):
+        if model.get_submodule(key.rpartition(".")[0]) in read:
+            raise InputError(
+                f"target.path={config.path}: {key} has shape {list(stored)} in its files, "
+                f"{list(expected)} by its config.json: name the one that belongs to it"
+            )
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm behind the last layer of a transformers model.
+
+    Raises:
+        InputError: it has none under a known name, or more than a norm stands there.
+    """
+    decoder = decoder_of(model)
+    more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
+    if more:
+        raise _needs_more(type(model).__name__, more)
+    for name in FINAL_NORMS:
+        if getattr(decoder, name, None) is not None:
+            return getattr(decoder, name)
+    raise InputError(
+        f"target.path: {type(model).__name__} has no final norm; looked for {FINAL_NORMS}"
+    )
+
+
+def _needs_more(who: str, parts: list[str]) -> InputError:
+    return InputError(
+        f"target.path: {who} makes final hidden states of the last layer's output by {parts} too; "
+        "allowed: hidden states of the target itself (engine=null)"
+    )
+
+
+def _check_settings(config: TargetConfig) -> None:
+    quantized = config.quantization is not Quantization.none
+    settings = {
+        "adapter": config.adapter,
+        "device_map": config.device_map,
+        "quantization": config.quantization.value if quantized else None,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise InputError(
+                f"target.{name}={value}: says how layers are run, and the engine runs those; "
+                "unset it, and give the engine what it needs"
+            )
+
+
+def _empty(config: Any) -> None:
+    """Takes the layers out, and with them how their weights are quantised.
+
+    Raises:
+        InputError: a model whose ends do not load without them.
+    """
+    text = config.get_text_config()
+    if getattr(text, "altup_num_inputs", None):
+        raise _needs_more(text.model_type, ["altup_unembed_projections"])
+    text.num_hidden_layers = 0
+    kinds = text.attribute_map.get("layer_types", "layer_types")
+    if vars(text).get(kinds) is not None:  # elsewhere it follows from the number
+        setattr(text, kinds, [])
+    if getattr(text, "hidden_size_per_layer_input", None):
+        text.hidden_size_per_layer_input = 0  # of Gemma 4's, which has a second embedding for each
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keeps transformers from listing each weight of a layer as one it has no use for."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,193 @@
+"""Sizes of a target's layers, by whatever names its config gives them.
+
+transformers maps most names of a family to the usual ones (`attribute_map`); the table has what
+is left. A key that differs from layer to layer counts with the value that most layers have.
+Where a config says nothing, the size is what such models have or engines assume.
+"""
+
+from collections import Counter
+from functools import reduce
+from math import gcd
+from typing import Any, NamedTuple
+
+from conf.errors import InputError
+
+NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "word_embed_proj_dim": ("word_embed_proj_dim",),
+    # LongCat's `num_hidden_layers` counts the attentions, two of each layer.
+    "num_hidden_layers": ("num_layers", "num_hidden_layers", "n_layer", "n_layers"),
+    "intermediate_size": (
+        *("intermediate_size", "ffn_config.ffn_hidden_size", "ffn_hidden_size", "ffn_dim"),
+        *("decoder_ffn_dim", "n_inner", "d_ff", "dff", "dim_ff"),
+    ),
+    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "num_experts_per_tok": (
+        *("num_experts_per_tok", "num_experts_per_token", "ffn_config.moe_top_k"),
+        *("moe_topk", "moe_k", "top_k_experts"),
+    ),
+    # `num_heads` is not here: in Mamba-2 and xLSTM it counts heads of a state.
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_key_value_heads": (
+        *("num_key_value_heads", "multi_query_group_num", "num_kv_heads"),
+        "attn_config.kv_n_heads",
+    ),
+    "head_dim": ("head_dim", "kv_channels", "d_kv"),
+    "max_position_embeddings": (
+        *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+        "seq_length",
+    ),
+    "rms_norm_eps": (
+        *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+        "layernorm_epsilon",
+    ),
+}
+USUAL_EPSILON = 1e-5
+USUAL_POSITIONS = 131072
+"""Of a target without a limit (Mamba, ALiBi): engines take the lower one of target and head."""
+STATE_HEAD = 64
+"""Size of a head where a target has no attention."""
+WIDEST = 4
+"""Times the hidden size: wider queries are read from a latent (DeepSeek-V4's heads of 512)."""
+
+
+class Attention(NamedTuple):
+    """Heads of a layer."""
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+def hidden_size(config: Any) -> int:
+    """Of what decoder layers hand on.
+
+    Raises:
+        InputError: the config does not say.
+    """
+    return _size(config, "hidden_size")
+
+
+def end_width(config: Any) -> int:
+    """Of what the embedding gives and the output head reads; OPT-350m projects it in between."""
+    return _size(config, "word_embed_proj_dim", hidden_size(config))
+
+
+def num_layers(config: Any) -> int:
+    """Decoder layers.
+
+    Raises:
+        InputError: the config does not say.
+    """
+    return _size(config, "num_hidden_layers")
+
+
+def inner_width(config: Any) -> int:
+    """Of a gated MLP that does as much for a token as the target's.
+
+    A mixture whose width is missing, or below twice the hidden size and so an expert's, counts
+    with all experts that a token meets; without any width it is 4 hidden sizes, as in GPT-2.
+    """
+    hidden = hidden_size(config)
+    dense = _size(config, "intermediate_size", 0)
+    experts = _size(config, "num_experts_per_tok", 0)
+    if experts and dense < 2 * hidden:
+        return _size(config, "moe_intermediate_size", dense) * experts or 4 * hidden
+    return dense or 4 * hidden
+
+
+def attention(config: Any, width: int) -> Attention:
+    """Heads as the target has them, as far as engines load them for a Llama layer.
+
+    There RoPE wants an even size, and a hidden state a whole number of values for each head (GLM
+    4.5 has 96 heads for 4096), though together heads may be wider or narrower than it.
+
+    Args:
+        config: of the target.
+        width: of the Llama layer's hidden states.
+    """
+    hidden = hidden_size(config)
+    num_heads = _size(config, "num_attention_heads", 0)
+    if not num_heads:
+        num_heads = max(1, hidden // STATE_HEAD)
+        return Attention(gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD)
+    num_heads = next(n for n in range(num_heads, 0, -1) if width % n == 0)
+    head_dim = _size(config, "head_dim", 0)
+    if not head_dim or num_heads * head_dim > WIDEST * hidden:
+        head_dim = hidden // num_heads
+    # Falcon's flag holds for its old layers alone.
+    single = getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    )
+    num_key_value_heads = 1 if single else _size(config, "num_key_value_heads", num_heads)
+    return Attention(num_heads, gcd(num_heads, num_key_value_heads), head_dim + head_dim % 2)
+
+
+def num_positions(config: Any) -> int:
+    """Tokens of the longest text."""
+    return _size(config, "max_position_embeddings", USUAL_POSITIONS)
+
+
+def norm_epsilon(config: Any) -> float:
+    """That the norms add to a variance."""
+    return _found(config, "rms_norm_eps") or USUAL_EPSILON
+
+
+def rope(config: Any) -> dict[str, Any]:
+    """The target's RoPE over the whole head; kinds that depend on the length become plain.
+
+    Of several kinds of layers it is that of full attention, or else the slowest.
+    """
+    stated = getattr(config, "rope_parameters", None) or {}
+    each = [kind for kind in stated.values() if isinstance(kind, dict)]
+    if each:
+        slowest = max(each, key=lambda kind: kind.get("rope_theta") or 0)
+        stated = stated.get("full_attention") or slowest
+    theta = stated.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    if stated.get("rope_type", "default") not in ("linear", "yarn", "llama3"):
+        return {"rope_type": "default", "rope_theta": theta}
+    # M-RoPE gives text the positions that plain RoPE gives it.
+    other = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    kept = {name: value for name, value in stated.items() if name not in other}
+    return kept | {"rope_theta": theta}
+
+
+def _size(config: Any, key: str, default: int | None = None) -> int:
+    """A whole number above 0, or the default.
+
+    Raises:
+        InputError: something else stands there, or nothing and there is no default.
+    """
+    found = _found(config, key)
+    if found is None and default is not None:
+        return default
+    if not isinstance(found, int) or found < 1:
+        raise InputError(
+            f"target.path: the config.json of this {config.model_type} has {found!r} for {key} "
+            f"(looked for {', '.join(NAMES[key])}): set {key} there to a whole number above 0"
+        )
+    return found
+
+
+def _found(config: Any, key: str) -> Any:
+    """What stands under the first of a key's names that is there."""
+    for name in NAMES[key]:
+        found = _value(config, name)
+        if found not in (None, 0, -1):  # -1 where XLNet knows no limit
+            return found
+    return None
+
+
+def _value(config: Any, name: str) -> Any:
+    *outer, last = name.split(".")
+    place = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
+    found: Any
+    # transformers raises where a key that layers do not share is read of the whole.
+    if last in (getattr(place, "per_layer_attributes", None) or ()):
+        found = [getattr(layer, last, None) for layer in place.per_layer_config]
+    else:
+        found = getattr(place, last, None)
+    if not isinstance(found, (list, tuple)):
+        return found
+    ranked = Counter(each for each in found if each is not None).most_common(1)
+    return ranked[0][0] if ranked else None

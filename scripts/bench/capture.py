@@ -1,0 +1,176 @@
+"""What capturing costs beside the target's bare forward pass, and what a store needs on disk.
+
+`python scripts/bench/capture.py --target FOLDER --data chats.jsonl` runs packed sequences in
+groups, each first through `Target.read` alone and then through every kind of capture, written to
+disk and synced, in turn; medians of tokens per second and of the ratio within a group are printed.
+A second baseline also computes the target's logits, which a teacher of its likeliest tokens is
+made from. The other table has the bytes per token of a target with 4,096 channels.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from conf.command.clock import Stopwatch
+from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
+from conf.settings.common import DataConfig, TargetConfig
+from data.features.layout import HIDDEN, Contents
+from data.features.writer import SHARD_BYTES, Shard, Writers
+from eval.measure.processes import start
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
+from scripts.capture import batches, capture_shard
+from scripts.store.plan import Work, prepared
+from scripts.store.states import ROWS_PER_CHUNK, states_from_target
+
+KINDS = [
+    (StateFormat.bf16, TeacherKind.hidden),
+    (StateFormat.int8, TeacherKind.hidden),
+    (StateFormat.int8, TeacherKind.top_k),
+    (StateFormat.fp8, TeacherKind.top_k),
+]
+
+
+def of_kind(contents: Contents, state_format: StateFormat, teacher: TeacherKind) -> Contents:
+    """The same layers stored in another way."""
+    k = CaptureRun().top_k if teacher is TeacherKind.top_k else 0
+    return replace(contents, format=state_format, teacher=teacher, top_k=k)
+
+
+@torch.no_grad()
+def bare(work: Work, target: Target, with_logits: bool, shard: Shard) -> None:
+    """The target's pass over the sequences of a shard, and nothing else."""
+    states_of = states_from_target(target, work.plan.contents.layers)
+    for rows in batches(work, shard, target):
+        states = states_of({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        if with_logits:
+            for part in states[HIDDEN].flatten(0, 1).split(ROWS_PER_CHUNK):
+                target.logits(part)
+
+
+def written(work: Work, target: Target, shard: Shard) -> None:
+    """The shard, on disk."""
+    states_of = states_from_target(target, work.plan.contents.layers)
+    with Writers() as writers:
+        capture_shard(work, shard, target, states_of, writers, tqdm(disable=True))
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """Of one run: of the GPU's and the disk's work too, or on a CPU of all threads' processor time.
+
+    On processors that other programs share, the clock would tell of those.
+    """
+    cuda = torch.cuda.is_available()
+    watch = Stopwatch(torch.device("cuda" if cuda else "cpu"))
+    run()
+    return watch.seconds() if cuda else watch.processor_seconds()
+
+
+def measured(
+    runs: dict[str, Callable[[Shard], None]], shards: list[Shard]
+) -> dict[str, list[float]]:
+    """Tokens per second of each run on each shard, the runs in turn; the first shard warms up."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number, shard in enumerate(tqdm(shards, desc="measuring", unit="group")):
+        for name, run in runs.items():
+            speed = shard.num_tokens / seconds(partial(run, shard))
+            if number:
+                found[name].append(speed)
+    return found
+
+
+def speed_table(found: dict[str, list[float]]) -> Table:
+    """Medians, and the median ratio to each of the first two runs."""
+    table = Table("", "tokens/s", "of target.read", "of read and logits")
+    forward, with_logits = list(found.values())[:2]
+    for name, speeds in found.items():
+        ratios = [
+            statistics.median(a / b for a, b in zip(speeds, base, strict=True))
+            for base in (forward, with_logits)
+        ]
+        table.add_row(name, f"{statistics.median(speeds):,.0f}", *(f"{r:.3f}" for r in ratios))
+    return table
+
+
+def size_table() -> Table:
+    """Bytes per token of 3 layers, ids, documents and masks included."""
+    table = Table("4,096 channels, 3 layers", "bytes/token", "KiB/token", "GiB per million tokens")
+    contents = Contents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
+    for kind in KINDS:
+        size = of_kind(contents, *kind).bytes_per_token
+        row = (f"{size:,}", f"{size / 1024:.2f}", f"{size * 1e6 / 2**30:.1f}")
+        table.add_row(label(*kind), *row)
+    return table
+
+
+def label(state_format: StateFormat, teacher: TeacherKind) -> str:
+    """Of a kind of capture."""
+    return f"{state_format.value}, {teacher.value}"
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What to capture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a packed sequence")
+    parser.add_argument("--sequences", type=int, default=200)
+    parser.add_argument("--group", type=int, default=10, help="sequences timed at once")
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    return parser.parse_args(given)
+
+
+def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of the bare passes and of each kind of capture, group by group."""
+    config = CaptureRun(
+        target=TargetConfig(path=options.target),
+        data=DataConfig(path=options.data, max_length=options.tokens),
+        micro_batch_size=options.micro_batch_size,
+        num_replay_prompts=0,
+    )
+    state = start()
+    work = prepared(config, state, SHARD_BYTES)
+    target = load_target(config.target, state.device)
+    lengths = work.sets["train"].lengths[: options.sequences]
+    shards = [
+        Shard("train-00000", "train", first, first + options.group, sum(group))
+        for first in range(0, len(lengths) - options.group + 1, options.group)
+        for group in [lengths[first : first + options.group]]
+    ]
+    runs: dict[str, Callable[[Shard], None]] = {
+        "target.read": partial(bare, work, target, False),
+        "target.read and logits": partial(bare, work, target, True),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in KINDS:
+            plan = replace(work.plan, contents=of_kind(work.plan.contents, *kind))
+            own = replace(work, folder=Path(folder), plan=plan)
+            runs[label(*kind)] = partial(written, own, target)
+        return measured(runs, shards)
+
+
+def main() -> None:
+    """Prints both tables."""
+    Console().print(speed_table(speeds(arguments())))
+    Console().print(size_table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What the decoding engine loses: speed-up / tau with drafts of a set acceptance.
+
+`python scripts/bench/engine.py` makes a random target of 105 million parameters with the
+proportions of a large one (32 layers, a small vocabulary), lets each drafter do its real work
+and then puts the target's own tokens in place of its drafts, so that they are accepted at the
+rate asked for. `python scripts/bench/engine.py bfloat16 0.8 48` sets dtype, rate and layers.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.compare.decoding import Decoding
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.drafters.oracle import Oracle
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Generation
+from eval.measure.stats import PromptSteps, tau
+from eval.report.figures import STEP_PARTS
+from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import DynamicShape, Shape, Tree, default_tree
+from heads.kinds import KINDS
+from heads.layers.packed import pack
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+
+PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3
+PARTS = STEP_PARTS if torch.cuda.is_available() else [p for p in STEP_PARTS if p != "step"]
+
+
+class Corrected:
+    """Lets a drafter work, then proposes an oracle's drafts instead of its own."""
+
+    def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
+        self.drafter, self.oracle = drafter, oracle
+        self.taps = drafter.taps
+        # The oracle's tree is as large as the drafter's, or larger.
+        self.static_nodes = drafter.static_nodes and oracle.static_nodes
+
+    def observe(self, seen: Seen) -> None:
+        """Both take it."""
+        self.drafter.observe(seen)
+        self.oracle.observe(seen)
+
+    def propose(self, roots: Roots) -> Draft:
+        """The oracle's, when the drafter has done its work."""
+        self.drafter.propose(roots)
+        return self.oracle.propose(roots)
+
+    def keep(self, rows: list[int]) -> None:
+        """Both go on."""
+        self.drafter.keep(rows)
+        self.oracle.keep(rows)
+
+    def take(self, row: int, other: "Corrected") -> None:
+        """Both go on."""
+        self.drafter.take(row, other.drafter)
+        self.oracle.take(row, other.oracle)
+
+
+def random_target(
+    dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
+) -> Target:
+    """Packed; with the usual sizes 105M parameters.
+
+    The output head is the embedding in another order, so that a token follows from the last one
+    by a wide margin: rounding in low precision must not change the text that the oracle knows.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=num_layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 128, max_position_embeddings=1024, eos_token_id=None,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    embedding = model.get_input_embeddings().weight.data
+    embedding.mul_(50)  # above what random layers add to it
+    model.lm_head.weight.data = embedding[torch.randperm(vocab)].clone()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pack(model.to(device, dtype))
+    return Target(model, None, "random")
+
+
+def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
+    """A fresh drafter of each kind, with drafts that are accepted at the rate."""
+
+    def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
+        return lambda: Corrected(make(), Oracle([text], tree, rate, target.vocab_size))
+
+    found = {
+        "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.chain(4)),
+        "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
+    }
+    vocab = DraftVocab.everything(target.vocab_size)
+    for name, kind in KINDS.items():
+        head = kind.untrained(target, next(reversed(kind.forms)), vocab)
+        pack(head.attach(target, target.dtype).eval())
+        depth = min(4, kind.longest(head))
+        tree = default_tree(depth, 8)
+        shapes: dict[str, Shape] = {
+            f"chain of {depth}": Tree.chain(depth),
+            "tree of 8": tree if kind.static else DynamicShape(depth, 2, 8),
+        }
+        for words, shape in shapes.items():
+            make = partial(kind.drafter, head, shape, GREEDY, [0])
+            found[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
+    return found
+
+
+def measure(
+    target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
+) -> dict[str, list[Generation]]:
+    """Texts of every drafter, interleaved, after a warm-up; on a GPU in captured steps."""
+    found: dict[str, list[Generation]] = {name: [] for name in makes}
+
+    def decoding(make: Callable[[], Drafter]) -> Decoding:
+        return Decoding(target, lambda _: make(), NUM_TOKENS, GREEDY, capture=True)
+
+    runs = {name: decoding(make) for name, make in makes.items()}
+    for repeat in tqdm(range(NUM_REPEATS + 1), unit="repeat"):
+        for name, run in runs.items():
+            [text] = run([prompt], [0], 1)
+            if repeat:
+                found[name].append(text)
+    return found
+
+
+def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
+    """tau, speed-up of decoding over the baseline, their ratio, milliseconds of a step."""
+
+    def median(part: str, of: list[Generation]) -> float:
+        return statistics.median(getattr(text.times, part) for text in of)
+
+    speedup = median("decode", base) / median("decode", texts)
+    num_steps = len(texts[0].steps)
+    parts = [f"{1000 * median(part, texts) / num_steps:.2f}" for part in PARTS]
+    mean = tau([PromptSteps("", texts[0].steps)])
+    return [name, f"{mean:.2f}", f"{speedup:.2f}", f"{speedup / mean:.2f}", *parts]
+
+
+@torch.no_grad()
+def measured(
+    dtype: str, rate: float, num_layers: int
+) -> tuple[Target, dict[str, list[Generation]]]:
+    """The target, and texts without drafting and of every drafter."""
+    target = random_target(getattr(torch, dtype), num_layers)
+    generator = torch.Generator().manual_seed(1)
+    prompt: Any = torch.randint(10, 4096, (PROMPT_LENGTH,), generator=generator).tolist()
+    text = decode(target, NoDraft(), prompt, NUM_TOKENS + 16).token_ids
+    makes: dict[str, Callable[[], Drafter]] = {"no drafting": NoDraft}
+    return target, measure(target, prompt, makes | drafters(target, text, rate))
+
+
+def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
+    """Prints the table."""
+    target, found = measured(dtype, float(rate), int(num_layers))
+    size = sum(p.numel() for p in target.model.parameters()) / 1e6
+    where = f"{target.device.type}, {torch.get_num_threads()} threads"
+    table = Table(
+        title=f"{size:.0f}M parameters, {num_layers} layers, {dtype}, {where}; accepted at {rate}"
+    )
+    for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for name, texts in found.items():
+        table.add_row(*row(name, texts, found["no drafting"]))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,330 @@
+"""Every benchmark on this machine in one table, each figure beside its floor.
+
+`python scripts/bench/gpu.py [NAME ...] [--small]` runs the benchmarks named, all unless told, each
+in a process of its own, prints the table and writes it to `outputs/bench_gpu.json`; what an earlier
+call measured there stays, so that a machine with short commands can take them one by one. It ends
+with 1 if a figure lies below its floor or a benchmark failed. Small sizes, the only ones on a CPU,
+show that everything runs: nothing is judged then.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from conf.command.clock import Stopwatch
+from scripts.bench.apart import ROOT, result_of
+from scripts.bench.footprint import best_device, where
+
+FLOORS = {
+    "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 4.0},
+    "documents": {"time of a written mask over ours": 1.5, "its memory over ours": 1.5},
+    "unroll": {"time of full masks over ours, 7 steps": 1.5, "their memory over ours": 2.0},
+    "eagle3": {"eager over compiled, 3 steps": 1.2},
+    "eagle3_7": {"eager over compiled, 7 steps": 1.2},
+    "medusa": {"original's time over ours": 1.5, "original's memory over ours": 2.0},
+    "train_medusa": {"FLOP/s over those of a matmul": 0.25},
+    "train_eagle1": {"FLOP/s over those of a matmul": 0.2},
+    "train_eagle3": {"FLOP/s over those of a matmul": 0.2},
+    "train_dflash": {"FLOP/s over those of a matmul": 0.1},
+    "train_peagle": {"FLOP/s over those of a matmul": 0.1},
+    "engine": {"least speed-up / tau of a chain": 0.6, "least speed-up / tau of a tree": 0.5},
+    "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
+}
+"""Least values by benchmark; figures without one are told and not judged. Ratios are of what the
+same process measured, so they hold on any GPU."""
+TIMEOUT_S = 240
+Figures = dict[str, float]
+
+
+def loss(small: bool) -> Figures:
+    """The fused loss beside whole logits."""
+    sizes = (256, 64, 512) if small else (8192, 4096, 128256)
+    job: dict[str, Any] = dict(zip(("tokens", "hidden", "vocab"), sizes, strict=True))
+    job |= {"dtype": "float32" if small else "bfloat16", "repeats": 3, "trained": False}
+    ours, naive = (
+        result_of("losses", job | {"path": path}, sys.executable) for path in ("ours", "naive")
+    )
+    return {
+        "textbook's time over ours": naive["seconds"] / ours["seconds"],
+        "textbook's memory over ours": naive["peak_bytes"] / ours["peak_bytes"],
+    }
+
+
+def documents(small: bool) -> Figures:
+    """The target over packed documents."""
+    from scripts.bench import documents as bench_documents
+
+    sizes = "--tokens 512 --hidden 64"
+    if not small:
+        sizes = "--tokens 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
+    found = bench_documents.measured(bench_documents.arguments(sizes.split()))
+    ours, mask = found["documents"], found["mask"]
+    return {
+        "time of a written mask over ours": mask.seconds / ours.seconds,
+        "its memory over ours": mask.peak_bytes / ours.peak_bytes,
+        "milliseconds": 1000 * ours.seconds,
+    }
+
+
+def unroll(small: bool) -> Figures:
+    """Attention of the training-time test at 7 steps."""
+    from scripts.bench import unroll as bench_unroll
+
+    tokens, dtype = ("128", "float32") if small else ("4096", "bfloat16")
+    options = bench_unroll.arguments(["--tokens", tokens, "--dtype", dtype])
+    mib, seconds = bench_unroll.measured(options, 7, best_device())
+    return {
+        "time of full masks over ours, 7 steps": seconds[2] / seconds[0],
+        "their memory over ours": mib[2] / mib[0],
+        "time of plain torch over ours": seconds[1] / seconds[0],
+    }
+
+
+def eagle3(depth: int, small: bool) -> Figures:
+    """A step of EAGLE-3 on stored states, some steps deep."""
+    eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
+    found = {f"eager over compiled, {depth} steps": eager["seconds"] / compiled["seconds"]}
+    theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
+    if theirs is not None:
+        peer = _step("speculators", depth, small, theirs)
+        found[f"speculators' over compiled, {depth} steps"] = peer["seconds"] / compiled["seconds"]
+    return found
+
+
+def medusa(small: bool) -> Figures:
+    """A step of Medusa on stored states beside the original's."""
+    ours, original = _step("medusa", 4, small), _step("original_medusa", 4, small)
+    return {
+        "original's time over ours": original["seconds"] / ours["seconds"],
+        "original's memory over ours": original["peak_bytes"] / ours["peak_bytes"],
+    }
+
+
+def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> dict[str, Any]:
+    names = (
+        "tokens", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab",
+        "draft_vocab",
+    )  # fmt: skip
+    sizes = (256, 64, 2, 1, 32, 96, 512, 256)
+    if not small:
+        sizes = (4096, 2048, 16, 4, 128, 5632, 32000, 32000)
+    job: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    job |= {"path": path, "depth": depth, "threads": torch.get_num_threads(), "repeats": 3}
+    return result_of("steps", job, python)
+
+
+def train(head: str, small: bool) -> Figures:
+    """The loop itself, with a kind of head."""
+    from scripts.bench import training as bench_train
+    from scripts.bench.predict_gpu import PREDICTED
+
+    sizes = "--hidden 64 --layers 6 --vocab 256 --max-length 128 --steps 2"
+    if not small:
+        sizes = (
+            "--hidden 2048 --layers 16 --vocab 32000 --max-length 4096 --batch-size 8 "
+            "--micro-batch-size 2 --dtype bfloat16 --compile"
+        )
+    found = bench_train.measured(bench_train.arguments([head, *sizes.split()]))
+    parts = {f"share of {name}": share for name, share in found.parts.items()}
+    predicted = {} if small else json.loads(PREDICTED.read_text())
+    return {
+        "FLOP/s over those of a matmul": found.utilisation,
+        "tokens/s": found.tokens_per_s,
+        **({"tokens/s, predicted at most": predicted[head]} if predicted else {}),
+        "peak, GiB": found.peak_gib,
+        **parts,
+    }
+
+
+def engine(small: bool) -> Figures:
+    """Decoding with drafts of a set acceptance."""
+    from scripts.bench import engine as bench_engine
+
+    settings = ("float32", 0.8, 4) if small else ("bfloat16", 0.8, 32)
+    _, texts = bench_engine.measured(*settings)
+    base = texts.pop("no drafting")
+    found = {name: float(bench_engine.row(name, each, base)[3]) for name, each in texts.items()}
+    least = {
+        f"least speed-up / tau of a {kind}": min(v for name, v in found.items() if kind in name)
+        for kind in ("chain", "tree")
+    }
+    return least | {f"speed-up / tau, {name}": value for name, value in found.items()}
+
+
+def capture(small: bool) -> Figures:
+    """Storing states of a random target beside its bare pass."""
+    from scripts.bench import capture as bench_capture
+
+    with tempfile.TemporaryDirectory() as folder:
+        target, data = _inputs(Path(folder), small)
+        few = ["--tokens", "128", "--sequences", "6", "--group", "2"]
+        given = few if small else ["--sequences", "60"]
+        options = ["--target", target, "--data", data, *given]
+        speeds = bench_capture.speeds(bench_capture.arguments(options))
+    median = {name: statistics.median(each) for name, each in speeds.items()}
+    bare, with_logits = median["target.read"], median["target.read and logits"]
+    return {
+        "int8, hidden over the bare pass": median["int8, hidden"] / bare,
+        "int8, top_k over pass and logits": median["int8, top_k"] / with_logits,
+        "tokens/s of int8, hidden": median["int8, hidden"],
+    }
+
+
+def _inputs(folder: Path, small: bool) -> tuple[str, str]:
+    """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
+    from scripts.bench import training as bench_train
+    from scripts.embedded.corpus import find_source_files, read_source, train_tokenizer
+
+    files = find_source_files(8 if small else 150)
+    texts = list(read_source(files, files.train).values())
+    tokenizer = train_tokenizer(texts[:20], 1024, 4096)
+    shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
+    sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
+    target = bench_train.random_target(bench_train.arguments(sizes.split()), torch.device("cpu"))
+    target.model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    data = folder / "texts.jsonl"
+    pieces = [text[at : at + 4000] for text in texts for at in range(0, len(text), 4000)]
+    data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return str(folder / "target"), str(data)
+
+
+BENCHES: dict[str, Callable[[bool], Figures]] = {
+    "loss": loss,
+    "documents": documents,
+    "unroll": unroll,
+    "eagle3": partial(eagle3, 3),
+    "eagle3_7": partial(eagle3, 7),
+    "medusa": medusa,
+    "train_medusa": partial(train, "medusa"),
+    "train_eagle1": partial(train, "eagle1"),
+    "train_eagle3": partial(train, "eagle3"),
+    "train_dflash": partial(train, "dflash"),
+    "train_peagle": partial(train, "peagle"),
+    "engine": engine,
+    "capture": capture,
+}
+
+
+def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
+    """Each figure with its floor and whether it is reached, which is None if it is not judged."""
+    floors = FLOORS[name]
+    missing = floors.keys() - figures.keys()
+    assert not missing, f"{name} gave no {sorted(missing)}"
+    rows = []
+    for figure, value in figures.items():
+        floor = floors.get(figure)
+        passed = None if floor is None or not judged else value >= floor
+        rows.append(_row(name, figure, value, floor, passed))
+    return rows
+
+
+def run(name: str, small: bool) -> list[dict[str, Any]]:
+    """The rows of a benchmark, or one row that says how it failed."""
+    size = ["--small"] if small else []
+    command = [sys.executable, __file__, "--figures-of", name, *size]
+    watch = Stopwatch()
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        said, complaint = child.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
+        child.communicate()
+        return [_failed(name, f"no end within {TIMEOUT_S} s")]
+    if child.returncode:
+        print(complaint[-3000:], file=sys.stderr)
+        return [_failed(name, (complaint.strip().splitlines() or ["no word"])[-1])]
+    print(f"{name}: {watch.seconds():.0f} s", flush=True)
+    return rows_of(name, json.loads(said.splitlines()[-1]), not small)
+
+
+def _failed(name: str, why: str) -> dict[str, Any]:
+    return _row(name, f"failed: {why}", None, None, False)
+
+
+def _row(
+    name: str, figure: str, value: float | None, floor: float | None, passed: bool | None
+) -> dict[str, Any]:
+    return {"bench": name, "figure": figure, "value": value, "floor": floor, "passed": passed}
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """One line per figure."""
+    words = {True: "pass", False: "FAIL", None: "-"}
+    made = Table("bench", "figure", title=title)
+    for column in ("value", "floor", "result"):
+        made.add_column(column, justify="right")
+    for row in rows:
+        value, floor = _shown(row["value"]), _shown(row["floor"])
+        made.add_row(row["bench"], row["figure"], value, floor, words[row["passed"]])
+    return made
+
+
+def _shown(figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure:,.3g}" if figure < 1000 else f"{figure:,.0f}"
+
+
+def arguments() -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU; nothing is judged")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench_gpu.json")
+    parser.add_argument("--figures-of", choices=BENCHES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - BENCHES.keys())
+    if unknown:
+        parser.error(f"{unknown}: allowed: {', '.join(BENCHES)}")
+    options.small |= best_device().type == "cpu"
+    return options
+
+
+def main() -> None:
+    """Prints the table and writes it."""
+    options = arguments()
+    if options.figures_of:
+        print(json.dumps(BENCHES[options.figures_of](options.small)))
+        return
+    about = {
+        "device": where(best_device()), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "small": options.small,
+    }  # fmt: skip
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    found = before.get("rows", []) if before.get("about") == about else []
+    for name in options.names or BENCHES:
+        found = [row for row in found if row["bench"] != name] + run(name, options.small)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
+    Console(width=110).print(table(found, f"{about['device']}, torch {about['torch']}"))
+    failed = [row for row in found if row["passed"] is False]
+    print(f"{len(failed)} of {len(found)} figures failed; written to {options.out}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What a step takes on an H100 by arithmetic: predictions, of what no GPU has run.
+
+`python scripts/bench/predict_gpu.py [--names medusa ...] [--targets 8b 70b]` runs training steps
+of every kind of head and steps of decoding on a device without numbers, which needs a C++ compiler
+and no GPU, and meters each operation that our code dispatches: 5 microseconds of the host to
+launch one (a captured step is one), and of the device 2 microseconds or, if that is longer, what
+its bytes take at 3.35 TB/s or its products at 990 TFLOP/s. A step takes as long as the slower of
+host and device. So it is a lower bound: kernels reach neither rate. On the other hand, every
+document counts as long as the longest of its sequence, what compiling would fuse is not, and a
+target is taken as if it fitted one GPU.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from typing import Any
+
+from tqdm import tqdm
+
+from conf.errors import InputError
+from scripts.bench.apart import ROOT, markdown
+
+LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
+TARGETS = {
+    "8b": {"hidden": 4096, "layers": 32, "vocab": 128256},
+    "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
+}
+RECIPES = (
+    "medusa", "medusa2", "eagle1", "hass", "eagle3", "eagle3_1", "dflash", "dflash2", "dspark",
+    "peagle",
+)  # fmt: skip
+ALIKE = ("medusa2", "hass", "eagle3_1")
+"""Draft as `medusa`, `eagle1` and `eagle3` do."""
+OTHERS = (
+    "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit", "skip_layers",
+    "draft_model",
+)  # fmt: skip
+"""Ways to draft without a head; the model has half the target's layers and half its width."""
+TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
+OF_BENCH = {
+    "hidden": 2048, "layers": 16, "vocab": 32000,
+    "length": 4096, "batch_size": 8, "micro_batch_size": 2,
+}  # fmt: skip
+BENCHED = ("medusa", "eagle1", "eagle3", "dflash", "peagle")
+PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
+"""Tokens per second by kind of head, which `scripts/bench/gpu.py` shows beside what it measures."""
+DECODING = {"length": 2048}
+PUBLISHED = """\
+Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
+packed 2,048: 7,200 (28 samples/s on 8 A100). TorchSpec, DFlash beside Qwen3-8B, up to 2,048 tokens
+a sample: up to 7,700 (15 samples/s on 4 H100). SpecForge, a draft of 1.1 B beside Qwen3-8B, 256
+anchors, about 550 tokens: 3,400 (50 samples/s on 8 H200), 44% of the products' peak."""
+TESTS = ROOT / "tests"
+WORKER = """\
+import ctypes, sys
+ctypes.CDLL(sys.argv[1])  # before torch
+from emulated.predicted import main
+main(sys.argv[2])"""
+Row = dict[str, Any]
+
+
+def row_of(job: Row) -> Row:
+    """What a step of a job runs, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        question = Path(folder) / "job.json"
+        question.write_text(json.dumps(job))
+        command = [sys.executable, "-c", WORKER, str(guard()), str(question)]
+        paths = os.pathsep.join(map(str, (ROOT, TESTS)))
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise InputError(f"{job} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def guard() -> Path:
+    """The library that has PyTorch believe in a GPU.
+
+    Raises:
+        InputError: there is no compiler for it.
+    """
+    sys.path.insert(0, str(TESTS))
+    from emulated.guard import compiled, compiler
+
+    if compiler() is None:
+        raise InputError("no C++ compiler found: install g++ or clang++, or name one in CXX")
+    folder = ROOT / "outputs" / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    return compiled(folder)
+
+
+def seconds_of(found: Row) -> float:
+    """Of the slower of host and device, which work side by side."""
+    return max(LAUNCH_S * found["num_launches"], found["device_s"])
+
+
+def training(name: str, found: Row) -> tuple[str, ...]:
+    """A line of the table of training steps."""
+    host, device = LAUNCH_S * found["num_launches"], found["device_s"]
+    seconds, products = seconds_of(found), found["product_s"]
+    binds = "launches" if host > device else "products" if products > device / 2 else "memory"
+    return (
+        name, f"{found['num_launches']:,.0f}", f"{found['num_waits']}", f"{found['num_shapes']}",
+        f"{1000 * host:.0f}", f"{1000 * device:.0f}", f"{products / seconds:.0%}", binds,
+        f"{found['num_tokens'] / seconds:,.0f}", f"{found['flops'] / seconds / PEAK_FLOPS:.0%}",
+    )  # fmt: skip
+
+
+def decoding(name: str, found: Row, plain: Row) -> tuple[str, ...]:
+    """A line of the table of decoding steps, beside the one that drafts nothing."""
+    ours, theirs = seconds_of(found), seconds_of(plain)
+    return (
+        name, f"{found['num_launches']:.0f}", f"{found['num_waits']:.0f}",
+        f"{found['num_shapes']:.0f}", f"{found['num_kernels']:,.0f}",
+        f"{found['bytes'] / 1e9:.1f}", f"{1000 * ours:.1f}", f"{ours / theirs:.2f}",
+    )  # fmt: skip
+
+
+def predict(target: str, names: list[str], bar: tqdm) -> None:
+    """Prints both tables of a target."""
+    sizes = TARGETS[target]
+    trained = [name for name in names if name in RECIPES]
+    rows = [training(name, counted(bar, name, "train", sizes | TRAINING)) for name in trained]
+    tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
+    tqdm.write(markdown(HEADER, rows))
+    plain = counted(bar, "none", "chain", sizes | DECODING)
+    steps = [decoding("none", plain, plain)]
+    for name in names:
+        for shape in shapes_of(name):
+            step = counted(bar, name, shape, sizes | DECODING)
+            steps.append(decoding(f"{name}, {shape}", step, plain))
+    tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
+    tqdm.write(markdown(STEPS, steps))
+
+
+def shapes_of(name: str) -> tuple[str, ...]:
+    """Of drafts; those without a head have one."""
+    if name in ALIKE:
+        return ()
+    return ("chain",) if name in OTHERS else ("chain", "tree")
+
+
+def save(bar: tqdm) -> None:
+    """Writes tokens per second of `scripts/bench/gpu.py`'s training, for heads that it trains."""
+    found = {name: counted(bar, name, "train", OF_BENCH) for name in BENCHED}
+    speeds = {name: each["num_tokens"] / seconds_of(each) for name, each in found.items()}
+    text = json.dumps({name: round(speed) for name, speed in speeds.items()}, indent=1)
+    PREDICTED.write_text(text + "\n")
+    tqdm.write(f"{text}\nwritten to {PREDICTED}")
+
+
+def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> Row:
+    """`row_of`, and the bar moves."""
+    bar.set_postfix_str(f"{name}, {shape}")
+    found = row_of({"name": name, "shape": shape, **sizes})
+    bar.update()
+    return found
+
+
+def main() -> None:
+    """Prints the tables, or writes what the benchmark on a GPU shows beside its own."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    known = (*RECIPES, *OTHERS)
+    parser.add_argument("--names", nargs="+", default=list(known), choices=known)
+    parser.add_argument("--targets", nargs="+", default=["8b"], choices=tuple(TARGETS))
+    parser.add_argument("--save", action="store_true", help=f"write {PREDICTED.name} and no table")
+    options = parser.parse_args()
+    names, targets = options.names, options.targets
+    of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)
+    num_steps = len(BENCHED) if options.save else len(targets) * (of_target + 1)
+    try:
+        with tqdm(total=num_steps, unit="step") as bar:
+            if options.save:
+                save(bar)
+                return
+            for target in targets:
+                predict(target, names, bar)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    print(f"\n{PUBLISHED}")
+
+
+HEADER = (
+    "head", "launches", "waits", "shapes of attention", "host, ms", "device, ms", "products",
+    "binds", "tokens/s", "of peak",
+)  # fmt: skip
+STEPS = (
+    "drafter", "launches", "waits", "shapes of attention", "kernels", "GB", "ms",
+    "over a plain step",
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""How fast heads train, where the time goes, and how much of the hardware is used.
+
+`python scripts/bench/training.py [HEAD] [--hidden 4096 --layers 32 ...]` runs the
+training loop itself on a random target of that shape and on random documents of chat-like
+lengths. It prints tokens per second (padding not counted), peak memory, padding, the share of
+time in each part, and model FLOP utilisation: the FLOPs of the target's forward pass and of
+the head's forward and backward pass, counted on a step, over the time of a step and the FLOP/s
+of a square matrix product measured in the same run.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import math
+import random
+import resource
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conf.command.clock import timed
+from conf.settings.common import Dtype, LogConfig, Optimizer, Schedule, TrainConfig
+from data.prepared.pack import PackedDataset
+from data.templates.chat import Sample
+from heads.kinds import forms
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from scripts.bench.footprint import add_sizes, best_device, where
+from scripts.bench.objectives import fresh_objective
+from train.loop import loop
+from train.loop.job import Job
+from train.parallel import processes
+
+PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
+NUM_WARM_UP = 2
+MEAN_DOCUMENT_TOKENS = 400
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The settings; the defaults suit a CPU."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(forms()))
+    add_sizes(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a step")
+    parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    parser.add_argument("--compile", action="store_true")
+    return parser.parse_args(given)
+
+
+def random_target(options: argparse.Namespace, device: torch.device) -> Target:
+    """A Llama of 128-wide heads, four of them to a key-value head."""
+    torch.manual_seed(0)
+    num_heads = max(4, options.hidden // 128)
+    config = LlamaConfig(
+        vocab_size=options.vocab, hidden_size=options.hidden,
+        intermediate_size=int(3.5 * options.hidden), num_hidden_layers=options.layers,
+        num_attention_heads=num_heads, num_key_value_heads=max(1, num_heads // 4),
+        max_position_embeddings=options.max_length, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config).to(getattr(torch, options.dtype))
+    return Target(model, None, "random")
+
+
+def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
+    """Random tokens; lengths are log-normal, and the first third is a prompt."""
+    generator = random.Random(0)
+    left = num_sequences * options.max_length
+    while left > 0:
+        spread = generator.lognormvariate(math.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0)
+        length = max(8, min(options.max_length, int(spread)))
+        ids = [generator.randrange(options.vocab) for _ in range(length)]
+        yield Sample(ids, [i >= length // 3 for i in range(length)])
+        left -= length
+
+
+def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
+    """A run that was started and has made no step."""
+    num_steps = NUM_WARM_UP + 2 * options.steps + 2
+    config = TrainConfig(
+        max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
+        micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype), learning_rate=1e-3,
+        adam_learning_rate=1e-3, optimizer=Optimizer(options.optimizer),
+        schedule=Schedule.constant,
+    )  # fmt: skip
+    accelerator = processes.start(config)
+    target = random_target(options, accelerator.device)
+    samples = documents(options, max(64, options.batch_size))
+    train = PackedDataset(samples, options.max_length, seed=0)
+    counts = train.token_counts(target.vocab_size)
+    vocab = DraftVocab.choose(counts, options.draft_vocab, [])
+    objective = fresh_objective(options.head, target, vocab)
+    if options.compile:
+        objective.compile_parts()
+    job = Job(config, LogConfig(), 0, out_dir, objective, train, train)
+    return loop.Run(accelerator, job), train
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Of a product of two square matrices, the median of several."""
+    size = 8192 if device.type == "cuda" else 1536
+    a = torch.randn(size, size, device=device).to(dtype)
+    times = [timed(lambda: a @ a, device) for _ in range(8)]
+    return 2 * size**3 / statistics.median(times[2:])
+
+
+def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
+    """The share of each part in the time of some steps, under the profiler."""
+    cuda = run.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiler:
+        whole = sum(timed(run.optimizer_step, run.device) for _ in range(num_steps))
+    found = dict.fromkeys(PARTS, 0.0)
+    for event in profiler.key_averages():
+        # On CUDA a part is told twice: what the host spent on it, and the device.
+        on_device = event.device_type != torch.autograd.DeviceType.CPU
+        if event.key in found and on_device == (cuda and event.key != "waiting"):
+            spent = event.device_time_total if on_device else event.cpu_time_total
+            found[event.key] += spent / 1e6 / whole
+    return found
+
+
+def peak_gib(device: torch.device) -> float:
+    """Of the device's memory, or of the process's on a CPU, weights included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What some steps took.
+
+    Attributes:
+        step_s: median of a step.
+        tokens_per_s: without padding.
+        peak_gib: see `peak_gib`.
+        padding: share of the tokens of the data set.
+        parts: share of the time of each of `PARTS`.
+        matmul: FLOP/s of a square matrix product.
+        utilisation: FLOP/s of the steps over that.
+        head_size: parameters.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    peak_gib: float
+    padding: float
+    parts: dict[str, float]
+    matmul: float
+    utilisation: float
+    head_size: int
+
+
+def measured(options: argparse.Namespace) -> Speed:
+    """Trains for some steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, train = start(options, Path(folder) / "out")
+        run.resume()
+        for _ in range(NUM_WARM_UP):
+            run.optimizer_step()
+        with FlopCounterMode(display=False) as counter:
+            run.optimizer_step()
+        tokens, times = run.tokens, []
+        for _ in range(options.steps):
+            times.append(timed(run.optimizer_step, run.device))
+        tokens = run.tokens - tokens
+        parts = shares(run, options.steps)
+        run.close()
+    rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
+    step_s = statistics.median(times)
+    return Speed(
+        step_s=step_s,
+        tokens_per_s=tokens / sum(times),
+        peak_gib=peak_gib(run.device),
+        padding=1 - train.num_tokens / (len(train) * options.max_length),
+        parts=parts,
+        matmul=rate,
+        utilisation=counter.get_total_flops() / step_s / rate,
+        head_size=sum(p.numel() for p in run.job.objective.head.parameters()),
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    options = arguments()
+    found = measured(options)
+    head = f"{options.head}, head of {found.head_size / 1e6:.1f} M, {options.dtype}"
+    table = Table("figure", "value", title=f"{head}, {where(best_device())}")
+    table.add_row("time of a step", f"{1000 * found.step_s:.0f} ms")
+    table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}")
+    table.add_row("peak memory", f"{found.peak_gib:.2f} GiB")
+    table.add_row("padding", f"{found.padding:.1%}")
+    for name, share in found.parts.items():
+        table.add_row(f"time: {name}", f"{share:.1%}")
+    table.add_row("time: rest", f"{1 - sum(found.parts.values()):.1%}")
+    table.add_row("matmul", f"{found.matmul / 1e12:.2f} TFLOP/s")
+    table.add_row("model FLOP utilisation", f"{found.utilisation:.1%}")
+    Console(width=80).print(table)
+
+
+if __name__ == "__main__":
+    main()

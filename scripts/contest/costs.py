@@ -1,0 +1,67 @@
+"""Seconds of a step with each head on this machine, by batch size: `costs.json`.
+
+Started by `scripts/contest/run.py`, with settings of `eval/speedup.py`.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.entry import Command
+from conf.settings.measure import SpeedupRun
+
+COMMAND = Command(__doc__, SpeedupRun, "costs")
+if __name__ == "__main__":
+    COMMAND.begin()
+
+from typing import Any
+
+import torch
+
+from conf.command.clock import timed
+from eval.measure.bench import Bench, greedy_responses, open_bench, write_result
+from eval.tune.cost import time_steps, typical_context
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
+from heads.target_model.prefill import prefill
+
+
+def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:
+    """Seconds of a draft and its pass over `size` texts, per head and way; and of a plain pass."""
+    plain, heads = [], []
+    for head in bench.heads:
+        tree = head.tree
+        widths = {
+            "chain": head.chain.num_nodes,
+            "tree": tree.num_nodes if isinstance(tree, Tree) else tree.num_tokens + 1,
+        }
+        drafters = {way: head.drafter(way, GREEDY, [0] * size) for way in widths}
+        curve, drafts = time_steps(
+            bench.target, drafters, context, size, sorted(set(widths.values()))
+        )
+        plain.append(curve.at(1))
+        heads.append({way: drafts[way] + curve.at(width) for way, width in widths.items()})
+    return {"plain": min(plain), "heads": heads}
+
+
+@torch.no_grad()
+def main(config: SpeedupRun) -> None:
+    """Times what steps take."""
+    bench = open_bench(config, "costs.json", config.heads)
+    prompt = sorted(bench.prompts, key=lambda each: len(each.token_ids))[len(bench.prompts) // 2]
+    (answer,) = greedy_responses(bench.target, [prompt], config.max_new_tokens)
+    context = typical_context([prompt.token_ids], [answer])
+
+    def read() -> None:
+        prefill(bench.target, bench.target.new_cache(1), [prompt.token_ids])
+
+    found = {
+        "prompt": min(timed(read, bench.target.device) for _ in range(4)),
+        "sizes": {str(size): steps_at(bench, context, size) for size in config.batch_sizes},
+    }
+    write_result(config, "costs.json", found, bench)
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)

@@ -1,0 +1,96 @@
+"""One fair contest of draft heads: the same target, texts, budget, prompts and machine for all.
+
+`python scripts/contest/run.py target.path=... data.path=chats.jsonl prompts.path=my.jsonl`
+
+Trains every recipe of `recipes`, measures the heads and the ways to draft without one side by
+side, and copies the fastest head to `out_dir/winner/head`. Each part is a command of its own whose
+result is not made again, so that a contest which was stopped goes on when it is started again.
+"""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.entry import Command
+from conf.settings.contest import ContestRun
+from scripts.refusals import check_contest
+
+COMMAND = Command(__doc__, ContestRun, "contest", check=check_contest)
+if __name__ == "__main__":
+    COMMAND.begin()
+
+import json
+
+from conf.command.journal import locked
+from conf.errors import InputError
+from conf.settings.common import DataRun
+from conf.settings.contest import ContestPart
+from data.embedded import fill_unset
+from eval.compare.names import check_methods
+from scripts.contest import plan, report
+from scripts.contest.parts import Part, Took, end_orphans
+from scripts.contest.parts import run as run_part
+from scripts.contest.recipes import read_recipes
+
+
+def run_parts(todo: list[Part], out_dir: Path, took: Took, estimate: plan.Plan) -> None:
+    """Runs what is missing of some parts, and says what runs now and what comes."""
+    missing = [part for part in todo if not part.result.exists()]
+    for number, part in enumerate(missing):
+        following = missing[number + 1].name if number + 1 < len(missing) else "nothing more"
+        about = estimate.get(part.name)
+        words = "" if about is None else f", about {report.minutes(about['seconds'])} min"
+        print(f"{part.name}{words}; then {following}", flush=True)
+        run_part(part, out_dir, took)
+
+
+@contextmanager
+def stop_raises() -> Iterator[None]:
+    """SIGTERM is an exception, so that the command at work is stopped too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(config: ContestRun) -> None:
+    """Plans, trains, measures; writes `contest.md`, `contest.html`, `contest.json`, `winner`."""
+    check_contest(config)
+    recipes = read_recipes(config.recipes)
+    check_methods(config.untrained)
+    fill_unset(config)
+    fill_unset(DataRun(config.target, config.prompts), prompts=True)
+    out_dir = Path(config.out_dir).absolute()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = locked(out_dir / ".lock")
+    except OSError as error:
+        raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
+    with lock, stop_raises():
+        plan.check_folder(config, out_dir)
+        end_orphans(out_dir)
+        took, path = Took(out_dir), out_dir / "plan.json"
+        if ContestPart.plan in config.parts and not path.exists():
+            run_parts(plan.probes(config, recipes, out_dir), out_dir, took, {})
+            plan.make_plan(config, recipes, out_dir, took)
+        if not path.exists():
+            raise InputError(f"parts: {path} is not there; run the part plan first")
+        settled = json.loads(path.read_text())
+        print(report.shown_plan(settled))
+        todo: list[Part] = []
+        if ContestPart.train in config.parts:
+            todo += plan.trainings(config, recipes, out_dir, settled)
+        if ContestPart.measure in config.parts:
+            todo += plan.measurements(config, recipes, out_dir)
+        run_parts(todo, out_dir, took, settled["estimate"])
+        if ContestPart.report in config.parts:
+            print(report.write(recipes, out_dir, settled, took))
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)

@@ -1,0 +1,118 @@
+"""Makes the embedded default anew: `python scripts/embedded/make.py FOLDER`, about an hour.
+
+A small Llama-type model is trained on Python source of permissive licences, then answers prompts
+from the standard library with its own greedy text. FOLDER gets what `data/embedded/` holds, and
+`trained`, the target before it unlearnt loops; a second start goes on behind what is there.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.threads import rest_while_waiting
+
+rest_while_waiting()
+
+import hashlib
+import json
+import random
+from dataclasses import asdict
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from scripts.embedded import corpus
+from scripts.embedded.corpus import Piece
+from scripts.embedded.target import Recipe, respond, train_target, unlearn_loops
+
+STDLIB_EPOCHS = 3
+"""How often the standard library is read for each time of the packages: prompts are of its kind."""
+
+
+def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
+    """Writes the target, conversations to learn from, held-out prompts, and checksums."""
+    library = corpus.find_source_files(recipe.num_files)
+    texts = corpus.read_source(library, library.train)
+    learnt, held_out = (
+        [p for text in side.items() for p in corpus.cut_pieces(*text, recipe.max_piece_chars)]
+        for side in (texts, corpus.read_source(library, library.held_out))
+    )
+    trained, place = folder / "trained", folder / "target"
+    if not trained.is_dir():
+        packages = corpus.find_packages(recipe.num_files)
+        others = corpus.read_source(packages, packages.train).items()
+        pieces = [p for text in others for p in corpus.cut_pieces(*text, recipe.max_piece_chars)]
+        tokenizer = corpus.train_tokenizer(
+            list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
+        )
+        target = train_target(STDLIB_EPOCHS * learnt + pieces, tokenizer, recipe, progress)
+        save(target, tokenizer, trained)
+    if not place.is_dir():
+        target, tokenizer = load(trained)
+        unlearn_loops(target, tokenizer, learnt, recipe, progress)
+        save(target, tokenizer, place)
+    target, tokenizer = load(place)
+    rng = random.Random(recipe.seed)
+    chosen = corpus.choose(
+        learnt, recipe.num_conversations, tokenizer, recipe.max_prompt_tokens, rng
+    )
+    answers = respond(target, tokenizer, chosen, recipe, progress)
+    rows = [conversation(p, text) for p, text in zip(chosen, answers, strict=True) if text.strip()]
+    write_jsonl(folder / "train.jsonl", rows)
+    prompts = corpus.choose(held_out, recipe.num_prompts, tokenizer, recipe.max_prompt_tokens, rng)
+    asked = [
+        {"question_id": i, "category": p.category, "turns": [p.prompt], "file": p.file}
+        for i, p in enumerate(prompts)
+    ]
+    write_jsonl(folder / "prompts.jsonl", asked)
+    facts = {
+        "recipe": asdict(recipe),
+        "python": sys.version.split()[0],
+        "packages": corpus.PACKAGES,
+        "empty_answers": len(chosen) - len(rows),
+        "sha256": checksums(folder),
+    }
+    (folder / "recipe.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def save(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes both, rounded to bfloat16, or nothing."""
+    partial = folder.with_suffix(".partial")
+    tokenizer.save_pretrained(partial)
+    target.bfloat16().save_pretrained(partial)
+    partial.rename(folder)
+
+
+def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Both, in float32, as every user on a CPU loads them."""
+    target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return target, PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def conversation(piece: Piece, answer: str) -> dict:
+    """A row of `train.jsonl`."""
+    turns = (("user", piece.prompt), ("assistant", answer))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return {"messages": messages, "category": piece.category, "file": piece.file}
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    """Writes a line of JSON for each row."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that is read, by its path in `folder`."""
+    paths = [folder / "train.jsonl", folder / "prompts.jsonl", *sorted(folder.glob("target/*"))]
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+    }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    make(Path(sys.argv[1]), Recipe())

@@ -1,0 +1,146 @@
+import time
+
+import pytest
+import torch
+
+from conf.command.clock import (
+    PART,
+    PartClock,
+    Stopwatch,
+    Traced,
+    _traced,
+    busy_by_part,
+    busy_seconds,
+    timed,
+)
+
+
+class Machine:
+    """Its time passes only where something is done; the device is 10 seconds behind the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.work(10))
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 1), ("cuda", 11)])
+def test_a_call_takes_until_the_device_is_done(monkeypatch, device: str, seconds: float) -> None:
+    machine = Machine(monkeypatch)
+    assert timed(lambda: machine.work(1), torch.device(device)) == seconds
+
+
+def test_parts_add_up_and_the_rest_is_the_hosts(monkeypatch) -> None:
+    machine = Machine(monkeypatch)
+    clock = PartClock(torch.device("cpu"))
+    for part, seconds in [("prefill", 8), ("draft", 1), ("verify", 4), ("draft", 2)]:
+        with clock.part(part):
+            machine.work(seconds)
+        machine.work(0.5)
+    clock.stop()
+    [times] = clock.times
+    assert (times.prefill, times.draft, times.verify, times.accept) == (8, 3, 4, 0)
+    assert (times.total, times.decode, times.host) == (17, 9, 2)
+
+
+def test_texts_share_what_they_do_together(monkeypatch) -> None:
+    """Both, then the second alone, then a third beside it."""
+    machine = Machine(monkeypatch)
+    clock = PartClock(torch.device("cpu"), 3)
+    for seconds, texts in [(4, [0, 1]), (3, [1]), (2, [1, 2])]:
+        with clock.part("verify", texts):
+            machine.work(seconds)
+        machine.work(0.5)
+        assert clock.lap(texts) == machine.now
+    clock.stop([2])
+    assert [times.verify for times in clock.times] == [2, 6, 1]
+    assert [times.total for times in clock.times] == [2.25, 7, 1.25]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 1), ("cuda", 11)])
+def test_only_the_last_lap_waits_for_the_device(monkeypatch, device: str, seconds: float) -> None:
+    machine = Machine(monkeypatch)
+    clock = PartClock(torch.device(device))
+    begun = machine.now
+    machine.work(1)
+    assert clock.lap() == machine.now - begun == 1
+    clock.stop()
+    assert clock.times[0].total == seconds
+
+
+def test_what_is_set_aside_belongs_to_no_text(monkeypatch) -> None:
+    machine = Machine(monkeypatch)
+    clock = PartClock(torch.device("cuda"), 2)
+    begun = machine.now
+    machine.work(1)
+    with clock.aside():
+        machine.work(100)
+    machine.work(2)
+    # What the device still had to do before it is the texts'; what it did inside is not.
+    assert clock.lap([0, 1]) == machine.now - begun - 110 == 13
+    assert [times.total for times in clock.times] == [6.5, 6.5]
+
+
+def test_processor_time_is_that_of_this_process_alone(monkeypatch) -> None:
+    busy = iter([3.0, 3.5])
+    monkeypatch.setattr(time, "process_time", lambda: next(busy))
+    assert Stopwatch().processor_seconds() == 0.5
+
+
+def test_the_devices_work_belongs_to_the_part_that_launched_it() -> None:
+    """A kernel of 2 s in a part of 5; what runs late, and what no part launched."""
+    second = 1_000_000_000
+    parts = [("draft", 0, 5), ("verify", 6, 10), ("draft", 11, 12)]
+    found = [Traced("user_annotation", PART + n, a * second, b * second, 1) for n, a, b in parts]
+    # An operation of torch counts from 1 as well, and is no launch.
+    found.append(Traced("cpu_op", "aten::add", 7 * second, 8 * second, 1))
+    launches = [(1, 1), (2, 4), (3, 6), (4, 10.5), (5, 11.5)]
+    found += [
+        Traced("cuda_runtime", "cudaLaunchKernel", int(t * second), int(t * second), n)
+        for n, t in launches
+    ]
+    kernels = [(1, 1, 3), (2, 8, 9), (3, 9, 13), (4, 13, 20), (5, 20, 21)]
+    found += [Traced("kernel", "gemm", a * second, b * second, n) for n, a, b in kernels]
+    shown = Traced("gpu_user_annotation", PART + "draft", 0, 21 * second, 1)
+    assert busy_by_part([*found, shown]) == {"draft": 4.0, "verify": 4.0}
+
+
+def test_a_traced_event_is_read_in_nanoseconds() -> None:
+    event = {"cat": "kernel", "name": "gemm", "ts": 1.5, "dur": 2.25, "args": {"correlation": 7}}
+    assert _traced(event) == Traced("kernel", "gemm", 1500, 3750, 7)
+
+
+def test_a_profile_shows_the_parts(monkeypatch) -> None:
+    """On a CPU no device worked; that parts are found is seen by their names."""
+    seen = []
+    monkeypatch.setattr("conf.command.clock.busy_by_part", lambda events: seen.extend(events) or {})
+
+    def run() -> None:
+        with torch.profiler.record_function(PART + "draft"):
+            torch.ones(2)
+
+    assert busy_seconds(run) == {}
+    assert (seen[0].kind, seen[0].name) == ("user_annotation", "part: draft")
+
+
+@pytest.mark.gpu
+def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
+    device = torch.device("cuda")
+    matrix = torch.randn(4096, 4096, device=device)
+
+    def run(pause: float) -> PartClock:
+        clock = PartClock(device)
+        with clock.part("verify"):
+            for _ in range(10):
+                matrix @ matrix
+                time.sleep(pause)
+        clock.stop()
+        return clock
+
+    run(0)
+    alone, busy = run(0).times[0].verify, busy_seconds(lambda: run(0.05))["verify"]
+    assert run(0.05).times[0].verify > 0.5
+    assert busy == pytest.approx(alone, rel=0.3)

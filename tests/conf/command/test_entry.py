@@ -1,0 +1,187 @@
+import os
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+
+import commands
+import pytest
+from commands import ROOT
+from doors import COMMANDS, WORKERS
+from omegaconf import OmegaConf
+
+from conf.settings import common as schema
+from conf.settings import measure as schema_measure
+from conf.settings import medusa as schema_medusa
+
+ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[{}]))  # repo root"
+ONE_OF_EACH_FOLDER = (
+    "train/medusa2.py",
+    *(pytest.param(e, marks=pytest.mark.slow) for e in ("eval/acceptance.py", "scripts/export.py")),
+)
+PLAIN = ("scripts/embedded/make.py", "scripts/bench/predict_gpu.py", "scripts/verify_export.py")
+OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
+BENCH_NAMES = (
+    "against_peers", "capture", "cpu", "documents", "engine", "generate", "gpu", "hybrid", "losses",
+    "memory", "operations", "preparing", "products", "prompt", "rates", "training", "unroll",
+)  # fmt: skip
+BENCHES = tuple(f"scripts/bench/{name}.py" for name in BENCH_NAMES)
+
+
+def command(entry: str, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    return commands.run([sys.executable, str(ROOT / entry), *arguments], cwd, environ)
+
+
+def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
+    found = [p for d in ("train", "eval", "scripts") for p in (ROOT / d).rglob("*.py")]
+    named = {str(p.relative_to(ROOT)): p.read_text() for p in found}
+    entries = {e for e in named if "__main__" in named[e] and not e.startswith(WORKERS)}
+    started = {each for each in COMMANDS if each.startswith(WORKERS)}
+    assert entries == {*COMMANDS, *PLAIN, *BENCHES, OF_PROCESSES} - started
+    for entry in entries - {OF_PROCESSES}:
+        line = ENTRY_LINE.format(entry.count("/"))
+        assert line in (ROOT / entry).read_text().splitlines(), entry
+
+
+@pytest.mark.parametrize("entry", [*BENCHES, *PLAIN])
+def test_waiting_threads_sleep_in_scripts_without_settings_too(entry: str) -> None:
+    before, called, behind = (ROOT / entry).read_text().partition("\nrest_while_waiting()\n")
+    assert called
+    assert "import torch" not in before
+    assert "import " in behind
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", str(given))
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(sys, "argv", ["train/medusa.py"])
+    COMMANDS["train/medusa.py"].begin()
+    assert os.environ["OMP_WAIT_POLICY"] == found
+
+
+@pytest.mark.parametrize("entry", ONE_OF_EACH_FOLDER)
+def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path) -> None:
+    for name in ("data", "heads", "conf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('decoy')\n")
+    shown = command(entry, "--cfg", "job", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for field in fields(COMMANDS[entry].schema):
+        assert f"\n{field.name}:" in "\n" + shown.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["conf", "data", "heads"]
+
+
+def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None:
+    refused = command("train/medusa.py", "train.max_step=3", cwd=tmp_path)
+    assert refused.returncode != 0
+    assert "train.max_step" in refused.stderr
+    assert "not in 'TrainConfig'" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_value_exits_with_one_line(tmp_path: Path) -> None:
+    refused = command("train/medusa.py", "train.max_steps=-3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.strip() == "error: train.max_steps=-3: must be above 0"
+
+
+def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "out/0").mkdir(parents=True)
+    (tmp_path / "out/0/mine").touch()
+    swept = command("train/medusa.py", "--multirun", "seed=1,2", "out_dir=out", cwd=tmp_path)
+    assert swept.returncode == 2
+    assert "out_dir=out/0 is not empty" in swept.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schema.DataConfig(max_length=0), r"data\.max_length=0: must be above 0"),
+        (lambda: schema.DataConfig(num_proc=0), r"data\.num_proc=0: must be above 0"),
+        (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
+        (lambda: schema_medusa.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
+        (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
+        (
+            lambda: schema.TrainConfig(learning_rate="fast"),
+            r"learning_rate=fast: must be above 0, o",
+        ),
+        (lambda: schema.TrainConfig(adam_learning_rate=0), r"adam_learning_rate=0: .* or auto"),
+        (lambda: schema.TrainConfig(average_decay=1.0), r"train\.average_decay=1\.0: .* below 1"),
+        (lambda: schema.TargetConfig(prefill_chunk=0), r"target\.prefill_chunk=0: must be above 0"),
+        (lambda: schema.TrainConfig(num_epochs=0.0), r"train\.num_epochs=0\.0: must be above 0"),
+        (lambda: schema.TrainConfig(batch_tokens=-1), r"train\.batch_tokens=-1: must be above 0"),
+        (lambda: schema_measure.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
+        (lambda: schema_measure.SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
+    ],
+)
+def test_checks_name_the_key_and_what_is_allowed(make, message: str) -> None:
+    with pytest.raises(schema.InputError, match=message):
+        make()
+
+
+EAGLE1 = {
+    "form": "eagle1", "num_steps": 1, "step_decay": 0.8, "step_normalizer": "sum",
+    "token_normalizer": "supervised", "detach_features": False, "divergence": "kl",
+    "divergence_weight": 0.1, "regression_weight": 1.0, "top_k_weight": 0.0, "top_k": 10,
+    "noise": 0.2, "fc_norm": False, "norm_output": False, "learn_prompts": False,
+    "teacher_temperature": 1.0,
+}  # fmt: skip
+EAGLE3 = {
+    **EAGLE1, "form": "eagle3", "num_steps": 3, "token_normalizer": "all",
+    "divergence_weight": 1.0, "regression_weight": 0.0, "noise": 0.0,
+    "norm_before_residual": True, "learn_prompts": True, "teacher_temperature": 0.6,
+}  # fmt: skip
+HASS = {
+    **EAGLE1, "num_steps": 3, "step_decay": 1.0, "step_normalizer": "mean",
+    "detach_features": True, "top_k_weight": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head", "clip"),
+    [
+        ("eagle1", EAGLE1, (None, 0.5)),
+        ("eagle3", EAGLE3, (0.5, None)),
+        (
+            "eagle3_1",
+            {**EAGLE3, "fc_norm": True, "norm_output": True, "norm_before_residual": False},
+            (0.5, None),
+        ),
+        ("hass", HASS, (None, 0.5)),
+    ],
+)
+def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) -> None:
+    run = OmegaConf.to_object(COMMANDS["train/eagle.py"].composed([f"head={recipe}"]))
+    found = {name: getattr(run.head, name) for name in head}
+    assert {n: v.value if isinstance(v, Enum) else v for n, v in found.items()} == head
+    assert (run.train.learning_rate, run.train.optimizer.value) == ("auto", "auto")
+    assert run.train.adam_beta2 == 0.95
+    assert (run.train.max_grad_norm, run.train.max_grad_value) == clip
+
+
+def test_objects_are_given_on_the_command_line() -> None:
+    given = [
+        "data.columns={prompt: ask, response: reply}",
+        "data.chat_template_kwargs={enable_thinking: false, style: dry}",
+    ]
+    run = OmegaConf.to_object(COMMANDS["train/medusa.py"].composed(given))
+    assert run.data.columns == {"prompt": "ask", "response": "reply"}
+    assert run.data.chat_template_kwargs == {"enable_thinking": False, "style": "dry"}
+
+
+def test_arguments_of_a_chat_template_are_an_object() -> None:
+    with pytest.raises(
+        schema.InputError, match=r"data.chat_template_kwargs=off: must be like \{enable"
+    ):
+        schema.DataConfig(chat_template_kwargs="off")
+
+
+def test_every_setting_has_a_default() -> None:
+    for command in COMMANDS.values():
+        assert is_dataclass(command.schema())

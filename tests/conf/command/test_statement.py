@@ -1,0 +1,101 @@
+"""What counts as a change of what something was made of."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toys import save_target
+
+from conf.command.statement import changed, check_unchanged, differences, stated
+from conf.errors import InputError
+from conf.settings.common import TargetConfig
+from heads.target_model.identity import Identity, identify, weights_checksum
+from heads.target_model.load import tokenizer_of
+
+KNOWN = Identity(
+    name="org/model", revision="a1", config="c" * 64, tokenizer="d" * 64, template=None,
+    weights="e" * 64, adapter=None, adapter_weights=None, quantization="none", dtype="float32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "keys"),
+    [
+        ({}, {}, []),
+        ({}, {"weights": "f" * 64}, ["target.weights"]),
+        ({}, {"dtype": "bfloat16"}, ["target.dtype"]),
+        ({}, {"template": "f" * 64}, ["target.template"]),
+        # A model may lie in several places.
+        ({}, {"name": "/mine", "revision": None}, []),
+        ({}, {"name": "/mine", "revision": None, "weights": "f" * 64}, ["target.weights"]),
+        # Not downloaded yet: the commit says as much.
+        ({"weights": None}, {}, []),
+        ({"weights": None}, {"revision": "a2"}, ["target.revision"]),
+        # Nothing but the name is known.
+        ({"weights": None, "revision": None}, {"name": "org/other"}, ["target.name"]),
+        ({}, {"adapter": "mine"}, ["target.adapter"]),
+        ({"adapter": "a", "adapter_weights": "f"}, {"adapter": "b", "adapter_weights": "f"}, []),
+        ({"adapter": "a"}, {"adapter": "b"}, ["target.adapter"]),
+    ],
+)
+def test_a_target_is_another(before: dict, now: dict, keys: list[str]) -> None:
+    one, other = (stated(target=replace(KNOWN, **each)) for each in (before, now))
+    assert changed(one, other) == keys
+
+
+def test_a_difference_is_said_with_what_can_be_compared_by_eye() -> None:
+    one = stated(target={"weights": "ab" * 32}, seed=0, data={"path": "a.jsonl"})
+    other = stated(target={"weights": "cd" * 32}, seed=1, data={"path": "a.jsonl"})
+    said = "target.weights was abababababab, is cdcdcdcdcdcd; seed was 0, is 1"
+    assert differences(one, other, changed(one, other)) == said
+    with pytest.raises(InputError, match=rf"^out holds rows made in another way: {said}\. Name"):
+        check_unchanged("out holds rows", one, other)
+
+
+def identity(folder: Path) -> Identity:
+    config = TargetConfig(path=str(folder))
+    return identify(config, tokenizer_of(config), torch.float32)
+
+
+def test_weights_are_those_that_are_loaded(tmp_path: Path) -> None:
+    """A folder of shards that was later saved over as one file, which is what loads."""
+    folder = save_target(tmp_path / "target")
+    one = folder / "model.safetensors"
+    weights: dict[str, Any] = load_file(one)
+    before = identity(folder)
+    shard = "model-00001-of-00001.safetensors"
+    index = {"weight_map": dict.fromkeys(weights, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert identity(folder) == before  # an index of files that are gone
+    save_file({name: each + 1 for name, each in weights.items()}, folder / shard)
+    assert identity(folder) == before  # and of files that are not read
+    one.unlink()
+    assert identity(folder).weights not in (before.weights, None)
+    save_file(weights, folder / shard)
+    assert identity(folder) == before  # the same weights in another file
+
+
+@pytest.mark.parametrize("change", ["renamed", "one value", "dtype", "shape"])
+def test_one_tensor_makes_other_weights(tmp_path: Path, change: str) -> None:
+    weights = {f"w{n}": torch.full((128, 128), float(n)) for n in range(40)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    before = weights_checksum(tmp_path, "model")
+    save_file(dict(reversed(weights.items())), tmp_path / "model.safetensors")
+    assert weights_checksum(tmp_path, "model") == before
+    last = weights.pop("w39")
+    if change == "one value":
+        last[64, 5] += 1
+    name = "other" if change == "renamed" else "w39"
+    other = {"dtype": last.half(), "shape": last.view(256, 64)}.get(change, last)
+    save_file(weights | {name: other}, tmp_path / "model.safetensors")
+    assert weights_checksum(tmp_path, "model") != before
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"a large number of something")
+    with pytest.raises(InputError, match=r"model\.safetensors: not a safetensors file"):
+        weights_checksum(tmp_path, "model")

@@ -1,0 +1,109 @@
+"""A lock by beats: who holds it, who waits, and when it is taken over."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from data.prepared import heartbeat
+from data.prepared.heartbeat import held
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
+
+
+def never() -> bool:
+    return False
+
+
+def test_it_is_held_and_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(KeyError), held(path, never, pytest.fail) as mine:
+        assert mine
+        assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
+        before = path.stat().st_mtime_ns
+        time.sleep(0.2)
+        assert path.stat().st_mtime_ns > before
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_finds_it_taken_waits_for_what_is_made(tmp_path: Path) -> None:
+    path, made, told = tmp_path / "lock", tmp_path / "made", []
+    with held(path, never, pytest.fail):
+        # This process lives, so its beats alone say so.
+        threading.Timer(0.2, made.touch).start()
+        with held(path, made.is_file, told.append) as mine:
+            assert not mine
+            assert made.is_file()
+        assert path.exists()
+    assert told == [f"process {os.getpid()} on {HOST}"]
+
+
+@pytest.mark.parametrize("host", [HOST, "another"])
+def test_a_lock_left_behind_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], check=True,
+                           capture_output=True, text=True)  # fmt: skip
+    # Of a process on this machine one sees that it is gone; of another only that it is silent.
+    monkeypatch.setattr(heartbeat, "STALE_S", 100.0 if host == HOST else 0.3)
+    path, told, began = tmp_path / "lock", [], time.monotonic()
+    path.write_text(f"{host} {ended.stdout.strip()} token")
+    with held(path, never, told.append) as mine:
+        assert mine
+        assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
+    assert 0.3 * (host != HOST) <= time.monotonic() - began < 10
+    assert len(told) == (host != HOST)
+
+
+def test_a_holder_that_beats_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(heartbeat, "STALE_S", 0.3)
+    path = tmp_path / "lock"
+    path.write_text("another 1 token")
+    beats = [0]
+
+    def beat_and_look() -> bool:
+        beats[0] += 1
+        os.utime(path, ns=(beats[0], beats[0]))  # of a clock that is far behind
+        return beats[0] == 100
+
+    with held(path, beat_and_look, lambda _: None) as mine:
+        assert not mine
+    assert beats == [100]
+
+
+def test_whoever_lost_it_leaves_it_to_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with held(path, never, pytest.fail):
+        path.write_text("another 1 token")
+    assert path.read_text() == "another 1 token"
+
+
+def test_of_many_at_once_one_holds_it(tmp_path: Path) -> None:
+    path, inside, log = tmp_path / "lock", tmp_path / "inside", []
+
+    def enter() -> None:
+        with held(path, never, lambda _: None):
+            inside.touch(exist_ok=False)
+            time.sleep(0.01)
+            log.append(json.dumps(path.read_text()))
+            inside.unlink()
+
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(set(log)) == 8

@@ -1,0 +1,318 @@
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, Form, OnBadRow
+from data.prepared import pack as packing
+from data.prepared.fit import pack
+from data.prepared.pack import DataReport, PackedDataset, split
+from data.rows.records import NUM_BAD_SHOWN
+from data.templates.chat import Sample
+
+CHATML = (
+    "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def sample(*ids: int, learnt: bool = True) -> Sample:
+    """Token ids; the first is never learnt."""
+    return Sample(list(ids), [False] + [learnt] * (len(ids) - 1))
+
+
+def prepare(
+    config: DataConfig, tokenizer: Any, *, path: str, eval_path: str | None, **more: Any
+) -> tuple[PackedDataset, PackedDataset, DataReport]:
+    return packing.prepare(replace(config, path=path, eval_path=eval_path), tokenizer, **more)
+
+
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user assistant"], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template
+    )
+
+
+def exchange(prompt: str, answer: str) -> dict:
+    return {"prompt": prompt, "response": answer}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rows: list[dict], name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(100)]
+
+
+def test_documents_lie_side_by_side_with_their_own_positions():
+    packed = PackedDataset(
+        [sample(1, 2, 3, 4), sample(4, 5, 6), sample(7, 8)], 10, seed=0, pad_id=9
+    )
+    assert len(packed) == 1
+    item = packed[0]
+    assert item["input_ids"].tolist() == [1, 2, 3, 4, 4, 5, 6, 7, 8, 9]
+    learnt = [False, True, True, True, False, True, True, False, True, False]
+    assert item["loss_mask"].tolist() == learnt
+    assert item["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 0]
+    assert item["document_ids"].tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, -1]
+    assert {name: tensor.dtype for name, tensor in item.items()} == {
+        "input_ids": torch.int64, "loss_mask": torch.bool,
+        "position_ids": torch.int64, "document_ids": torch.int64,
+    }  # fmt: skip
+
+
+def test_long_samples_are_cut_and_empty_ones_dropped_and_counted():
+    late = Sample([1, 2, 3, 4, 5], [False] * 4 + [True])
+    packed = PackedDataset([sample(1, 2, 3, 4, 5), late, sample(1, 2, learnt=False)], 4, seed=0)
+    assert len(packed) == 1
+    assert packed[0]["input_ids"].tolist() == [1, 2, 3, 4]
+    assert (packed.num_truncated, packed.num_dropped) == (2, 2)
+    assert (packed.num_tokens, packed.num_supervised_tokens) == (4, 3)
+
+
+def test_token_counts_are_of_learnt_tokens():
+    packed = PackedDataset([sample(4, 5, 6), sample(7, 5, 1, 1, 3)], 4, seed=0, pad_id=0)
+    counts = packed.token_counts(8)
+    assert counts.tolist() == [0, 2, 0, 0, 0, 2, 1, 0]
+    assert counts.dtype == torch.int64
+
+
+def test_a_tokenizer_larger_than_the_output_head_is_refused():
+    packed = PackedDataset([sample(4, 5, 6)], 4, seed=0, pad_id=7)
+    target = SimpleNamespace(name="toy", num_read=7, vocab_size=6)
+    with pytest.raises(InputError, match=r"sample 0: token id 6, but the output head of toy has 6"):
+        packed.check_ids(target)
+    assert (packed.pad_id, packed[0]["input_ids"].tolist()) == (0, [4, 5, 6, 0])
+
+
+def test_best_fit_leaves_no_padding_where_none_is_needed():
+    lengths = [7, 3, 6, 4, 5, 5, 8, 2]
+    sequences = pack(lengths, 10, seed=0)
+    assert sorted(sum(lengths[i] for i in sequence) for sequence in sequences) == [10, 10, 10, 10]
+
+
+def test_every_sample_lies_in_exactly_one_sequence():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 65, (40_000,), generator=generator).tolist()
+    sequences = pack(lengths, 64, seed=3)
+    assert sorted(i for sequence in sequences for i in sequence) == list(range(40_000))
+    assert max(sum(lengths[i] for i in sequence) for sequence in sequences) <= 64
+    assert sum(lengths) / (64 * len(sequences)) > 0.99
+
+
+def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
+    """What heads have been trained on since the first version."""
+    generator = random.Random(seed)
+    order = list(range(len(lengths)))
+    generator.shuffle(order)
+    sequences: list[list[int]] = []
+    for begin in range(0, len(order), 16384):
+        room: list[tuple[int, int]] = []  # (tokens left, sequence)
+        for sample in sorted(order[begin : begin + 16384], key=lambda sample: -lengths[sample]):
+            fits = [each for each in room if each[0] >= lengths[sample]]
+            left, sequence = min(fits, default=(max_length, len(sequences)))
+            if fits:
+                room.remove((left, sequence))
+            else:
+                sequences.append([])
+            sequences[sequence].append(sample)
+            if left > lengths[sample]:
+                room.append((left - lengths[sample], sequence))
+    generator.shuffle(sequences)
+    return sequences
+
+
+@pytest.mark.parametrize(("num_samples", "max_length"), [(0, 8), (1, 8), (300, 50), (20_000, 9)])
+def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, max_length + 1, (num_samples,), generator=generator).tolist()
+    found = [each.tolist() for each in pack(lengths, max_length, seed=5)]
+    assert found == plainly_packed(lengths, max_length, seed=5)
+
+
+def test_packing_depends_on_the_seed_alone():
+    lengths = [(7 * i) % 13 + 1 for i in range(500)]
+    found = [[list(each) for each in pack(lengths, 20, seed)] for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+def token_rows(path: str) -> list[list[list[int]]]:
+    sets = prepare(DataConfig(max_length=64), make_tokenizer(), path=path, eval_path=None, seed=5)
+    return [[packed[i]["input_ids"].tolist() for i in range(len(packed))] for packed in sets[:2]]
+
+
+def test_prepare_is_the_same_in_every_process(write):
+    path = write(ROWS)
+    code = f"from tests.data.prepared.test_pack import token_rows; print(token_rows({path!r}))"
+    root = str(Path(__file__).parents[3])
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": root},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(other.stdout) == token_rows(path)
+
+
+def texts(packed: PackedDataset, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The documents of a packed set, decoded."""
+    found = []
+    for item in (packed[i] for i in range(len(packed))):
+        for document in range(int(item["document_ids"].max()) + 1):
+            found.append(tokenizer.decode(item["input_ids"][item["document_ids"] == document]))
+    return found
+
+
+def test_held_out_records_are_not_trained_on(write):
+    tokenizer = make_tokenizer()
+    config = DataConfig(max_length=64, eval_fraction=0.1)
+    train, held_out, report = prepare(config, tokenizer, path=write(ROWS), eval_path=None, seed=0)
+    trained, held = texts(train, tokenizer), texts(held_out, tokenizer)
+    assert (len(trained), len(held)) == (90, 10)
+    assert len(set(trained) | set(held)) == 100
+    assert report.num_records == 100
+    assert report.form is Form.prompt
+    assert report.padding == 1 - report.num_tokens / (64 * (len(train) + len(held_out)))
+
+
+def test_num_prompts_caps_training_and_leaves_the_held_out_set(write):
+    tokenizer, path = make_tokenizer(), write(ROWS)
+    held = []
+    for cap in (None, 8):
+        config = DataConfig(max_length=64, num_prompts=cap)
+        train, held_out, _ = prepare(config, tokenizer, path=path, eval_path=None, seed=0)
+        held.append(sorted(texts(held_out, tokenizer)))
+    assert len(texts(train, tokenizer)) == 8
+    assert held[0] == held[1]
+
+
+def test_eval_path_is_used_when_given(write):
+    tokenizer = make_tokenizer()
+    other = write([exchange("other", "words")], "other.jsonl")
+    train, held_out, report = prepare(
+        DataConfig(max_length=64), tokenizer, path=write(ROWS), eval_path=other, seed=0
+    )
+    assert len(texts(train, tokenizer)) == 100
+    assert "other" in texts(held_out, tokenizer)[0]
+    assert report.eval_path == other
+
+
+def test_both_parts_of_a_split_keep_a_record():
+    train, held_out = split(3, 0.9, 0, "rows.jsonl")
+    assert (len(train), len(held_out)) == (1, 2)
+    train, held_out = split(3, 0.01, 0, "rows.jsonl")
+    assert (len(train), len(held_out)) == (2, 1)
+
+
+REPORT = DataReport(
+    path="rows.jsonl", eval_path=None, form=Form.prompt, num_records=1200, num_bad=3,
+    num_truncated=1000, num_dropped=7, num_tokens=4000, num_supervised_tokens=1000,
+    padding=0.125, sha256="0123456789abcdef", num_train_sequences=50, num_eval_sequences=5,
+    bad=["row 1", "row 2"], lengths={"p50": 90, "p90": 400, "p99": 1000, "longest": 70000},
+    prepared=["cache/1", "cache/2"], rows_per_s=3000.4,
+)  # fmt: skip
+
+
+def test_the_lines_of_a_report():
+    assert REPORT.lines() == [
+        "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
+        "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
+        "  tokens: 4,000, of which 25.0% are learnt",
+        "  sequences: 50 to train on, 5 held out, 12.5% padding",
+        "  tokens of a sample: 90 (half of all), 400 (90%), 1,000 (99%), 70,000 (longest)",
+        "  prepared: cache/1, cache/2, 3,000 rows/s",
+        "  malformed: row 1",
+        "  malformed: row 2",
+    ]
+    before = replace(REPORT, eval_path="other.jsonl", lengths={}, prepared=[], rows_per_s=None)
+    other = replace(before, bad=["row"] * NUM_BAD_SHOWN)
+    assert other.lines()[0].endswith("; held out: other.jsonl")
+    assert other.lines()[4:] == ["  malformed: row"] * NUM_BAD_SHOWN
+    many = replace(before, bad=["row"] * (NUM_BAD_SHOWN + 1)).lines()
+    assert many[4:] == ["  malformed: row"] * NUM_BAD_SHOWN + ["  malformed: 1 more"]
+
+
+def test_the_report_counts_and_lists(write, tmp_path):
+    rows = [*ROWS, {"prompt": ""}, exchange("refuse me", "x"), {"prompt": "no answer"}]
+    config = DataConfig(max_length=40, on_bad_row=OnBadRow.skip)
+    other = write([exchange("other", "words")], "other.jsonl")
+    _, _, report = prepare(
+        config, make_tokenizer(), path=write(rows), eval_path=other, seed=0, progress=False
+    )
+    assert (report.num_records, report.num_bad, report.num_dropped) == (102, 2, 1)
+    assert report.num_truncated > 0
+    text = "\n".join(report.lines())
+    assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
+    assert "102 used, 2 malformed" in text
+    assert "1 dropped (nothing to learn)" in text
+    assert "rows.jsonl:101: field 'prompt': found empty text" in text
+    assert "rows.jsonl:102: the target's chat template refuses the conversation: refused" in text
+
+
+def test_a_refused_row_stops_by_default(write):
+    path = write([*ROWS, exchange("refuse me", "x")])
+    with pytest.raises(InputError, match=r"rows.jsonl:101: .*refused"):
+        prepare(DataConfig(), make_tokenizer(), path=path, eval_path=path, seed=0)
+
+
+def test_nothing_to_learn_is_refused(write):
+    path = write([{"prompt": "ask"}] * 3)
+    message = r"nothing to learn: of 2 records 2 have no .*no record of form prompt has an assist"
+    with pytest.raises(InputError, match=message):
+        prepare(DataConfig(), make_tokenizer(), path=path, eval_path=None, seed=0)
+    short, path = DataConfig(max_length=3, on_bad_row=OnBadRow.skip), write(ROWS)
+    within = "have no learnt token within data.max_length=3"
+    with pytest.raises(InputError) as caught:
+        prepare(short, make_tokenizer(), path=path, eval_path=None, seed=0)
+    assert str(caught.value) == f"{path}: nothing to learn: of 98 records 98 {within}"
+    path = write([exchange("ask", "word"), {"prompt": ""}, {"prompt": ""}])
+    with pytest.raises(InputError) as caught:
+        prepare(short, make_tokenizer(), path=path, eval_path=path, seed=0)
+    assert str(caught.value).startswith(
+        f"{path}: nothing to learn: of 1 records 1 {within}; the first malformed row: {path}:2: "
+    )
+
+
+def test_one_record_cannot_be_split(write):
+    with pytest.raises(InputError, match=r"one record cannot be split; .*data.eval_path"):
+        prepare(DataConfig(), make_tokenizer(), path=write(ROWS[:1]), eval_path=None, seed=0)
+
+
+def test_conversations_need_a_chat_template_and_texts_do_not(write):
+    with pytest.raises(InputError, match="no chat template"):
+        prepare(DataConfig(), make_tokenizer(None), path=write(ROWS), eval_path=None, seed=0)
+    path = write([{"text": "Once upon"}, {"text": "a time"}])
+    train, held_out, _ = prepare(
+        DataConfig(), make_tokenizer(None), path=path, eval_path=None, seed=0
+    )
+    assert train.num_supervised_tokens == train.num_tokens > 0
+    assert len(held_out) == 1

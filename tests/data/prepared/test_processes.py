@@ -1,0 +1,188 @@
+"""Data prepared by worker processes, by several starts at once, and by starts that are killed."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT, Command
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, OnBadRow
+from data.prepared import dataset as prepared
+from data.prepared import preparing
+from data.prepared.dataset import open_prepared
+from data.rows.files import Row
+from data.rows.sources import find_source
+from tests.data.prepared.test_pack import exchange, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+ROWS: list[Any] = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(24)]
+ROWS[9], ROWS[14], ROWS[21] = {"prompt": ""}, exchange("refuse me", "x"), 7
+STARTS = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = [{root!r}, {tests!r}]
+from conf.settings.common import DataConfig
+from data.prepared import dataset as prepared, preparing
+from data.templates.chat import Encoder
+from tests.data.prepared.test_pack import make_tokenizer
+real, count = Encoder.encode, 0
+def watched(self, record):
+    global count
+    count += 1
+    {act}
+    return real(self, record)
+{before}
+Encoder.encode, preparing.SHARD_ROWS = watched, 4
+config = DataConfig({path!r}, num_proc={num_proc}, prepared_dir={folder!r})
+found = prepared.open_prepared({path!r}, config, make_tokenizer())
+print("made", count, "of", found.num_records)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return DataConfig(
+        str(path), num_proc=2, prepared_dir=str(tmp_path / "prepared"), on_bad_row=OnBadRow.skip
+    )
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "SHARD_ROWS", 4)
+
+
+HANG = """
+real_rows = prepared.read_rows
+def rows(*arguments):
+    yield from real_rows(*arguments)
+    Path('hanging').touch()
+    time.sleep(1000)
+prepared.read_rows, prepared.NUM_LOOKED_AT = rows, 1
+"""
+
+
+def started(config: DataConfig, act: str, rows: int = 8, before: str = "") -> Command:
+    """A start of its own that does something before, and at every record that it tokenises."""
+    path = Path(str(config.path))
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:rows]))
+    code = STARTS.format(
+        root=str(ROOT), tests=str(ROOT / "tests"), path=str(path), act=act,
+        before=before,
+        num_proc=config.num_proc, folder=config.prepared_dir,
+    )  # fmt: skip
+    script = path.with_name("start.py")
+    script.write_text(code)
+    return Command([sys.executable, str(script)], path.parent, dict(os.environ))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All of a store but the speed at which it was made."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    index = json.loads(found["index.json"])
+    return found | {"index.json": json.dumps({**index, "rows_per_s": None}).encode()}
+
+
+def test_workers_make_what_one_process_makes(config: DataConfig, tmp_path: Path) -> None:
+    here = replace(config, num_proc=1, prepared_dir=str(tmp_path / "here"))
+    there = open_prepared(str(config.path), config, TOKENIZER)
+    assert files(there.folder) == files(open_prepared(str(config.path), here, TOKENIZER).folder)
+    assert len(files(there.folder)) == 13
+    places = [message.removeprefix(str(config.path))[:3] for message in there.bad]
+    assert places == [":10", ":15", ":22"]
+    with pytest.raises(InputError, match=r"rows.jsonl:10: field 'prompt': found empty text"):
+        prepared_dir = str(tmp_path / "third")
+        strict = replace(config, on_bad_row=OnBadRow.error, prepared_dir=prepared_dir)
+        open_prepared(str(config.path), strict, TOKENIZER)
+    assert multiprocessing.active_children() == []
+
+
+def test_what_stops_a_worker_stops_the_start(config: DataConfig) -> None:
+    path = Path(str(config.path))
+    path.write_text(path.read_text() + json.dumps({"text": "other"}))
+    with pytest.raises(InputError, match=r"rows.jsonl:25: a row of form text") as caught:
+        open_prepared(str(path), config, TOKENIZER)
+    assert str(caught.value).endswith(", text, question")
+
+
+def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*_: Any) -> Iterator[Row]:
+        yield from list(real(find_source(str(config.path)), digest))
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGKILL)
+        yield from [Row("more.jsonl:1", b"{}")] * 40
+
+    real, digest = prepared.read_rows, hashlib.sha256()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "read_rows", rows)
+        patch.setattr(prepared, "NUM_LOOKED_AT", 1)
+        with pytest.raises(
+            InputError, match=r"data.num_proc=2: a process that prepared data was k"
+        ):
+            open_prepared(str(config.path), config, TOKENIZER)
+    assert open_prepared(str(config.path), config, TOKENIZER).num_records == 22
+
+
+def test_two_starts_at_once_make_one_store(config: DataConfig) -> None:
+    config = replace(config, num_proc=1)
+    first = started(config, "time.sleep(0.2)")
+    second = started(config, "time.sleep(0.2)")
+    outputs = [start.communicate()[0] for start in (first, second)]
+    made = sorted(line for out in outputs for line in out.splitlines() if line.startswith("made"))
+    assert made == ["made 0 of 8", "made 8 of 8"]
+    waited = [out for out in outputs if "waiting for process " in out]
+    assert len(waited) == 1
+    assert waited[0].count(f"prepares {config.path}") == 1
+    assert "made 0 of 8" in waited[0]
+    (folder,) = {path.parent for path in Path(str(config.prepared_dir)).glob("*/index.json")}
+    assert not (folder / "lock").exists()
+
+
+def test_a_start_that_is_killed_is_continued(config: DataConfig) -> None:
+    config = replace(config, num_proc=1)
+    killed = started(config, "if count == 7: os.kill(os.getpid(), signal.SIGKILL)")
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    (lock,) = Path(str(config.prepared_dir)).glob("*/lock")
+    assert sorted(path.name for path in lock.parent.glob("shard*")) == [
+        "shard-00000.json", "shard-00000.safetensors"
+    ]  # fmt: skip
+    out = started(config, "pass").communicate()[0]
+    assert "made 4 of 8" in out
+    assert "waiting" not in out  # on this machine one sees that the holder is gone
+
+
+def workers_of(pid: int) -> list[int]:
+    """Descendants, the server that forks among them."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [each for child in map(int, text.split()) for each in (child, *workers_of(child))]
+
+
+def test_workers_end_with_a_start_that_is_killed(config: DataConfig, tmp_path: Path) -> None:
+    start = started(config, "pass", rows=16, before=HANG)
+    workers: list[int] = []
+    try:
+        for _ in range(300):
+            workers = workers_of(start.pid)
+            if (tmp_path / "hanging").exists() and len(workers) >= 3:
+                break
+            time.sleep(0.1)
+        assert len(workers) >= 3  # the two and the server that they are forked from
+    finally:
+        os.kill(start.pid, signal.SIGKILL)
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers):
+            break
+        time.sleep(0.1)
+    assert [pid for pid in workers if Path(f"/proc/{pid}/cmdline").exists()] == []

@@ -1,0 +1,401 @@
+"""What each published shape of a row becomes: a record, a field that is named, or a refusal."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import InputError
+from conf.settings.common import COLUMNS, DataConfig, Form
+from data.rows.files import Row
+from data.rows.forms import (
+    CUT_OFF,
+    MASKS,
+    REPLIES,
+    SHAPES,
+    SYSTEM_TEXTS,
+    TEMPLATE_KWARGS,
+    TOOLS,
+    Record,
+    detect,
+    to_record,
+)
+from data.rows.messages import REASONING, ROLES
+from data.rows.values import MalformedRowError, show
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be kind"}
+CHAT = [USER, ASSISTANT]
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+    ASSISTANT,
+]
+NO_ID = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+def read(row: object, form: Form = Form.auto, **columns: str) -> Record:
+    """The record of a row that stands alone in its file."""
+    line = Row("rows.jsonl:1", raw=json.dumps(row).encode())
+    found = detect([line], "rows.jsonl", columns) if form is Form.auto else form
+    return to_record(line, found, columns, detected=form is Form.auto)
+
+
+def assistant(**fields: Any) -> list:
+    return [USER, {"role": "assistant"} | fields]
+
+
+def chat(*messages: Any, **fields: Any) -> dict:
+    return {"messages": list(messages), **fields}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        # Roles and keys of messages, under any name of their list.
+        ({"conversations": SHAREGPT}, CHAT),
+        ({"conversations": CHAT}, CHAT),
+        ({"messages": SHAREGPT}, CHAT),
+        ({"conversation": CHAT}, CHAT),
+        ({"dialogue": CHAT}, CHAT),
+        ({"dialog": CHAT}, CHAT),
+        ({"messages": json.dumps(CHAT)}, CHAT),
+        ({"messages": [json.dumps(USER), json.dumps(ASSISTANT)]}, CHAT),
+        *((chat(USER, {"role": role, "content": "Hello"}), CHAT)
+          for role in ("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "Assistant", "GPT")),
+        (chat({"role": "Human", "content": "Hi"}, ASSISTANT), CHAT),
+        (chat({"role": "developer", "content": "Be kind"}, USER),
+         [{"role": "developer", "content": "Be kind"}, USER]),
+        (chat(USER | {"name": "Ann"}), [USER | {"name": "Ann"}]),
+        ({"conversation": [{"input": "Hi", "output": "Hello"}]}, CHAT),
+        # Any order that a template may take.
+        (chat(ASSISTANT, USER, ASSISTANT), [ASSISTANT, USER, ASSISTANT]),
+        (chat(USER, USER, ASSISTANT, ASSISTANT), [USER, USER, ASSISTANT, ASSISTANT]),
+        (chat(USER, SYSTEM, ASSISTANT), [USER, SYSTEM, ASSISTANT]),
+        # Parts.
+        (chat({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ASSISTANT), CHAT),
+        (chat({"role": "user", "content": [{"type": "text", "text": "a"},
+                                           {"type": "input_text", "text": "b"}, "c"]}),
+         [{"role": "user", "content": "a\nb\nc"}]),
+        # System texts.
+        (chat(*CHAT, system="Be kind"), [SYSTEM, *CHAT]),
+        (chat(*CHAT, system_prompt="Be kind"), [SYSTEM, *CHAT]),
+        (chat(SYSTEM, *CHAT, system="Be kind", system_prompt="Be kind"), [SYSTEM, *CHAT]),
+        (chat(*CHAT, system=" "), CHAT),
+        (chat({"role": "developer", "content": "Be kind"}, USER, system="Be kind"),
+         [{"role": "developer", "content": "Be kind"}, USER]),
+        (chat(USER, {"role": "system", "content": "Now be brief"}, system="Be kind"),
+         [SYSTEM, USER, {"role": "system", "content": "Now be brief"}]),
+        (chat({"role": "system", "content": ""}, *CHAT), CHAT),
+        ({"system_prompt": "Be kind", "question": "Hi", "response": "Hello"}, [SYSTEM, *CHAT]),
+        # Reasoning.
+        *((chat(USER, ASSISTANT | {key: "Hm"}), assistant(content="Hello", reasoning_content="Hm"))
+          for key in ("reasoning_content", "reasoning", "thinking")),
+        (chat(*assistant(content=None, reasoning="Hm")),
+         assistant(content="", reasoning_content="Hm")),
+        (chat(*assistant(content="<think>Hm</think>Hello")),
+         assistant(content="<think>Hm</think>Hello")),
+        # Calls and their results.
+        (chat(*CALLS), CALLS),
+        (chat(*assistant(content=None, tool_calls=[{"id": "c1", "function":
+                                                    {"name": "add", "arguments": '{"a": 1}'}}])),
+         assistant(content="", tool_calls=[CALL])),
+        (chat(*assistant(content="Well", tool_calls=[{"name": "add", "arguments": {"a": 1}}])),
+         assistant(content="Well", tool_calls=[NO_ID])),
+        (chat(*assistant(content="Well", function_call={"name": "add", "arguments": '{"a": 1}'}),
+              {"role": "function", "name": "add", "content": "2"}),
+         [*assistant(content="Well", tool_calls=[NO_ID]),
+          {"role": "tool", "content": "2", "name": "add"}]),
+        (chat(*assistant(tool_calls=json.dumps([{"name": "now", "arguments": ""}]))),
+         assistant(content="", tool_calls=[
+             {"type": "function", "function": {"name": "now", "arguments": {}}}])),
+        ({"conversations": [SHAREGPT[0],
+                            {"from": "function_call", "value": json.dumps(NO_ID["function"])},
+                            {"from": "observation", "value": "2"}, SHAREGPT[1]]},
+         [*assistant(content="", tool_calls=[NO_ID]), {"role": "tool", "content": "2"}, ASSISTANT]),
+        (chat(*assistant(tool_calls=[CALL], function_call=NO_ID["function"])),
+         assistant(content="", tool_calls=[CALL, NO_ID])),
+        ({"conversations": [*SHAREGPT, {"from": "tool", "value": ""}]},
+         [*CHAT, {"role": "tool", "content": ""}]),
+        # Questions and answers.
+        *(({question: "Hi", answer: "Hello"}, CHAT)
+          for question in ("prompt", "question", "query", "problem", "input")
+          for answer in ("response", "completion", "output", "solution", "answer")),
+        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, *CHAT]),
+        ({"input": [USER], "output": "Hello"}, CHAT),
+        ({"problem": "Hi", "reasoning_content": "Hm", "solution": "Hello"},
+         assistant(content="Hello", reasoning_content="Hm")),
+        ({"instruction": "Sum up", "context": "A story", "response": "Hello"},
+         [{"role": "user", "content": "Sum up\n\nA story"}, ASSISTANT]),
+        ({"instruction": "Hi", "response": "Hello"}, CHAT),
+        ({"instruction": "More", "input": "", "output": "Yes", "system": "Be kind",
+          "history": [["Hi", "Hello"]]},
+         [SYSTEM, *CHAT, {"role": "user", "content": "More"},
+          {"role": "assistant", "content": "Yes"}]),
+        # Preferences: the chosen answer.
+        ({"prompt": "Hi", "chosen": "Hello"}, CHAT),
+        ({"system": "Be kind", "question": "Hi", "chosen": "Hello"}, [SYSTEM, *CHAT]),
+        ({"prompt": "Hi", "chosen": CHAT}, CHAT),
+        ({"prompt": [USER], "chosen": [ASSISTANT]}, CHAT),
+        ({"prompt": [SYSTEM, USER], "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"prompt": "Hi", "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"chosen": [ASSISTANT, *CHAT]}, [ASSISTANT, *CHAT]),
+        ({"prompt": "Hi", "chosen": '["Hello"]'},
+         [USER, {"role": "assistant", "content": '["Hello"]'}]),
+    ],
+)  # fmt: skip
+def test_messages_of_every_shape(row, messages):
+    assert read(row) == Record(messages, None, "rows.jsonl:1", row=row)
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        *((chat(*CHAT, **{key: tools}), {"tools": [TOOL]})
+          for key in ("tools", "functions")
+          for tools in ([TOOL], [TOOL["function"]], [json.dumps(TOOL)], json.dumps([TOOL]),
+                        [{"type": "function"} | TOOL["function"]])),
+        (chat(*CHAT, tools=[]), {}),
+        (chat(*CHAT, tools="[]"), {}),
+        (chat(*CHAT, chat_template_kwargs={"enable_thinking": False}),
+         {"template_kwargs": {"enable_thinking": False}}),
+        (chat(*CHAT, category="math"), {"category": "math"}),
+        (chat(*CHAT, system="Be kind", category=""), {"messages": [SYSTEM, *CHAT]}),
+        *((chat(USER, ASSISTANT | {key: value}), {"unlearnt": frozenset({1})})
+          for key in ("weight", "train", "training", "loss") for value in (0, False)),
+        (chat(USER, ASSISTANT | {"weight": 1}), {}),
+        # Places count from the first message that remains.
+        (chat({"role": "system", "content": ""}, USER, ASSISTANT | {"train": False}),
+         {"unlearnt": frozenset({1})}),
+        (chat(USER, ASSISTANT | {"train": False, "token_ids": [5, 6]}, system="Be kind"),
+         {"messages": [SYSTEM, *CHAT], "unlearnt": frozenset({2}), "written": {2: [5, 6]}}),
+        *(({"input_ids": [1, 2, 3], **mask},
+           {"messages": None, "tokens": ([1, 2, 3], [False, True, True])})
+          for mask in ({"loss_mask": [0, 1, 1]}, {"assistant_masks": [0, 1, 1]},
+                       {"completion_mask": [False, True, True]}, {"labels": [-100, 2, 3]})),
+        ({"input_ids": [9, 1, 2], "loss_mask": [0, 0, 1], "attention_mask": [0, 1, 1]},
+         {"messages": None, "tokens": ([1, 2], [False, True])}),
+        ({"text": "Once upon"}, {"messages": None, "text": "Once upon"}),
+    ],
+)  # fmt: skip
+def test_what_stands_beside_messages(row, fields):
+    expected = {"messages": CHAT, "text": None, "where": "rows.jsonl:1", "row": row} | fields
+    assert read(row) == Record(**expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        (chat(*CHAT, id=3, source="web", score=None, tags=[]), ("id", "source")),
+        (chat(*CHAT, prompt="Hi", text="x"), ("prompt", "text")),
+        (chat(USER | {"annotations": [1]}, ASSISTANT | {"annotations": [2]}),
+         ("messages[].annotations",)),
+        (chat(USER | {"thinking": "x", "train": True}),
+         ("messages[].thinking", "messages[].train")),
+        (chat({"role": "user", "content": [{"text": "Hi", "cache_control": {"a": 1}}]}),
+         ("messages[].content[].cache_control",)),
+        (chat(*assistant(content="x", tool_calls=[CALL | {"index": 1}])),
+         ("messages[].tool_calls[].index",)),
+        (chat(*assistant(content="x", function_call={"name": "f", "parsed": 1})),
+         ("messages[].function_call.parsed",)),
+        ({"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, ("rejected",)),
+        ({"problem": "Hi", "solution": "So", "answer": "42"}, ("answer",)),
+        ({"question": "Hi", "response": "Hello", "system": "a", "system_prompt": "b"},
+         ("system_prompt",)),
+        ({"prompt": "Hi", "reply": "Hello"}, ("reply",)),
+        ({"text": "x", "question": "y"}, ("question",)),
+        ({"input_ids": [1], "labels": [1], "length": 1}, ("length",)),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_named(row, unread):
+    assert read(row).unread == unread
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (chat(USER, {"role": "moderator", "content": "x"}),
+         rf"'messages\[1\].role': found 'moderator' \(str\); allowed: {', '.join(ROLES)}"),
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, r"'conversations\[0\].from'"),
+        (chat({"role": "tool", "content": "2"}, ASSISTANT),
+         r"'messages\[0\].role': found a tool's result before any call"),
+        (chat(USER, ASSISTANT | {"content": [{"type": "image_url", "image_url": {}}]}),
+         r"'messages\[1\].content\[0\]': found a part of type 'image_url'"),
+        (chat(USER, ASSISTANT | {"content": [3]}), r"'messages\[1\].content\[0\]': found 3"),
+        (chat(USER, ASSISTANT | {"content": [{"type": "text"}]}),
+         r"'messages\[1\].content\[0\].text': found nothing"),
+        (chat(USER, ASSISTANT | {"content": {"a": 1}}), r"'messages\[1\].content': found \{'a': 1"),
+        (chat(SYSTEM, *CHAT, system="Be rude"),
+         r"'messages\[0\].content': found another system text, 'Be kind' \(str\), than the row's"),
+        (chat(*CHAT, system=3), r"'system': found 3 \(int\); allowed: a string"),
+        (chat({"role": "system", "content": " "}), r"'messages': found only a system message"),
+        (chat({"role": "developer", "content": "x"}), r"'messages': found only a system message"),
+        (chat(USER, ASSISTANT | {"reasoning": "a", "thinking": "b"}),
+         r"'messages\[1\].thinking': found another reasoning; allowed: one per message"),
+        (chat(USER, ASSISTANT | {"reasoning": 3}), r"'messages\[1\].reasoning': found 3"),
+        (chat(USER | {"tool_calls": [CALL]}), r"'messages\[0\].tool_calls': found calls of the u"),
+        (chat(*assistant(tool_calls=[{"name": "f", "arguments": '{"a": '}])),
+         r"'messages\[1\].tool_calls\[0\].arguments': found '\{\"a\": ' \(str\); .*an object"),
+        (chat(*assistant(tool_calls=[{"name": "f", "arguments": [1]}])),
+         r"'messages\[1\].tool_calls\[0\].arguments': found \[1\] \(list\)"),
+        (chat(*assistant(tool_calls=[{"name": "f", "arguments": {"a": "\ud83d"}}])),
+         r"'messages\[1\].tool_calls\[0\]': found half of a surrogate pair"),
+        (chat(*assistant(tool_calls=[{"id": "c"}])), r"tool_calls\[0\].function': found .*'name'"),
+        (chat(*assistant(tool_calls=[CALL | {"type": "custom"}])),
+         r"'messages\[1\].tool_calls\[0\].type': found 'custom' .*allowed: function"),
+        (chat(*assistant(tool_calls="f(x)")), r"'messages\[1\].tool_calls': found 'f\(x\)'"),
+        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": "f(x)"}]},
+         r"'conversations\[2\].value': found 'f\(x\)' .*a non-empty list of tool calls"),
+        (chat(USER, ASSISTANT | {"weight": 0.5}), r"'messages\[1\].weight': found 0.5 .*0 or 1"),
+        (chat(USER, ASSISTANT | {"train": "no"}), r"'messages\[1\].train': found 'no'"),
+        (chat(USER, ASSISTANT | {"token_ids": [1, -2]}),
+         r"'messages\[1\].token_ids\[1\]': found -2"),
+        (chat(*CHAT, tools=[{"type": "function", "function": {}}]), r"'tools\[0\]': .*a 'name'"),
+        (chat(*CHAT, tools="search"), r"'tools': found 'search' \(str\)"),
+        (chat(*CHAT, chat_template_kwargs=[1]), r"'chat_template_kwargs': found \[1\]"),
+        ({"instruction": "x", "history": ["Hi"]}, r"'history\[0\]': found 'Hi' .*a pair of"),
+        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello"}, r"'chosen': .*with a 'prompt' beside"),
+        ({"prompt": [SYSTEM, USER], "chosen": CHAT}, r"'prompt': found .*what 'chosen' begins"),
+        ({"prompt": "Hi", "chosen": []}, r"'chosen': found \[\] \(list\); allowed: a non-empty"),
+        ({"prompt": "Bye", "chosen": CHAT}, r"'prompt': found 'Bye' .*what 'chosen' begins with"),
+        *(({key: "<s>[INST] Hi [/INST]", "response": "Yes"}, rf"'{key}': found a rendered prompt")
+          for key in ("prompt", "question")),
+        ({"input_ids": [1, 2]}, r"'input_ids': found ids without a loss mask; allowed: one of the "
+                                r"fields loss_mask, assistant_masks, completion_mask, labels"),
+        ({"input_ids": [1, 2], "loss_mask": [1]},
+         r"'loss_mask': found 1 values; allowed: one for each of 2 input_ids"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, r"'loss_mask\[1\]': found 2 .*0 or 1"),
+        # Labels that are shifted, so that each would be learnt one place off.
+        ({"input_ids": [1, 2], "labels": [2, 3]}, r"'labels\[0\]': found 2 .*allowed: -100 or 1"),
+        ({"input_ids": [1, True], "labels": [1, 1]}, r"'input_ids\[1\]': found True"),
+        ({"input_ids": [1, 2**31], "labels": [1, 1]}, r"'input_ids\[1\]': found 2147483648"),
+        *(({"text": text}, r"'text': found a whole dialogue \(turn marker '.*data.form=text learns")
+          for text in ("<|im_start|>user\nHi", "<|start_header_id|>user", "<start_of_turn>user",
+                       "<s>[INST] Hi [/INST] Yes", "### Human: Hi\n### Assistant: Yes",
+                       "\n\nHuman: Hi\n\nAssistant: Yes", "Human: Hi\nAssistant: Yes",
+                       "USER: Hi ASSISTANT: Yes")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(row, message):
+    with pytest.raises(MalformedRowError, match=message):
+        read(row)
+
+
+def test_a_rendered_dialogue_is_learnt_whole_where_that_is_said():
+    text = "<|im_start|>user\nHi"
+    assert read({"text": text}, Form.text).text == text
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "messages"),
+    [
+        ({"my_chat": CHAT}, {"messages": "my_chat"}, CHAT),
+        ({"ask": "Hi", "reply": "Hello", "persona": "Be kind"},
+         {"prompt": "ask", "response": "reply", "system": "persona"}, [SYSTEM, *CHAT]),
+        # What is named comes before what is recognised.
+        ({"messages": [USER], "ask": "Hi", "reply": "Hello", "output": "x"},
+         {"prompt": "ask", "response": "reply"}, CHAT),
+        ({"prompt": "summary", "dialogue": "Hi", "response": "Hello"},
+         {"prompt": "dialogue"}, CHAT),
+        ({"messages": CHAT, "persona": "Be kind"}, {"system": "persona"}, [SYSTEM, *CHAT]),
+    ],
+)  # fmt: skip
+def test_columns_of_other_names(row, columns, messages):
+    record = read(row, **columns)
+    assert (record.messages, record.row) == (messages, row)
+
+
+def test_a_field_hidden_by_a_column_is_named():
+    row = {"prompt": "summary", "dialogue": "Hi", "response": "Hello"}
+    assert read(row, prompt="dialogue").unread == ("prompt",)
+
+
+def test_an_error_has_the_name_that_the_data_have():
+    with pytest.raises(MalformedRowError, match=r"field 'my_chat\[1\].content': found 3 \(int\)"):
+        read({"my_chat": assistant(content=3)}, messages="my_chat")
+    with pytest.raises(MalformedRowError, match=r"field 'reply': found 3 \(int\)"):
+        read({"prompt": "Hi", "reply": 3}, response="reply")
+
+
+def test_a_column_that_no_row_has():
+    with pytest.raises(InputError, match=r"data.columns=\{prompt: asks\}: no row .* has 'asks'"):
+        read({"ask": "Hi"}, prompt="asks")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"promt": "ask"},
+            r"data.columns=\{'promt': 'ask'\}: 'promt' is none of messages, sys",
+        ),
+        (
+            {"prompt": 3},
+            r"data.columns=\{'prompt': 3\}: must be like \{prompt: ask, re",
+        ),
+        ("ask", r"data.columns=ask: must be like"),
+    ],
+)
+def test_columns_that_are_none(columns, message):
+    with pytest.raises(InputError, match=message):
+        DataConfig(columns=columns)
+
+
+def test_every_column_is_read_by_some_form():
+    known = {name for shape in SHAPES for name in (*shape.keys, *shape.beside)}
+    known |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, "category", "reasoning_content"}
+    assert set(COLUMNS) <= known
+    assert [shape.form for shape in SHAPES] == list(Form)[1:]
+
+
+def test_the_page_names_every_field():
+    page = (Path(__file__).parents[3] / "data/README.md").read_text()
+    names = {name for shape in SHAPES for name in (shape.form.value, *shape.keys)}
+    names |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, CUT_OFF, *REASONING, *REPLIES, *MASKS}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+def test_rows_of_other_forms_are_refused_where_the_form_was_detected():
+    line = Row("rows.jsonl:7", raw=b'{"prompt": "Hi"}')
+    with pytest.raises(InputError, match=r"rows.jsonl:7: a row of form prompt .*of form messages"):
+        to_record(line, Form.messages, detected=True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"[" * 100_000, r"found JSON that is nested too deeply; allowed: one JSON object"),
+        (b'{"text": ' + b"9" * 5000 + b"}", r"found JSON with a number that is too long"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", r"'messages\[0\]': found "),
+    ],
+)
+def test_lines_that_no_parser_takes(raw, problem):
+    with pytest.raises(MalformedRowError, match=problem):
+        to_record(Row("rows.jsonl:1", raw=raw), Form.messages)
+
+
+def test_arguments_that_json_cannot_hold():
+    row = chat(*assistant(tool_calls=[{"name": "f", "arguments": {"a": b"x"}}]))
+    with pytest.raises(MalformedRowError, match=r"tool_calls\[0\]': found what is not JSON"):
+        to_record(Row("rows.parquet[row 1]", value=row), Form.messages)
+
+
+def test_a_value_too_deep_to_be_shown():
+    deep: list = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert show(deep) == "deeply nested (list)"
+
+
+def test_an_error_goes_from_one_process_to_another():
+    error = MalformedRowError("text", "3 (int)", "a string")
+    assert str(copy.copy(error)) == str(error)  # copied by the same protocol
+    assert str(error) == "field 'text': found 3 (int); allowed: a string"

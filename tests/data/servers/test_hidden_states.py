@@ -1,0 +1,242 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.errors import InputError
+from data.prepared.pack import PackedDataset
+from data.servers import endpoint as endpoint_module
+from data.servers import hidden_states as engine_states
+from data.servers.endpoint import Endpoint
+from data.servers.hidden_states import EngineStates, EngineTaps
+from data.templates.chat import Sample
+from tests.engine_server import HIDDEN, EngineServer, state
+
+NUM_LAYERS = 4
+LAYERS = (3, 1)
+WRITTEN = [1, 3, 4]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_states, "VISIBLE_S", 0.05)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def halved(states: Tensor) -> Tensor:
+    """A final norm."""
+    return states / 2
+
+
+def taps(layers: tuple[int, ...] = LAYERS, final_norm=halved, hidden_size=HIDDEN) -> EngineTaps:
+    return EngineTaps(layers, NUM_LAYERS, hidden_size, final_norm)
+
+
+def engine(server: EngineServer, wanted: EngineTaps | None = None, **endpoint) -> EngineStates:
+    settings = {"max_retries": 3, "timeout_s": 5.0, "setting": "engine", **endpoint}
+    return EngineStates(Endpoint(server.url, **settings), wanted or taps(), concurrency=4)
+
+
+def expected(token_ids: list[int]) -> dict[str, Tensor]:
+    return {
+        "layers.3": torch.tensor([state(token, 3) for token in token_ids]),
+        "layers.1": torch.tensor([state(token, 1) for token in token_ids]),
+        "hidden_states": torch.tensor([state(token, 4) for token in token_ids]) / 2,
+    }
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_layers_come_by_their_number_and_the_last_one_normed(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        found = states.read([7, 5])
+    assert found["layers.1"].tolist() == [[107, -1], [105, -1]]
+    assert found["layers.3"].tolist() == [[307, -1], [305, -1]]
+    assert found["hidden_states"].tolist() == [[203.5, -0.5], [202.5, -0.5]]
+    asked = {"model": "toy", "prompt": [7, 5], "max_tokens": 1, "temperature": 0}
+    assert server.bodies[-1] == asked
+    assert list(server.folder.iterdir()) == []
+
+
+def test_a_last_layer_that_is_also_tapped_is_written_once(tmp_path: Path) -> None:
+    wanted = taps((4, 0))
+    assert wanted.written == [0, 4]
+    with EngineServer(tmp_path, [0, 4]) as server, engine(server, wanted) as states:
+        found = states.read([7])
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "layers.4": [[407, -1]],
+        "layers.0": [[7, -1]],
+        "hidden_states": [[203.5, -0.5]],
+    }
+
+
+def test_without_a_final_norm_there_are_layers_alone(tmp_path: Path) -> None:
+    wanted = taps((2,), final_norm=None)
+    with EngineServer(tmp_path, [2]) as server, engine(server, wanted) as states:
+        assert states.read([7]).keys() == {"layers.2"}
+
+
+def test_the_command_line_that_serves_these_states() -> None:
+    assert taps().serve_options("/dev/shm/states") == [
+        "--speculative-config",
+        '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": '
+        '{"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}}',
+        "--kv-transfer-config",
+        '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", '
+        '"kv_connector_extra_config": {"shared_storage_path": "/dev/shm/states/layers-1-3-4"}}',
+    ]
+
+
+def test_a_file_is_read_when_its_writer_is_done(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        server.write_s = 0.2
+        assert_same(states.read([7, 5]), expected([7, 5]))
+
+
+def test_documents_come_in_order_however_their_requests_end(tmp_path: Path) -> None:
+    documents = [[token, token + 1] for token in range(40)]
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, engine(server) as states:
+        server.faults = [(500, {}), "drop", (503, {}), (429, {"Retry-After": "0.1"})]
+        for document, found in zip(documents, states.read_many(documents), strict=True):
+            assert_same(found, expected(document))
+        assert server.most_at_once == 4
+    assert list(server.folder.iterdir()) == []
+
+
+def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> None:
+    samples = [Sample([5, 6, 7], [True] * 3), Sample([8, 9], [False, True])]
+    row = PackedDataset(samples, max_length=6, seed=0, pad_id=3)[0]
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        found = next(states.read_rows([row]))
+    assert sorted(body["prompt"] for body in server.bodies[1:]) == [[5, 6, 7], [8, 9]]
+    padding = torch.zeros(1, HIDDEN)
+    wanted = expected([5, 6, 7, 8, 9])
+    assert_same(found, {name: torch.cat([states, padding]) for name, states in wanted.items()})
+
+
+def test_documents_of_later_rows_are_in_flight_too(tmp_path: Path) -> None:
+    samples = [Sample([token] * 4, [True] * 4) for token in range(1, 9)]
+    rows = PackedDataset(samples, max_length=4, seed=0)
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, engine(server) as states:
+        found = list(states.read_rows(rows[i] for i in range(8)))
+        assert server.most_at_once == 4
+    for i, row in enumerate(found):
+        assert_same(row, expected(rows[i]["input_ids"].tolist()))
+
+
+def refused(server: EngineServer, match: str, wanted: EngineTaps | None = None, **endpoint) -> None:
+    """The server is refused before the first document."""
+    with pytest.raises(InputError, match=match), engine(server, wanted, **endpoint):
+        pytest.fail("it was taken")
+
+
+SERVE = r"; serve with: vllm serve toy --spec.*_layer_ids\": \[1, 3, 4\].*shm/layers-1-3-4"
+
+
+def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server:
+        address = f"engine={server.url}: "
+        refused(server, rf"{address}has no model big; it lists \['other', 'toy'\]", model="big")
+        deep = taps(hidden_size=8)
+        refused(server, rf"{address}states of shape \[1, 3, 2\] and not \[1, 3, 8\]", deep)
+        server.layers = [1, 2, 3, 4]
+        refused(server, rf"{address}states of shape \[1, 4, 2\] and not \[1, 3, 2\].*{SERVE}")
+        server.folder = tmp_path
+        refused(server, rf"{address}writes .*, and not to layers-1-3-4: it may be other.*{SERVE}")
+        server.answer = lambda _: {"choices": [], "kv_transfer_params": None}  # type: ignore[method-assign]
+        refused(server, f"{address}answers without hidden states{SERVE}")
+        server.fault_for = lambda _: (400, {})
+        refused(server, f"{address}no states of a document of 1 tokens: HTTP 400")
+        server.fault_for = lambda _: (500, {})
+        refused(server, rf"{address}no states .* HTTP 500.*\(2 attempts\)", max_retries=1)
+        server.models = ()
+        refused(server, f"{address}lists no model")
+    refused(server, rf"{address}ConnectError.*\(1 attempts\)", max_retries=0)
+
+
+def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server:
+        there = {"hidden_states_path": "/there/layers-1-3-4/cmpl-1.safetensors"}
+        server.answer = lambda _: {"kv_transfer_params": there}  # type: ignore[method-assign]
+        refused(
+            server,
+            r"/there/layers-1-3-4/cmpl-1.safetensors.lock cannot be seen from this machine: mount "
+            "the server's shared_storage_path here under the same name",
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.clear(), r"safetensors was not written whole \(.*No such file"),
+        (lambda t: t["hidden_states"][0, 1, 0].fill_(torch.nan), "hold NaN or infinity"),
+        (lambda t: t["hidden_states"][1, 2].zero_(), "states of zeros: it left them out"),
+    ],
+    ids=["no file", "NaN", "unwritten"],
+)
+def test_what_is_written_is_checked(tmp_path: Path, change, match: str) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        server.change = change
+        with pytest.raises(InputError, match=match):
+            states.read([7, 5])
+
+
+def test_a_first_token_may_have_states_of_zeros(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        server.change = lambda t: t["hidden_states"][0].zero_()
+        assert states.read([7, 5])["layers.1"].tolist() == [[0, 0], [105, -1]]
+
+
+def test_a_server_that_never_ends_its_file(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server:
+        server.write_s = 0.5
+        refused(server, "safetensors is not written after 0 s: see the server's log", timeout_s=0.2)
+
+
+def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server:
+        mine = server.folder / "model.safetensors"
+        save_file({"weight": torch.ones(2)}, mine)
+        mine.with_name("model.safetensors.lock").touch()
+        server.answer = lambda _: {"kv_transfer_params": {"hidden_states_path": str(mine)}}  # type: ignore[method-assign]
+        refused(server, "model.safetensors does not hold the tokens that were sent")
+    assert mine.is_file()
+
+
+def test_a_document_beyond_the_context_is_refused_unsent(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        assert states.read(list(range(16)))["layers.1"].shape == (16, HIDDEN)
+        num_sent = len(server.bodies)
+        message = (
+            r"a document of 17 tokens, and the server takes 16 and one more: serve with "
+            r"--max-model-len 18, or set data.max_length lower"
+        )
+        with pytest.raises(InputError, match=message):
+            states.read(list(range(17)))
+        assert len(server.bodies) == num_sent
+
+
+def test_a_failure_reaches_the_reader_in_its_place(tmp_path: Path) -> None:
+    documents = [[token] for token in range(20)]
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
+        read = states.read_many(documents)
+        assert [next(read)["layers.1"][0, 0].item() for _ in range(7)] == [*range(100, 107)]
+        with pytest.raises(InputError, match="no states of a document of 1 tokens: HTTP 422"):
+            next(read)
+        assert_same(states.read([9]), expected([9]))
+
+
+def test_layers_that_the_target_lacks() -> None:
+    with pytest.raises(InputError, match=r"layers=\[5, -1\]: the target has hidden states 0..4"):
+        taps((5, 2, -1))
+    with pytest.raises(InputError, match=r"layers=\[\]: nothing is to be read"):
+        taps((), final_norm=None)

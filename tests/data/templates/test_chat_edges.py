@@ -1,0 +1,261 @@
+"""Where rendering is rewritten, repeated or refused: exact masks and exact words."""
+
+import pytest
+from tokenizers import normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from conf.errors import InputError
+from data.templates.chat import Encoder
+from tests.data.templates.test_chat import (
+    CHATML,
+    ENDS_TEXT,
+    GEMMA,
+    NO_SPECIAL,
+    OPENS_THINKING,
+    QWEN3,
+    TAGGED,
+    chat,
+    learnt,
+    make_tokenizer,
+    marked,
+    shown,
+)
+
+# Turns but the last lose what stands before `</think>`.
+STRIPS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def adds_bos(template: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts `<s>` before every text of its own accord."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    assert tokenizer("Yes")["input_ids"][0] == tokenizer.bos_token_id
+    return tokenizer
+
+
+def refused(template: str, *contents: str) -> str:
+    with pytest.raises(InputError) as caught:
+        Encoder(make_tokenizer(template)).encode(chat(*contents))
+    return str(caught.value)
+
+
+def test_what_the_tokenizer_would_add_is_the_templates_business() -> None:
+    found, expected = Encoder(adds_bos(CHATML)), Encoder(make_tokenizer(CHATML))
+    messages = [{"role": "user", "content": "Hi"}]
+    assert found.prompt(messages) == expected.prompt(messages)
+    assert found.encode(chat("Hi", "Yes")) == expected.encode(chat("Hi", "Yes"))
+
+
+def test_an_answer_that_the_tokenizer_rewrites_is_still_found() -> None:
+    """Nothing that is learnt decodes to what was written."""
+    tokenizer = adds_bos(CHATML)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "YES, I am"))
+    assert tokenizer.decode(learnt(sample)) == "yes, i am<|im_end|>"
+
+
+def test_words_of_a_missing_template() -> None:
+    tokenizer = make_tokenizer(None)
+    rest = (
+        "has no chat template, but the data are conversations: take the chat version of the "
+        "model, put a chat_template.jinja into its folder, or give plain text (rows with a "
+        "'text' field)"
+    )
+    for name, named in (("", "(unnamed)"), ("org/base", "org/base")):
+        tokenizer.name_or_path = name
+        with pytest.raises(InputError) as caught:
+            Encoder(tokenizer).prompt([{"role": "user", "content": "Hi"}])
+        assert str(caught.value) == f"target {named} {rest}"
+
+
+def test_words_of_a_tokenizer_without_offsets() -> None:
+    class Slow:
+        chat_template, is_fast, name_or_path = CHATML, False, ""
+
+    said = r"^chats.jsonl:7: target \(unnamed\): Slow gives no character offsets,"
+    with pytest.raises(InputError, match=said):
+        Encoder(Slow()).encode(chat("Hi", "Hello"))  # type: ignore[arg-type]
+
+
+def test_words_of_a_template_that_refuses() -> None:
+    template = TAGGED.replace("<s>", "<s>{{ raise_exception('No more') }}", 1)
+    said = refused(template, "Hi", "Hello")
+    assert said == "chats.jsonl:7: the target's chat template refuses the conversation: No more"
+
+
+def test_a_template_that_fails_as_programs_do_refuses() -> None:
+    said = refused(CHATML.replace("m.content", "1 + m.content"), "Hi", "Yes")
+    assert said.startswith("chats.jsonl:7: the target's chat template refuses the conversation: un")
+
+
+def test_a_template_knows_the_special_tokens() -> None:
+    template = TAGGED.replace("'<|end|>\n' }}{% else", "eos_token }}{% else")
+    assert marked(chat("Hi", "Yes"), template) == [
+        "<s><|user|>\nHi<|end|>\n<|assistant|>\n[[Yes</s>]]"
+    ]
+
+
+def test_words_of_an_answer_that_is_not_rendered() -> None:
+    template = CHATML.replace("m.content", "m.content.replace('b', '?')")
+    assert refused(template, "Hi", "b" * 79 + "cd") == (
+        "chats.jsonl:7: the target's chat template does not render the text "
+        f"'{'b' * 79}c' of the assistant; it renders '{'?' * 79}c'"
+    )
+
+
+def test_every_turn_is_checked() -> None:
+    """The second is wrong, the first and the third are not."""
+    template = CHATML.replace("m.content", "m.content.replace('No', '?')")
+    assert "does not render the text 'No'" in refused(template, "a", "Yes", "b", "No", "c", "Yes")
+
+
+def test_words_of_a_turn_that_is_closed_as_no_other_is() -> None:
+    closing = "{{ '<|im_end|>' if m.content != 'Yes' else '!' }}"
+    assert refused(CHATML.replace("<|im_end|>", closing), "Hi", "Yes") == (
+        "chats.jsonl:7: the target's chat template closes the turn with 'Yes!\\n', others with "
+        "'<|im_end|>\\n'"
+    )
+
+
+def test_words_of_an_answer_elsewhere() -> None:
+    template = CHATML.replace("<|im_start|>assistant", "<|im_start|>model")
+    assert refused(template, "Hi", "Yes") == (
+        "chats.jsonl:7: the target's chat template renders an answer elsewhere than after its "
+        "generation prompt '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>model\\n': "
+        "'assistant\\nYes<|im_end|>\\n'"
+    )
+
+
+def test_only_a_final_eos_of_the_text_is_left_out() -> None:
+    """In ChatML-like templates the eos may also be the end of the turn."""
+    ends_turn = ENDS_TEXT.replace("'<|end|>' }}", "'<|end|>' + (eos_token if m.role == 'assistant' else '') }}")  # fmt: skip # noqa: E501
+    ends_turn = ends_turn.replace("{% else %}{{ eos_token }}", "")
+    assert marked(chat("Hi", "Yes", "So?", "No"), ends_turn) == [
+        "<|user|>Hi<|end|><|assistant|>[[Yes<|end|></s>]]"
+        "<|user|>So?<|end|><|assistant|>[[No<|end|></s>]]"
+    ]
+    assert marked(chat("Hi", "Yes"), ENDS_TEXT) == [
+        "<|user|>Hi<|end|><|assistant|>[[Yes<|end|>]]</s>"
+    ]
+    # An eos that follows no special token closes the turn.
+    bare = ENDS_TEXT.replace(" + '<|end|>'", "")
+    assert marked(chat("Hi", "Yes"), bare) == ["<|user|>Hi<|assistant|>[[Yes</s>]]"]
+
+
+def test_turns_whose_thinking_is_stripped_are_learnt_as_they_were() -> None:
+    """The words of each answer stand in the question before it, too."""
+    record = chat("Yes", "<think>a</think>Yes", "Yes, no", "<think>b</think>no", "no", "no")
+    asked = "<|user|>Yes<|end|><|assistant|>"
+    again = asked + "Yes<|end|><|user|>Yes, no<|end|><|assistant|>"
+    assert marked(record, STRIPS) == [
+        asked + "[[<think>a</think>Yes<|end|>]]",
+        again + "[[<think>b</think>no<|end|>]]",
+        again + "no<|end|><|user|>no<|end|><|assistant|>[[no<|end|>]]",
+    ]
+
+
+def test_turns_are_found_after_a_system_message_that_quotes_them() -> None:
+    record = chat("Hi", "<think>a</think>Hello", "Hello", "<think>b</think>Hi", system="Hello Hi")
+    asked = (
+        "<|im_start|>system\nHello Hi<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert marked(record, QWEN3) == [
+        asked + "[[<think>\na\n</think>\n\nHello<|im_end|>]]",
+        asked + "Hello<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        "<|im_start|>assistant\n[[<think>\nb\n</think>\n\nHi<|im_end|>]]\n",
+    ]
+
+
+def test_thinking_that_speaks_of_thinking() -> None:
+    """What remains of a stripped turn begins behind the last end of thinking."""
+    record = chat("Hi", "<think>a</think>b</think>Yes", "So?", "No")
+    assert marked(record, STRIPS) == [
+        "<|user|>Hi<|end|><|assistant|>[[<think>a</think>b</think>Yes<|end|>]]",
+        "<|user|>Hi<|end|><|assistant|>Yes<|end|><|user|>So?<|end|><|assistant|>[[No<|end|>]]",
+    ]
+
+
+def test_an_empty_thinking_block_of_every_turn_is_read() -> None:
+    template = TAGGED.replace(
+        "'<|assistant|>\n' + m", "'<|assistant|>\n<think>\n\n</think>\n\n' + m"
+    )
+    assert marked(chat("Hi", "Yes"), template) == [
+        "<s><|user|>\nHi<|end|>\n<|assistant|>\n<think>\n\n</think>\n\n[[Yes<|end|>]]\n"
+    ]
+
+
+def test_an_answer_with_an_empty_thinking_block_of_its_own_is_learnt_whole() -> None:
+    own = "<think>\n\n</think>\n\nYes"
+    assert marked(chat("Hi", own), CHATML)[0].endswith(f"assistant\n[[{own}<|im_end|>]]\n")
+
+
+def test_turns_that_only_think() -> None:
+    record = chat("Hi", "<think>a</think>", "So?", "Yes")
+    template = OPENS_THINKING.replace("m.content.split('</think>')[-1]", "m.content")
+    assert marked(record, template) == [
+        "<s><|user|>Hi<|assistant|>[[<think>a</think></s>]]<|user|>So?<|assistant|>[[Yes</s>]]"
+    ]
+
+
+def test_a_model_by_another_name_after_a_long_conversation() -> None:
+    turns = [text for i in range(10) for text in (f"q{i}", f"a{i}")]
+    (text,) = marked(chat(*turns), GEMMA)
+    assert [part.split("]]")[0] for part in text.split("[[")[1:]] == [
+        f"a{i}<end_of_turn>" for i in range(10)
+    ]
+
+
+def test_a_turn_that_no_token_ends_is_stopped_by_the_next_turns() -> None:
+    """As GLM is; words of the template before it are the model's."""
+    assert marked(chat("Hi", "Yes", "So?", "No"), STRIPS.replace("<|end|>", "")) == [
+        "<|user|>Hi<|assistant|>[[Yes<|user|>]]So?<|assistant|>[[No<|user|>]]"
+    ]
+    assert marked(chat("Yes", "Yes", "no", "no"), STRIPS.replace("<|end|>", " [done]")) == [
+        "<|user|>Yes [done]<|assistant|>[[Yes [done]<|user|>]]no [done]"
+        "<|assistant|>[[no [done]<|user|>]]"
+    ]
+
+
+def test_a_turn_that_ends_in_words_alone_is_learnt_with_them() -> None:
+    template = NO_SPECIAL.replace("m.content + '\n'", "m.content + ' [done]\n'")
+    assert marked(chat("Hi", "Yes", "So?", "No"), template) == [
+        "### user: Hi [done]\n### assistant: [[Yes [done]]]\n"
+        "### user: So? [done]\n### assistant: [[No [done]]]\n"
+    ]
+
+
+def test_a_tokenizer_without_an_end_of_text() -> None:
+    tokenizer = make_tokenizer(NO_SPECIAL)
+    tokenizer.eos_token = None
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "Yes"))
+    assert tokenizer.decode(learnt(sample)) == "Yes"
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_spaces_before_and_behind_an_answer_that_no_token_ends(trim_offsets: bool) -> None:
+    """The prompt's own last space is the first word's, as the tokenizer has it."""
+    tokenizer = make_tokenizer(NO_SPECIAL, trim_offsets=trim_offsets)
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "no "))
+    assert shown(sample, tokenizer) == "### user: Hi\n### assistant:[[ no ]]\n"
+    assert tokenizer.convert_ids_to_tokens(learnt(sample)) == ["Ġno", "Ġ"]
+
+
+def test_texts_are_not_taken_apart_where_the_tokenizer_would_add_to_the_parts() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("<|im_start|>", "# "))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    (sample,) = Encoder(tokenizer).encode(chat("Hi", "\n\n\nYes"))
+    assert shown(sample, tokenizer) == (
+        " # user\nHi<|im_end|> \n# assistant[[\n\n\n\nYes<|im_end|>]] \n"
+    )
+
+
+def test_a_template_of_texts_alone() -> None:
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    assert marked(chat("ab", "ab", "ab", "ab"), template) == ["ab\n[[ab]]\nab\n[[ab]]\n"]

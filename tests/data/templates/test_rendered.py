@@ -1,0 +1,101 @@
+"""Texts and prompts that were rendered before they came here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, Form
+from data.prepared.dataset import open_prepared
+from data.rows.records import Record
+from data.templates.chat import Encoder
+from data.templates.rendered import Markers, begins_rendered, turn_marker
+from tests.chats import write_rows
+from tests.data.templates.test_chat import CHATML, NO_SPECIAL, chat, make_tokenizer
+from tests.data.templates.test_chat_edges import adds_bos
+from tests.data.templates.test_families import FAMILIES, encoder
+
+PLAIN = (
+    "def ask(user: str) -> str:\n    return f'<{user}>' if role[0] | 1 else '[user]'\n",
+    "The assistant: a novel.\n\n## User: none\n\nAnd so the user left.",
+    "<|endoftext|>One text.<|endoftext|>And <s>struck</s> words; <turn> and <header>.",
+)
+
+
+def rendered(family: str) -> str:
+    said = chat("Hi", "It is a tree.", "So?", "Ten meters.")
+    return encoder(family).template({}, None).through(said.messages)
+
+
+def test_dialogues_of_every_family_are_known() -> None:
+    """By the target's own template, and by whoever has another target."""
+    texts = {family: rendered(family) for family in FAMILIES}
+    own = {name: Markers.of(encoder(name).template({}, None)) for name in FAMILIES}
+    assert [name for name, text in texts.items() if not own[name].find(text)] == []
+    unknown = [name for name, text in texts.items() if not turn_marker(text)]
+    assert unknown == ["nemotron-h", "minimax"]  # `<SPECIAL_11>User`, `]~b]user`
+    assert [text for text in PLAIN if turn_marker(text)] == []
+    assert [name for name in FAMILIES for text in PLAIN if own[name].find(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "marker"),
+    [
+        ("<\uff5cUser\uff5c>Hi<\uff5cAssistant\uff5c>Yes", "<\uff5cUser\uff5c>"),  # DeepSeek
+        ("[gMASK]<sop><|user|>\nHi<|assistant|>\nYes", "<|user|>"),  # GLM
+        ("<|start|>user<|message|>Hi<|end|>", "<|start|>"),  # gpt-oss
+        ("<bos><|turn>user\nHi<turn|>\n<|turn>model\nYes<turn|>", "<|turn>"),  # Gemma 4
+        ("<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi", "<|START_OF_TURN_TOKEN|>"),  # Cohere
+        ("<|start_of_role|>user<|end_of_role|>Hi", "<|start_of_role|>"),  # Granite
+        ("[|user|]Hi[|endofturn|]\n[|assistant|]Yes", "[|user|]"),  # EXAONE
+        ("<|bom|><|system|> Be kind<|eom|>", "<|bom|>"),  # Jamba
+        ("### Instruction:\nHi\n\n### Response:\nYes", "### Response"),  # Alpaca
+        ("User: Hi\n\nAssistant: Yes", "Assistant:"),  # Falcon
+    ],
+)
+def test_dialogues_of_other_targets_are_known(text: str, marker: str) -> None:
+    assert turn_marker(text) == marker
+
+
+def test_dialogues_are_known_by_the_words_of_the_targets_template() -> None:
+    template = NO_SPECIAL.replace("'### ' + m.role", "'@ ' + m.role").replace("###", "@")
+    markers = Markers.of(Encoder(make_tokenizer(template)).template({}, None))
+    assert markers == Markers((), "@ user:", "@ assistant:")
+    assert markers.find("@ user: Hi\n@ assistant: Yes\n") == "@ assistant:"
+    assert markers.find("We write @ assistant: before what it says") == ""
+
+
+def test_a_text_rendered_for_the_target_is_refused_unless_that_is_said(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(NO_SPECIAL.replace("###", "@"))
+    text = "@ user: Hi\n@ assistant: Yes\n"
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "Hello there"}, {"text": text}])
+    config = DataConfig(str(path), num_proc=1, prepared_dir=str(tmp_path / "prepared"))
+    with pytest.raises(InputError, match=r"rows.jsonl:2: field 'text': .* marker '@ assistant:'"):
+        open_prepared(str(path), config, tokenizer)
+    found = open_prepared(str(path), replace(config, form=Form.text), tokenizer)
+    assert tokenizer.decode(found.samples.read(1, 99).input_ids) == text
+
+
+def test_what_begins_and_ends_any_text_stands_there_once() -> None:
+    tokenizer = adds_bos(CHATML)
+    both = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    for given, added in (("<s>Hi", "<s>Hi"), ("Hi", "<s>Hi"), ("<s><s>Hi", "<s><s>Hi")):
+        (sample,) = Encoder(tokenizer).encode(Record(None, given, "here"))
+        assert tokenizer.decode(sample.input_ids) == added
+    tokenizer.backend_tokenizer.post_processor = both
+    (sample,) = Encoder(tokenizer).encode(Record(None, "<s>Hi</s>", "here"))
+    assert tokenizer.decode(sample.input_ids) == "<s>Hi</s>"
+    own = make_tokenizer(None)  # adds nothing, and takes nothing
+    (sample,) = Encoder(own).encode(Record(None, "<s><s>Hi</s></s>", "here"))
+    assert own.decode(sample.input_ids) == "<s><s>Hi</s></s>"
+
+
+def test_a_prompt_that_begins_rendered() -> None:
+    assert begins_rendered("<s>[INST] Hi [/INST]") == "<s>[INST]"
+    assert begins_rendered("<|begin_of_text|><|start_header_id|>user") != ""
+    assert begins_rendered(" <|im_start|>user\nHi") == "<|im_start|>"
+    assert begins_rendered("What does <|im_start|> mean?") == ""

@@ -1,0 +1,122 @@
+"""Heads of the training commands on the embedded target, exported and served by vLLM."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT
+from environments import VLLM, counts_of_vllm, needs, opened
+
+from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.export import ExportFormat, ExportRun
+from data.embedded import PROMPTS, TARGET
+from data.rows.records import load_records
+from data.templates.chat import Encoder
+from eval.measure.counts import drafted
+from eval.measure.prompts import first_turns
+from heads.decoding.drafting import Drafter
+from heads.decoding.tree import Tree
+from heads.eagle.drafter import EagleChain
+from heads.kind import DraftHead
+from heads.kinds import load_head
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.head import MedusaHead
+from heads.target_model.load import load_tokenizer
+from heads.target_model.model import Target
+from scripts import export
+
+BRIEFLY = {
+    "data.max_length": 128,
+    "train.batch_size": 2,
+    "train.max_steps": 60,
+    "train.warmup_steps": 4,
+    "train.learning_rate": 3e-3,
+    "train.num_eval_sequences": 2,
+    "train.num_replay_prompts": 0,
+}
+NUM_TOKENS, DEPTH = 64, 3
+REDUCED = "head.draft_vocab_size=256"
+
+pytestmark = pytest.mark.engine
+
+
+def trained(command: list[str], out_dir: Path) -> Path:
+    script, *settings = command
+    settings += [f"{key}={value}" for key, value in BRIEFLY.items()]
+    line = [sys.executable, str(ROOT / script), *settings, f"out_dir={out_dir}"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return out_dir / "head"
+
+
+def exported(head: Path, engine: str, out_dir: Path) -> Path:
+    config = ExportRun(
+        target=TargetConfig(path=TARGET),
+        head=HeadRef(path=str(head)),
+        format=ExportFormat(engine),
+        out_dir=str(out_dir),
+    )
+    export.main(config)
+    return out_dir
+
+
+def chain(head: DraftHead) -> Drafter:
+    if isinstance(head, MedusaHead):
+        return MedusaDrafter(head, Tree.chain(DEPTH))
+    return EagleChain(head, DEPTH)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return opened(Path(TARGET))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    _, tokenizer = load_tokenizer(TargetConfig(path=TARGET))
+    records = load_records(PROMPTS).records[:8]
+    return [prompt.token_ids for prompt in first_turns(records, Encoder(tokenizer))]
+
+
+@needs(VLLM)
+@pytest.mark.parametrize(
+    ("command", "method", "engines"),
+    [
+        pytest.param(["train/medusa.py"], "medusa", ["vllm", "original"], id="Medusa"),
+        pytest.param(
+            ["train/eagle.py", "head=eagle1"], "eagle", ["vllm", "original"], id="EAGLE-1"
+        ),
+        *(
+            pytest.param(
+                ["train/eagle.py", f"head={head}", *reduced],
+                "eagle3",
+                ["vllm", "speculators"],
+                id=f"{name}{', 256 ids' if reduced else ''}",
+            )
+            for head, name in (("eagle3", "EAGLE-3"), ("eagle3_1", "EAGLE-3.1"))
+            for reduced in ([], [REDUCED])
+        ),
+    ],
+)
+def test_vllm_serves_an_export_with_our_counts(
+    target: Target, prompts: list[list[int]], tmp_path: Path, command, method: str, engines
+) -> None:
+    saved = trained(command, tmp_path / "run")
+    folders = [exported(saved, engine, tmp_path / engine) for engine in engines]
+    settings: list[dict[str, Any]] = [
+        {"method": method, "model": str(folder), "num_speculative_tokens": DEPTH}
+        for folder in folders
+    ]
+    theirs = counts_of_vllm(tmp_path, target, prompts, NUM_TOKENS, settings)
+
+    head = load_head(str(saved)).attach(target).eval()
+    texts = [drafted(target, chain(head), prompt, NUM_TOKENS, DEPTH) for prompt in prompts]
+    ours = [{"proposed": DEPTH * each.drafts, **asdict(each)} for each in texts]
+    for engine, counts in zip(engines, theirs, strict=True):
+        assert counts == ours, engine
+    accepted = [sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)]
+    assert accepted[0] > 20
+    assert accepted[1] > 0

@@ -1,0 +1,270 @@
+"""Every method on every kind of target, alone and in batches: the text is the target's own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.eagle import EagleForm
+from conf.settings.measure import DraftModelConfig, SelfDraftConfig, SpeedupRun
+from data.templates.chat import Encoder
+from eval import speedup
+from eval.compare import methods
+from eval.compare.decoding import Decoding
+from heads.kinds import load_head
+from heads.layers import packed
+from heads.processor import this_processor
+from heads.target_model.load import load_target
+
+FAMILIES = [
+    "llama",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "gpt_neox", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "gemma4_text", "lfm2",
+            "qwen3_next",
+        )
+    ),
+]  # fmt: skip
+OF_TRANSFORMERS = {"generate_lookup", "generate_assisted"}
+LEFT_OUT = {
+    "lfm2": OF_TRANSFORMERS,
+    "qwen3_next": OF_TRANSFORMERS,
+    "gemma4_text": {"early_exit", "skip_layers"},
+}
+SHARED = [
+    "vanilla", "generate", "medusa_chain", "medusa_tree", "medusa_suffix", "eagle_chain",
+    "eagle_tree", "eagle_suffix", "draft_chain", "draft_tree", "prompt_lookup", "ngram", "suffix",
+    "recycling", "lookahead", "early_exit", "skip_layers",
+]  # fmt: skip
+LEARNING = {"suffix", "recycling", "medusa_suffix", "eagle_suffix", "skip_layers"}
+"""Their drafts depend on the prompts before, or on those that are searched."""
+
+
+def given(folder: Path, family: str) -> dict:
+    """A target with a head of each kind, and a draft model: the target with other weights."""
+    save_target(folder / "target", family, num_hidden_layers=4)
+    target = load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
+    noisy_head(target).save(folder / "medusa")
+    eagle_head(target, EagleForm.eagle3, 150, num_updates=15).save(folder / "eagle")
+    model = random_model(family, vocab_size=300, num_hidden_layers=4)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.05)
+    model.save_pretrained(folder / "draft")
+    tokenizer().save_pretrained(folder / "draft")
+    words = ("there", "you", "today", "fine")
+    rows = [{"category": "chat", "turns": [f"hello {w}, how are {w}?"]} for w in words]
+    rows[0]["turns"].append("and now?")
+    rows += [{"category": "chat", "turns": [f"so {w}?"]} for w in words[:2]]  # to search on
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "target": TargetConfig(path=str(folder / "target")),
+        "data": DataConfig(path=str(folder / "prompts.jsonl"), num_prompts=4),
+        "head": HeadRef(path=str(folder / "medusa")),
+        "heads": [str(folder / "eagle")],
+        "draft": DraftModelConfig(path=str(folder / "draft")),
+        "max_new_tokens": 8,
+        "num_repeats": 1,
+        "num_warmups": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return given(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedup, "plot_speedup", lambda *_: None)
+
+
+def measured(settings: dict, out_dir: Path, **changes) -> dict:
+    speedup.main(SpeedupRun(**{**settings, **changes}, out_dir=str(out_dir)))
+    return json.loads((out_dir / "speedup.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_gives_the_targets_own_text(family: str, llama: dict, tmp_path: Path) -> None:
+    settings = llama if family == "llama" else given(tmp_path, family)
+    alone = measured(settings, tmp_path / "1")
+    left_out = LEFT_OUT.get(family, set())
+    assert set(alone["methods"]) == {*SHARED, *OF_TRANSFORMERS} - left_out
+    together = measured(settings, tmp_path / "4", batch_size=4)
+    assert set(together["methods"]) == set(SHARED) - left_out
+    for result in (alone, together):
+        assert result["lossless"] == {"num_prompts": 5, "num_equal": 5, "first_divergences": []}
+    for name, row in together["methods"].items():
+        # What a text accepts does not depend on its neighbours.
+        assert row["tau"] == pytest.approx(alone["methods"][name]["tau"]) or name in LEARNING
+    assert alone["methods"]["draft_chain"]["tau"] > 1.2
+
+
+def test_a_draft_model_padded_otherwise_leaves_out_transformers_own(
+    llama: dict, tmp_path: Path, capsys
+) -> None:
+    folder = shutil.copytree(llama["draft"].path, tmp_path / "draft")
+    random_model("llama", vocab_size=320, num_hidden_layers=2).save_pretrained(folder)
+    settings = llama | {"draft": DraftModelConfig(path=str(folder))}
+    with pytest.raises(InputError, match=r"needs generate_assisted .*here there are .*draft_chain"):
+        measured(settings, tmp_path / "o", methods=["generate_assisted"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "generate_assisted is left out: vocabularies of [300, 320] rows" in said
+
+
+def test_a_draft_model_drafts_whatever_its_generation_config_says(
+    llama: dict, tmp_path: Path
+) -> None:
+    """Stop texts, for one, end transformers' own drafting in a traceback."""
+    folder = shutil.copytree(llama["draft"].path, tmp_path / "draft")
+    file = folder / "generation_config.json"
+    asks = {"stop_strings": ["no such text"], "cache_implementation": "static"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | asks))
+    settings = llama | {"draft": DraftModelConfig(path=str(folder))}
+    found = measured(settings, tmp_path / "o", methods=["generate_assisted"])
+    assert found["methods"]["generate_assisted"]["tau"] > 1.2
+
+
+def test_a_search_for_layers_changes_no_other_draft(
+    llama: dict, tmp_path: Path, monkeypatch
+) -> None:
+    found = {"skip": [1], "num_tokens": 2}
+    monkeypatch.setattr("eval.compare.methods._searched", lambda *_: found)
+    result = measured(llama, tmp_path / "o", methods=["early_exit", "skip_layers"])
+    rows, settings = result["methods"], result["config"]["self_draft"]
+    assert rows["skip_layers"]["tree"]["parents"] == [-1, 0, 1]
+    assert rows["early_exit"]["tree"]["parents"] == [-1, 0, 1, 2, 3]
+    assert settings == {"num_layers": None, "num_tokens": None, "skip": None}
+
+
+def test_what_is_known_of_decoding_stands_beside_the_layers_that_are_skipped(
+    llama: dict, tmp_path: Path, monkeypatch
+) -> None:
+    class OnGpu(Decoding):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.settings["captured"] = "step"
+
+    monkeypatch.setattr(methods, "Decoding", OnGpu)
+    settings = llama | {"self_draft": SelfDraftConfig(skip=[1], num_tokens=3)}
+    row = measured(settings, tmp_path / "o", methods=["skip_layers"])["methods"]["skip_layers"]
+    assert {name: row[name] for name in ("captured", "skip", "chain")} == {
+        "captured": "step", "skip": [1], "chain": 3,
+    }  # fmt: skip
+
+
+def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
+    settings = llama | {"temperature": 0.8, "max_new_tokens": 8}
+    names = ["vanilla", "generate", "eagle_chain", "draft_tree", "lookahead"]
+    both = [*names, "medusa_typical"]
+    result = measured(settings, tmp_path / "o", batch_size=2, methods=both)
+    assert result["lossless"] is None
+    lossy = {name for name, row in result["methods"].items() if row["lossy"]}
+    assert lossy == {"medusa_typical"}
+    assert "lossy" in (tmp_path / "o/speedup.html").read_text()
+    again = measured(settings, tmp_path / "p", batch_size=1, methods=names)
+    for name, row in again["methods"].items():
+        assert result["methods"][name]["tau"] == pytest.approx(row["tau"])
+    assert list(again["methods"]) == names
+
+
+def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("heads.layers.low_rank.NUM_CANDIDATES", 1)
+    names = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
+    settings = llama | {"self_draft": SelfDraftConfig(num_layers=4), "max_new_tokens": 8}
+    whole = measured(settings, tmp_path / "whole", methods=names)
+    low = measured(settings, tmp_path / "low", methods=names, output_rank=1)
+    assert low["lossless"]["num_equal"] == 5
+    for name in names[1:]:
+        assert low["methods"][name]["tau"] < whole["methods"][name]["tau"]
+
+
+def test_a_draft_model_with_another_tokenizer(llama: dict, tmp_path: Path) -> None:
+    shutil.copytree(llama["draft"].path, tmp_path / "draft")
+    settings = llama | {"draft": DraftModelConfig(path=str(tmp_path / "draft"))}
+    content = json.loads((tmp_path / "draft/tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    swapped = {"a": words["b"], "b": words["a"]}
+    content["model"]["vocab"] = {token: swapped.get(token, i) for token, i in words.items()}
+    (tmp_path / "draft/tokenizer.json").write_text(json.dumps(content))
+    result = measured(settings, tmp_path / "o", methods=["draft_chain"], max_new_tokens=6)
+    assert result["lossless"]["num_equal"] == 5
+    with pytest.raises(InputError, match=r"needs draft_tree .draft\.path with the target's tok"):
+        measured(settings, tmp_path / "p", methods="draft_tree")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": "eagle_tre"}, r"methods=\['eagle_tre'\]: allowed: all, vanilla"),
+        ({"methods": ["medusa_typical"]}, r"temperature above 0"),
+        ({"methods": "generate_lookup", "batch_size": 2}, r"one text at a time"),
+        ({"heads": ["nowhere/at/all"]}, r"nowhere/at/all"),
+    ],
+)
+def test_what_is_missing_is_named(llama: dict, tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        measured(llama, tmp_path / "o", **changes)
+    assert not (tmp_path / "o").exists()
+
+
+def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_path) -> None:
+    seen: list[list[list[int]]] = []
+    search = methods.search_layers
+
+    def watch(target, texts, lengths):
+        seen.append([text[:n] for text, n in zip(texts, lengths, strict=True)])
+        return search(target, texts, lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "search_layers", watch)
+        result = measured(llama, tmp_path / "o", methods="skip_layers", max_new_tokens=6)
+    token_ids = [llama_ids(llama, f"so {word}?") for word in ("there", "you")]
+    assert seen == [token_ids]
+    row = result["methods"]["skip_layers"]
+    assert row["skip"]
+    assert row["chain"] == len(row["tree"]["parents"]) - 1
+
+
+def llama_ids(settings: dict, question: str) -> list[int]:
+    own = load_target(settings["target"], torch.device("cpu")).tokenizer
+    encoder = Encoder(own)
+    return encoder.prompt([{"role": "user", "content": question}])
+
+
+def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) -> None:
+    every = {**llama, "data": DataConfig(path=llama["data"].path)}
+    with pytest.raises(
+        InputError, match=r"needs skip_layers \(as early_exit; prompts beyond data\.num_prompts"
+    ):
+        measured(every, tmp_path / "o", methods="skip_layers")
+    given_layers = every | {"self_draft": SelfDraftConfig(skip=[1]), "max_new_tokens": 4}
+    result = measured(given_layers, tmp_path / "p", methods="skip_layers")
+    assert result["methods"]["skip_layers"]["skip"] == [1]
+
+
+@pytest.mark.skipif(not this_processor().packs, reason="oneDNN packs for x86")
+def test_target_heads_and_draft_model_multiply_over_packed_weights(
+    llama: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, found = packed._can_be_packed, {}
+
+    def can_be_packed(layer: nn.Module) -> bool:
+        if usual(layer):
+            found[layer] = tuple(layer.weight.shape)
+        return usual(layer)
+
+    monkeypatch.setattr(packed, "_can_be_packed", can_be_packed)
+    names = ["medusa_chain", "eagle_chain", "draft_chain"]
+    measured(llama, tmp_path, methods=names, max_new_tokens=2)
+    targets = llama["target"].path, llama["draft"].path
+    models = [load_target(TargetConfig(path), torch.device("cpu")).model for path in targets]
+    models += [load_head(path) for path in (llama["head"].path, *llama["heads"])]
+    linear = [each for model in models for each in model.modules() if type(each) is nn.Linear]
+    assert sorted(found.values()) == sorted(tuple(each.weight.shape) for each in linear)

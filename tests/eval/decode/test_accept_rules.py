@@ -1,0 +1,384 @@
+"""What the target samples from, and which path a rule accepts: by hand, and as papers write it.
+
+Papers walk down from the root in a loop over one text; `verify` does all texts and nodes at once.
+With the same uniforms both must keep the same nodes, and with the same draws give the same bonus.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from toys import tree_of
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from eval.decode.accept import Accepted, verify
+from heads.decoding.drafting import PAD, Draft, TreeLayout, tree_layout
+from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical, drafter_seeds
+from heads.decoding.tree import Tree, default_tree
+
+V = 6
+NUM_TEXTS = 1000
+TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+DEEP = tree_of((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
+PLAIN = Sampling(temperature=1.0)
+WARPED = Sampling(temperature=0.8, top_p=0.9, top_k=4)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def seeded(num_texts: int, first: int = 0) -> Generators:
+    return Generators.seeded(range(first, first + num_texts), torch.device("cpu"))
+
+
+def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
+    """Of the same draft and logits [N, V] in every text."""
+    root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
+    every = logits.expand(len(root), -1, -1)
+    return verify(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))
+
+
+def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int = 1) -> Draft:
+    """The same tokens in every text, and the probabilities they were drawn from, if they were."""
+    rows = torch.tensor(probs).expand(num_texts, -1, -1) if probs else None
+    return Draft.of(tree, torch.tensor(tokens).repeat(num_texts, 1), rows)
+
+
+def outcomes(accepted: Accepted) -> set[tuple[tuple[int, ...], int]]:
+    """All pairs of accepted nodes, without the root, and bonus."""
+    columns = (accepted.nodes.tolist(), accepted.num_accepted.tolist(), accepted.bonus.tolist())
+    return {(tuple(nodes[1 : n + 1]), bonus) for nodes, n, bonus in zip(*columns, strict=True)}
+
+
+def test_probabilities_by_hand() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    for sampling, expected in [
+        (Sampling(1.0), [0.5, 0.25, 0.15, 0.1]),
+        (Sampling(0.5), [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+        (Sampling(1.0, top_k=2), [2 / 3, 1 / 3, 0, 0]),
+        (Sampling(1.0, top_p=0.7), [2 / 3, 1 / 3, 0, 0]),
+        # Top-k comes first: two thirds of what it leaves is more than top-p asks for.
+        (Sampling(1.0, top_p=0.6, top_k=2), [1.0, 0, 0, 0]),
+    ]:
+        torch.testing.assert_close(sampling.probabilities(logits), torch.tensor([expected]))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 50, 1000])
+@pytest.mark.parametrize("top_p", [0.0, 0.4, 0.95, 1.0])
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p) -> None:
+    logits = 3 * torch.randn(32, 50, generator=generator())
+    logits[8:16] = logits[8:16].round()  # ties, inside and at the edge of what is kept
+    logits[16] = 0.0
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
+    if top_k is not None:
+        warpers.insert(1, TopKLogitsWarper(top_k))
+    expected = logits
+    for warper in warpers:
+        expected = warper(None, expected)
+    found = Sampling(temperature, top_p, top_k).probabilities(logits.view(4, 8, 50))
+    assert torch.equal(found.flatten(0, 1), expected.softmax(-1))
+
+
+def test_half_precision_logits_are_warped_in_single() -> None:
+    logits = torch.randn(2, V, generator=generator()).bfloat16()
+    found = Sampling(0.7).probabilities(logits)
+    assert torch.equal(found, (logits.float() / 0.7).softmax(-1))
+
+
+def test_the_greedy_walk_follows_the_targets_choices() -> None:
+    draft = drafted(TREE, [4, 5, 3, 2, 4, 1])  # 4 5 3 below the root, 2 4 below 4, 1 below 5
+    for choices, expected in [
+        ([4, 4, 0, 0, 0, 3, 0], ((1, 5), 3)),
+        ([5, 0, 2, 0, 0, 0, 0], ((2,), 2)),
+        ([1, 0, 0, 0, 0, 0, 0], ((), 1)),
+    ]:
+        assert outcomes(verified(draft, torch.eye(V)[choices], GREEDY)) == {expected}
+
+
+def test_a_certain_target_is_followed_to_the_leaf() -> None:
+    logits = 200 * torch.eye(V)[[5, 0, 0, 0, 0, 0, 2]]  # 5 after the root, 0 after that, then 2
+    draft = drafted(TREE, [4, 5, 3, 2, 1, 0], num_texts=20)
+    for sampling in (PLAIN, replace(PLAIN, typical=Typical())):
+        assert outcomes(verified(draft, logits, sampling)) == {((2, 6), 2)}
+
+
+def test_a_refused_token_is_not_the_bonus() -> None:
+    draft = drafted(tree_of((0, 0)), [1, 2], num_texts=300)
+    found = outcomes(verified(draft, torch.zeros(3, 4)))
+    assert found == {((1,), x) for x in range(4)} | {((2,), x) for x in range(4)} | {
+        ((), 0), ((), 3)
+    }  # fmt: skip
+
+
+def test_a_sibling_that_says_the_same_again_has_no_second_chance() -> None:
+    draft = drafted(tree_of((0, 0, 0)), [1, 1, 1], num_texts=200)
+    assert outcomes(verified(draft, torch.zeros(4, 2))) == {((1,), 0), ((1,), 1), ((), 0)}
+
+
+def test_what_is_not_there_is_not_accepted_and_takes_nothing_away() -> None:
+    draft = drafted(tree_of((0, 0, 1)), [PAD, 1, PAD], num_texts=200)
+    certain = 200 * torch.eye(3)[[0, 1, 1, 1]]  # token 0 is what PAD might be taken for
+    for sampling in (GREEDY, PLAIN, replace(PLAIN, typical=Typical())):
+        assert outcomes(verified(draft, certain, sampling)) == {((), 0)}
+    assert outcomes(verified(draft, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1), ((), 0)}
+    q = torch.full((200, 1, 2), 0.5)
+    # p = q: the first that is there is always kept.
+    sampled = replace(draft, draft_probs=torch.cat([q, q], 1))
+    assert outcomes(verified(sampled, torch.zeros(4, 2))) == {((2,), 0), ((2,), 1)}
+
+
+def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> None:
+    logits = torch.randn(4, V, generator=generator())
+    probs = PLAIN.probabilities(logits[:3])
+    tokens = torch.stack([torch.multinomial(p, 300, True, generator=generator()) for p in probs], 1)
+    draft = Draft.of(Tree.chain(3), tokens, probs.expand(300, -1, -1))
+    assert verified(draft, logits).num_accepted.tolist() == [3] * 300
+
+
+def test_a_refused_draw_gives_way_to_what_the_drafter_underrates() -> None:
+    draft = drafted(Tree.chain(1), [1], [0.0, 0.9, 0.1])
+    assert outcomes(verified(draft, 200 * torch.eye(3)[[2, 0]])) == {((), 2)}
+
+
+@pytest.mark.parametrize("q", [(), ([0.0, 1.0],)], ids=["ranked", "drawn"])
+def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> None:
+    # Half of p's mass is lost, to see it often.
+    lost = torch.tensor([[0.0, 0.5], [1.0, 0.0]]).expand(100, -1, -1)
+    monkeypatch.setattr(Sampling, "probabilities", lambda self, logits: lost)
+    draft = drafted(Tree.chain(1), [1], *q, num_texts=100)
+    assert outcomes(verified(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
+
+
+def test_each_text_draws_from_its_own_generator() -> None:
+    probs = torch.rand(3, V, generator=generator())
+    together, alone = seeded(3, first=7), [seeded(1, first=7 + text) for text in range(3)]
+    for _ in range(2):
+        assert torch.equal(together.uniform(5), torch.cat([one.uniform(5) for one in alone]))
+        sampled = [one.sample(row) for one, row in zip(alone, probs.split(1), strict=True)]
+        assert torch.equal(together.sample(probs), torch.cat(sampled))
+    rest, probs = together.rows([2, 0]), probs[[2, 0]]
+    sampled = [alone[text].sample(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
+    assert torch.equal(rest.sample(probs), torch.cat(sampled))
+
+
+def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
+    probs, small, large = torch.rand(3, V, generator=generator()), seeded(3), seeded(3)
+    drawn = []
+    for _ in range(3):
+        drawn.append(small.uniform(4))
+        assert torch.equal(large.uniform(40)[:, :4], drawn[-1])
+        assert torch.equal(small.sample(probs), large.sample(probs))
+    assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every step draws anew
+
+
+def test_seeds_that_differ_above_32_bits_draw_differently() -> None:
+    seeds = [1, 1 + (1 << 32), 1 + (1 << 33), 1 + (1 << 62)]
+    generators = Generators.seeded(seeds, torch.device("cpu"))
+    assert len(generators.uniform(1).unique()) == 4
+    assert len(generators.sample(torch.ones(4, 10_000)).unique()) == 4
+
+
+def random_parents(num_nodes: int) -> Tensor:
+    """[NUM_TEXTS, N - 1], another tree in every text."""
+    rng = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
+    return (rng * torch.arange(1, num_nodes)).long()
+
+
+def test_what_a_seed_draws_is_fixed() -> None:
+    """Or texts sampled by another version of this could not be had again."""
+    high = (1 << 32) + 3
+    drawn = Generators.seeded([3, high], torch.device("cpu"))
+    for step in (1, 2):
+        found = drawn.uniform(4)
+        for row, seed in zip(found, (3, high ^ 2654435761), strict=True):
+            own = generator((seed * 1_000_003 + step) % (1 << 63))
+            assert row.tolist() == torch.rand(4, generator=own).tolist()
+    huge = Generators.seeded([(1 << 61) + 1], torch.device("cpu"))
+    mixed = ((1 << 61) + 1) ^ ((1 << 29) * 2654435761)
+    own = generator((mixed * 1_000_003 + 1) % (1 << 63))
+    assert huge.uniform(3)[0].tolist() == torch.rand(3, generator=own).tolist()
+    assert drafter_seeds([0, 5]) == [4294967296, 4294967301]
+
+
+def test_as_many_texts_as_generators_draw() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        seeded(2).exponential(torch.ones(3, V))
+
+
+def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
+    parents = random_parents(9)
+    trees = [tree_of(tuple(p)) for p in parents.tolist()]
+    found = TreeLayout.of(parents, depth=max(tree.depth for tree in trees))
+    for row, tree in enumerate(trees):
+        of_one = TreeLayout(found.parents[[row]], found.mask[[row]], found.depths[[row]])
+        assert_layout(of_one, tree)
+        assert_layout(tree_layout(tree, parents.device), tree)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
+    tree = Tree.chain(depth)
+    assert_layout(tree_layout(tree, torch.device("cpu")), tree)
+
+
+def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_after_it() -> None:
+    tree, device = Tree.from_paths([[1], [0], [1, 2]]), torch.device("cpu")
+    captured = tree_layout(tree, device)
+    for size in range(1, 100):
+        tree_layout(Tree.from_paths([[rank] for rank in range(size)]), device)
+    again = tree_layout(Tree.from_paths([[1], [0], [1, 2]]), device)
+    for one, other in zip(vars(captured).values(), vars(again).values(), strict=True):
+        assert one.data_ptr() == other.data_ptr()
+
+
+def assert_layout(layout: TreeLayout, tree: Tree) -> None:
+    assert layout.parents.tolist() == [[0, *tree.parents[1:]]]
+    assert layout.mask.tolist() == [tree.mask_rows()]
+    assert layout.depths.tolist() == [list(tree.depths)]
+    assert layout.parents.dtype == layout.depths.dtype == torch.int64
+
+
+def random_draft(sampled: bool, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
+    """Tokens by chance, a fifth of them missing: the draft, its tokens [B, N], logits [B, N, V]."""
+    num_nodes = tree.num_nodes if isinstance(tree, Tree) else tree.shape[1] + 1
+    rng, shape = generator(1), (NUM_TEXTS, num_nodes)
+    tokens = torch.randint(V, shape, generator=rng)
+    if sampled:  # V nodes in a row hold V tokens
+        order = torch.rand(NUM_TEXTS, V, generator=rng).argsort(1)
+        tokens = order[:, torch.arange(num_nodes) % V]
+    tokens[torch.rand(shape, generator=rng) < 0.2] = PAD
+    tokens[:, 0] = 0
+    logits = torch.randn(*shape, V, generator=rng)
+    depth = tree.depth if isinstance(tree, Tree) else num_nodes - 1
+    draft = Draft(tree, tokens[:, 1:], depth)
+    if sampled:
+        near = logits + torch.randn(*shape, V, generator=rng)
+        draft = replace(draft, draft_probs=near.softmax(-1)[:, : max(tree.parents) + 1])
+    return draft, tokens, logits
+
+
+def children_of(draft: Draft, text: int) -> list[list[int]]:
+    """Per node those that are there."""
+    shape = draft.tree.parents[1:] if isinstance(draft.tree, Tree) else draft.tree[text].tolist()
+    children: list[list[int]] = [[] for _ in range(len(shape) + 1)]
+    for node, parent in enumerate(shape, start=1):
+        if draft.tokens[text, node - 1] != PAD:
+            children[parent].append(node)
+    return children
+
+
+def walked(draft: Draft, text: int, p_rows: np.ndarray, uniforms: np.ndarray):
+    """The accepted path of one text, and what its bonus is drawn from, as papers write it."""
+    tokens, children, path = [0, *draft.tokens[text].tolist()], children_of(draft, text), [0]
+    while True:
+        p = p_rows[path[-1]]
+        q = None if draft.draft_probs is None or not children[path[-1]] else (
+            draft.draft_probs[text, path[-1]].double().numpy()
+        )  # fmt: skip
+        for child in children[path[-1]]:
+            x = tokens[child]
+            if draft.draft_probs is None:
+                q = np.eye(V)[x]
+            if uniforms[child] * q[x] < p[x]:
+                path.append(child)
+                break
+            p = np.maximum(p - q, 0)
+            p = p / p.sum()
+            if draft.draft_probs is not None:
+                q = np.where(np.arange(V) == x, 0, q)
+                q = q / q.sum()
+        else:
+            return path, p
+
+
+def same(
+    accepted: Accepted, paths: list[list[int]], rests: list[np.ndarray], generators: Generators
+) -> None:
+    for nodes, n, path in zip(
+        accepted.nodes.tolist(), accepted.num_accepted.tolist(), paths, strict=True
+    ):
+        assert nodes[: n + 1] == path
+        assert not any(nodes[n + 1 :])
+    assert {len(path) for path in paths} >= {1, 2, 3}  # so that paths say something
+    assert torch.equal(accepted.bonus, generators.sample(torch.from_numpy(np.stack(rests)).float()))
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
+@pytest.mark.parametrize(
+    ("sampled", "tree"),
+    [
+        (False, TREE),
+        (False, random_parents(9)),
+        (True, Tree.chain(4)),
+        (True, DEEP),
+    ],
+    ids=["ranked", "ranked, trees differ", "chain", "tree"],
+)
+def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(sampled, tree, sampling) -> None:
+    draft, tokens, logits = random_draft(sampled, tree)
+    accepted = verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
+    generators, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
+    uniforms = generators.uniform(tokens.shape[1]).double().numpy()
+    found = [walked(draft, text, p[text], uniforms[text]) for text in range(NUM_TEXTS)]
+    same(accepted, [path for path, _ in found], [rest for _, rest in found], generators)
+
+
+def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> list[int]:
+    """The longest typical prefix among the paths to all leaves, the likelier of equal ones."""
+    tokens, children = [0, *draft.tokens[text].tolist()], children_of(draft, text)
+    best, paths = (0, 0.0, [0]), [[0]]
+    while paths:
+        path = paths.pop(0)
+        paths += [[*path, child] for child in children[path[-1]]]
+        length, log_prob = 0, 0.0
+        for parent, node in pairwise(path):
+            entropy = -(p[parent] * np.log(p[parent] + 1e-5)).sum()
+            if p[parent][tokens[node]] <= min(rule.threshold, rule.alpha * np.exp(-entropy)):
+                break
+            length, log_prob = length + 1, log_prob + np.log(p[parent][tokens[node]])
+        if (length, log_prob) > best[:2] or length > best[0]:
+            best = (length, log_prob, path[: length + 1])
+    return best[2]
+
+
+@pytest.mark.parametrize("rule", [Typical(), Typical(threshold=0.3, alpha=0.7)])
+@pytest.mark.parametrize("tree", [DEEP, random_parents(9)], ids=["tree", "trees differ"])
+def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) -> None:
+    draft, tokens, logits = random_draft(False, tree)
+    sampling = replace(WARPED, typical=rule)
+    accepted, generators = (
+        verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
+        seeded(NUM_TEXTS),
+    )
+    p = sampling.probabilities(logits).double().numpy()
+    paths = [likeliest_typical(draft, text, p[text], rule) for text in range(NUM_TEXTS)]
+    same(accepted, paths, [p[text, path[-1]] for text, path in enumerate(paths)], generators)
+
+
+def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
+    even = torch.zeros(2, 4)  # entropy log 4: alpha / 4 = 0.075 is below the threshold of 0.09
+    sure = torch.tensor([0.915, 0.085]).log().expand(2, -1)  # alpha * exp(-0.29) is above it
+    chain = Tree.chain(1)
+    for logits, token, rule, kept in [
+        (even, 1, Typical(), 1),
+        (even, 1, Typical(threshold=0.2, alpha=1.1), 1),
+        (even, 1, Typical(threshold=0.3, alpha=1.1), 0),
+        (sure, 1, Typical(), 0),
+        (sure, 1, Typical(threshold=0.08), 1),
+        (sure, 0, Typical(), 1),
+    ]:
+        found = verified(drafted(chain, [token]), logits, replace(PLAIN, typical=rule))
+        assert found.num_accepted.tolist() == [kept]
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(23), default_tree(3, 23)])
+def test_a_layout_is_one_for_passes_in_and_outside_of_inference_mode(tree: Tree) -> None:
+    with torch.inference_mode():
+        layout = tree_layout(tree, torch.device("cpu"))
+    found = (layout.parents, layout.mask, layout.depths)
+    assert not any(each.is_inference() for each in found)

@@ -1,0 +1,283 @@
+from collections import Counter
+
+import pytest
+import torch
+from toys import eagle_head, random_target, texts
+
+from conf.settings.eagle import EagleConfig, EagleForm
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.measure.replay import replay
+from heads.decoding.drafting import Roots, Seen
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.eagle import branch_attention
+from heads.eagle.branches import Branches, Stretch
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.target_model.model import Target, TargetOutput
+from heads.vocab import DraftVocab
+from tests.eval.decode.test_engine import OWN
+
+# Alike but for the vocabulary, with which there is more to do.
+PLAIN = pytest.param("eagle3", marks=pytest.mark.slow)
+NAMES = ["eagle1", PLAIN, "eagle3 reduced", "eagle3.1"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    """Two that the heads have learnt from, and one that they have not."""
+    return [*(text[:4] for text in texts(target, 2, 1)), [61, 23, 77]]
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target) -> dict[str, EagleHead]:
+    return {
+        "eagle1": eagle_head(target, EagleForm.eagle1),
+        "eagle3": eagle_head(target, EagleForm.eagle3),
+        "eagle3 reduced": eagle_head(target, EagleForm.eagle3, 64),
+        "eagle3.1": eagle_head(target, EagleForm.eagle3, fc_norm=True, norm_output=True),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replay_equals_chain_decoding_step_for_step(target, prompts, heads, name: str) -> None:
+    num_accepted = 0
+    for prompt in prompts:
+        text = decode(target, NoDraft(), prompt, 40).token_ids
+        decoded = decode(target, EagleChain(heads[name], 4), prompt, 40)
+        assert decoded.token_ids == text
+        assert replay(target, heads[name], Tree.chain(4), prompt, text) == decoded.steps
+        num_accepted += sum(step.num_accepted for step in decoded.steps)
+    assert num_accepted > 20
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_drafts_read_texts_of_few_lengths(target, prompts, heads, monkeypatch, kind: str) -> None:
+    widths: list[int] = []
+    usual = branch_attention.plain_attention
+
+    def plain_attention(query: torch.Tensor, branches: Branches) -> torch.Tensor:
+        widths.append(branches.keys.shape[1])
+        return usual(query, branches)
+
+    monkeypatch.setattr(branch_attention, "plain_attention", plain_attention)
+    head = heads["eagle3"]
+    drafter = EagleChain(head, 3) if kind == "chain" else EagleTree(head, DynamicShape(3, 2, 4))
+    decode(target, drafter, prompts[0], 80)
+    assert set(widths) == {64, 128}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [DynamicShape(4, 3, 10), DynamicShape(1, 4, 4)])
+def test_dynamic_trees_are_lossless(target, prompts, heads, name: str, shape: DynamicShape) -> None:
+    for prompt in prompts:
+        text = decode(target, NoDraft(), prompt, 30).token_ids
+        decoded = decode(target, EagleTree(heads[name], shape), prompt, 30)
+        assert decoded.token_ids == text
+        assert any(step.num_accepted for step in decoded.steps) or prompt == prompts[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["chain", "tree", "sampled chain"])
+def test_a_batch_gives_every_text_that_it_gives_alone(
+    target, prompts, heads, name: str, kind: str
+) -> None:
+    warm = Sampling(temperature=0.7) if kind == "sampled chain" else Sampling()
+
+    def drafter(*seeds: int):
+        if kind == "tree":
+            return EagleTree(heads[name], DynamicShape(3, 3, 8))
+        return EagleChain(heads[name], 3, warm, seeds)
+
+    batch = [*prompts, prompts[0][:2] * 5]
+    together = decode_batch(target, drafter(10, 11, 12, 13), batch, 30, warm, range(4))
+    for row, (prompt, found) in enumerate(zip(batch, together, strict=True)):
+        alone = decode(target, drafter(10 + row), prompt, 30, warm, row)
+        assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_output_equals_the_targets_greedy_text(family: str) -> None:
+    prompt = [5, 17, 40, 8, 77, 23, 61]
+    target = random_target(family, num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    vocab = DraftVocab.everything(target.vocab_size)
+    head = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    text = decode(target, NoDraft(), prompt, 20).token_ids
+    for drafter in (EagleChain(head, 3), EagleTree(head, DynamicShape(3, 3, 8))):
+        assert decode(target, drafter, prompt, 20).token_ids == text
+
+
+def log_probs(head: EagleHead, committed: list[int], path: list[int]) -> list[float]:
+    """[W] log q after a path of target ids, from a head that reads everything anew."""
+    target = head._target[0]
+    features = head.fuse(head.features(target.read_text(committed[:-1], head.taps))[0])
+    length = len(committed) - 1
+    text = head.read(features, torch.tensor(committed[1:]), torch.arange(length))
+    branches = Branches(text.keys[None], text.values[None], Stretch.up_to(torch.tensor([length])))
+    outputs = head.draft(text, torch.tensor([length - 1]), branches)
+    for depth, token in enumerate(path):
+        place = torch.tensor([length + depth])
+        outputs = head.advance(outputs, torch.tensor([token]), place, branches)
+    return head.logits(outputs)[0].log_softmax(-1).tolist()
+
+
+@torch.no_grad()
+def literal_tree(head: EagleHead, committed: list[int], shape: DynamicShape) -> set[tuple]:
+    """EAGLE-2 by the book: paths of the tree, each expanded on its own."""
+    ids = head.vocab.ids.tolist()
+    frontier: list[tuple[float, list[int]]] = [(0.0, [])]
+    drawn: list[tuple[float, list[int]]] = []
+    for _ in range(shape.depth):
+        children = []
+        for score, path in frontier:
+            ranked = sorted(zip(log_probs(head, committed, path), ids, strict=True), reverse=True)
+            children += [(score + log_q, [*path, token]) for log_q, token in ranked[: shape.top_k]]
+        drawn += children
+        frontier = sorted(children, reverse=True)[: shape.top_k]
+    drawn.sort(key=lambda node: -node[0])
+    return {tuple(path) for _, path in drawn[: shape.num_tokens]}
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3 reduced", "eagle3.1"])
+@pytest.mark.parametrize("shape", [DynamicShape(3, 3, 8), DynamicShape(4, 2, 40)])
+@torch.no_grad()
+def test_the_tree_is_eagle2s(target, heads, name: str, shape: DynamicShape) -> None:
+    head = heads[name]
+    committed = texts(target, 1, 9)[0]
+    drafter = EagleTree(head, shape)
+    cache = target.new_cache(1)
+    # In two pieces, as a prompt and an accepted run come.
+    for part in (slice(0, 6), slice(6, len(committed) - 1)):
+        output = target.read_text(committed[:-1], head.taps)
+        output.hidden_states = output.hidden_states[:, part]
+        output.layers = {i: states[:, part] for i, states in output.layers.items()}
+        drafter.observe(Seen([committed[:-1][part]], output, cache))
+        if part.start == 0:
+            drafter.propose(Roots.of([committed[6]]))
+    draft = drafter.propose(Roots.of([committed[-1]]))
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(draft.tree[0].tolist(), draft.tokens[0].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    assert set(paths[1:]) == literal_tree(head, committed, shape)
+
+
+def test_a_static_tree_can_be_replayed_too(target, prompts, heads) -> None:
+    """Replay of a tree finds at least what replay of its first chain finds."""
+    text = decode(target, NoDraft(), prompts[0], 60).token_ids
+    chain = replay(target, heads["eagle3"], Tree.chain(3), prompts[0], text)
+    tree = replay(target, heads["eagle3"], default_tree(3, 12), prompts[0], text)
+    assert len(tree) <= len(chain)
+
+
+def test_sampling_from_one_candidate_is_greedy(target, prompts, heads) -> None:
+    one = Sampling(temperature=1.0, top_k=1)
+    text = decode(target, NoDraft(), prompts[0], 40).token_ids
+    head = heads["eagle3 reduced"]
+    chain = decode(target, EagleChain(head, 4, one), prompts[0], 40, one)
+    assert chain.token_ids == text
+    tree = decode(target, EagleTree(head, DynamicShape(3, 3, 8)), prompts[0], 40, one)
+    assert tree.token_ids == text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle1", "eagle3 reduced"])
+def test_a_sampled_chain_says_what_it_was_drawn_from(target, heads, name: str) -> None:
+    head, warm = heads[name], Sampling(temperature=0.7)
+    drafter = EagleChain(head, 3, warm, [4])
+    committed = texts(target, 1, 9)[0]
+    output = target.read_text(committed[:-1], head.taps)
+    drafter.observe(Seen([committed[:-1]], output, target.new_cache(1)))
+    draft = drafter.propose(Roots.of([committed[-1]]))
+    path = draft.tokens[0].tolist()
+    for depth in range(3):
+        expected = torch.zeros(target.vocab_size)
+        logits = torch.tensor(log_probs(head, committed, path[:depth])) / 0.7
+        expected[head.vocab.ids] = logits.softmax(-1)
+        torch.testing.assert_close(draft.draft_probs[0, depth], expected, rtol=1e-4, atol=1e-6)
+        assert expected[path[depth]] > 0
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_sampled_drafts_keep_the_targets_distribution(target, prompts, heads, kind: str) -> None:
+    """Frequencies of the first two tokens, drafted against exact probabilities of the target."""
+    warm = Sampling(temperature=2.0, top_k=3)  # so few pairs that draws tell of each
+    prompt, draws = prompts[1], 2000
+    head = heads["eagle3"]
+    drafter = (
+        EagleChain(head, 2, warm, range(1 << 32, (1 << 32) + draws))
+        if kind == "chain"
+        else EagleTree(head, DynamicShape(2, 2, 4))
+    )
+    drawn = decode_batch(target, drafter, [prompt] * draws, 2, warm, range(draws))
+    counts = Counter(tuple(text.token_ids) for text in drawn)
+    exact = pair_probabilities(target, prompt, warm)
+    assert set(counts) <= set(exact)
+    assert len(exact) == 9
+    distance = 0.5 * sum(abs(counts[pair] / draws - p) for pair, p in exact.items())
+    # E|count/n - p| <= sqrt(p (1 - p) / n), and the sum of that over 9 pairs is at most
+    # sqrt(8 / n): twice what is expected is allowed.
+    assert distance < (8 / draws) ** 0.5 < 0.064
+    assert sum(step.num_accepted for text in drawn for step in text.steps) > 200
+
+
+@torch.no_grad()
+def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict[tuple, float]:
+    def after(ids: list[int]) -> list[float]:
+        return how.probabilities(target.logits(target.read_text(ids).hidden_states[0, -1:]))[
+            0
+        ].tolist()
+
+    return {
+        (first, second): p * q
+        for first, p in enumerate(after(prompt))
+        if p > 0
+        for second, q in enumerate(after([*prompt, first]))
+        if q > 0
+    }
+
+
+def piece(target: Target, head: EagleHead, texts: list[list[int]], start: int, end: int) -> Seen:
+    """What the engine would show of texts of one length when it has read on."""
+    outputs = [target.read_text(text, head.taps) for text in texts]
+    shown = TargetOutput(
+        torch.cat([output.hidden_states[:, start:end] for output in outputs]),
+        {
+            i: torch.cat([output.layers[i][:, start:end] for output in outputs])
+            for i in head.taps.layers
+        },
+    )
+    return Seen([text[start:end] for text in texts], shown, target.new_cache(len(texts)))
+
+
+@torch.no_grad()
+def test_what_was_seen_without_a_draft_is_read_later(target, heads) -> None:
+    head, both = heads["eagle3.1"], texts(target, 2, 11)
+    whole, later = (EagleTree(head, DynamicShape(3, 3, 8)) for _ in range(2))
+    whole.observe(piece(target, head, both[1:], 0, 14))
+    later.observe(piece(target, head, both, 0, 5))
+    later.observe(piece(target, head, both, 5, 8))
+    later.keep([1])
+    later.observe(piece(target, head, both[1:], 8, 14))
+    expected, found = (drafter.expand(Roots.of(both[1][14:15])) for drafter in (whole, later))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rows_of_different_lengths_are_joined() -> None:
+    def states(*rows: list[float]) -> TargetOutput:
+        return TargetOutput(torch.tensor(rows).unsqueeze(2))
+
+    first = Seen([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
+    second = Seen([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
+    joined = first.then(second)
+    assert joined.token_ids == [[1, 2, 4], [3, 5, 6]]
+    expected = torch.tensor([[0.1, 0.2, 0.4], [0.3, 0.5, 0.6]])
+    assert torch.equal(joined.output.hidden_states[:, :, 0], expected)

@@ -1,0 +1,256 @@
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from toys import FAMILIES, Clock, noisy_head, random_target
+from transformers import GenerationConfig
+
+from conf.command import clock as eval_clock
+from conf.settings.eagle import EagleConfig
+from eval.decode import batch
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import NoDraft, decode, decode_batch, stream
+from eval.decode.generation import Step
+from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
+from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.target_model.model import Taps
+from heads.vocab import DraftVocab
+
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+ALIKE = ("qwen2", "qwen3", "mistral", "phi3", "mixtral")
+"""Families whose caches are those of others."""
+OWN = [
+    pytest.param(each, marks=[pytest.mark.slow] if each in ALIKE else [])
+    for each in sorted(FAMILIES)
+]
+
+
+class Oracle:
+    """Drafts the target's own texts on the nodes of rank 1, a wrong token on the others."""
+
+    taps = Taps()
+
+    def __init__(self, texts: list[list[int]], prompts: list[list[int]], tree: Tree) -> None:
+        self.texts, self.tree = texts, tree
+        self.seen = [-len(prompt) for prompt in prompts]
+
+    def observe(self, seen: Seen) -> None:
+        assert seen.output.hidden_states.shape[1] >= max(map(len, seen.token_ids))
+        self.seen = [n + len(ids) for n, ids in zip(self.seen, seen.token_ids, strict=True)]
+
+    def propose(self, roots: Roots) -> Draft:
+        rows = []
+        for root, text, seen in zip(roots.ids, self.texts, self.seen, strict=True):
+            assert root == text[seen]
+            rows.append(
+                [
+                    text[min(seen + depth, len(text) - 1)] if rank == 1 else 3
+                    for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True)
+                ]
+            )
+        return Draft.of(self.tree, torch.tensor(rows))
+
+    def keep(self, rows: list[int]) -> None:
+        self.texts, self.seen = [self.texts[r] for r in rows], [self.seen[r] for r in rows]
+
+
+def greedy_by_generate(target, num_tokens: int) -> list[int]:
+    settings = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
+    ids = torch.tensor([PROMPT])
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings
+    )
+    return output[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_output_equals_the_targets_greedy_text(family: str) -> None:
+    target = random_target(family)
+    target.model.generation_config.eos_token_id = None
+    expected = greedy_by_generate(target, 40)
+    assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
+    head = noisy_head(target)
+    for tree in (Tree.chain(3), Tree.from_paths([[0], [1], [1, 2], [1, 2, 0]])):
+        assert decode(target, MedusaDrafter(head, tree), PROMPT, 40).token_ids == expected
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_accepted_branches_of_a_tree_keep_the_text(family: str) -> None:
+    """The right tokens hang behind wrong siblings, so compaction really moves entries."""
+    target = random_target(family)
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 40).token_ids
+    tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
+    drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 40)
+    assert drafted.token_ids == text
+    assert max(step.num_accepted for step in drafted.steps) == 3
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_batch_gives_every_text_that_it_gives_alone(family: str) -> None:
+    """Other prompts, other accepted lengths, other ends."""
+    target = random_target(family)
+    prompts = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
+    target.model.generation_config.eos_token_id = None
+    first = decode(target, NoDraft(), prompts[1], 9).token_ids
+    target.model.generation_config.eos_token_id = [first[8]]
+    texts = [decode(target, NoDraft(), prompt, 24).token_ids for prompt in prompts]
+    assert len({len(text) for text in texts}) > 1
+    tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
+    head = noisy_head(target)
+    alone = [decode(target, MedusaDrafter(head, tree), prompt, 24) for prompt in prompts]
+    for found, one in zip(
+        decode_batch(target, MedusaDrafter(head, tree), prompts, 24), alone, strict=True
+    ):
+        assert (found.token_ids, found.steps) == (one.token_ids, one.steps)
+    for drafter in (NoDraft(), Oracle(texts, prompts, tree)):
+        assert [g.token_ids for g in decode_batch(target, drafter, prompts, 24)] == texts
+
+
+def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
+    target, clock, drafter = random_target(), Clock(), NoDraft()
+    target.model.generation_config.eos_token_id = None
+    for owner, name, seconds in (
+        (target, "extend", lambda _, tokens, *__, **___: 100.0 if tokens.shape[1] > 1 else 10.0),
+        (target, "new_cache", lambda _: 0.5),
+        (drafter, "propose", lambda _: 2.0),
+        (drafter, "observe", lambda _: 0.25),
+        (batch, "verify", lambda *_: 0.125),
+    ):
+        monkeypatch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
+    monkeypatch.setattr(eval_clock, "time", clock)
+    passes = 5
+    times = decode(target, drafter, PROMPT, passes + 1).times
+    assert (times.prefill, times.verify, times.draft) == (100.5, passes * 10, passes * 2)
+    assert times.accept == passes * 0.375
+    assert times.total == 100.5 + passes * 12.375
+    assert (times.decode, times.host) == (passes * 12.375, 0)
+
+
+def test_tokens_are_streamed_as_they_are_accepted() -> None:
+    target = random_target()
+    target.model.generation_config.eos_token_id = None
+    prompts = [PROMPT, PROMPT[::-1]]
+    texts = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in prompts]
+    tree = Tree.from_paths([[0], [1], [1, 1]])
+    pieces = list(stream(target, Oracle(texts, prompts, tree), prompts, 12))
+    assert [len(piece[0]) for piece in pieces] == [1, 3, 3, 3, 2]
+    for row in (0, 1):
+        assert [token for piece in pieces for token in piece[row]] == texts[row]
+
+
+def test_the_text_ends_with_its_stop_token_inside_an_accepted_run() -> None:
+    target = random_target()
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 30).token_ids
+    stop = next(t for i, t in enumerate(text) if i >= 6 and t not in text[:i])
+    end = text.index(stop) + 1
+    target.model.generation_config.eos_token_id = [stop]
+    tree = Tree.from_paths([[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [0]])
+    drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 30)
+    assert drafted.token_ids == text[:end]
+    assert sum(step.num_emitted for step in drafted.steps) == end - 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_max_new_tokens_cuts_an_accepted_run(num_tokens: int) -> None:
+    target = random_target()
+    text = decode(target, NoDraft(), PROMPT, 30).token_ids
+    tree = Tree.from_paths([[1], [1, 1], [1, 1, 1]])
+    drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, num_tokens)
+    assert drafted.token_ids == text[:num_tokens]
+
+
+def test_agreement_asks_at_every_token() -> None:
+    text = [7, 1, 2, 3]
+    # Best two candidates of depths 1 and 2 after each token of the text.
+    ranked = [[[1, 0], [9, 2]], [[5, 2], [3, 0]], [[3, 0], [0, 0]], [[8, 8], [8, 8]]]
+    assert agreements(ranked, text) == [[True, False, True], [False, True]]
+    assert accepted_lengths(Tree.chain(2), ranked, text) == [1, 0, 1, 0]
+
+
+def test_walk_counts_what_each_pass_emits() -> None:
+    # Token 0 comes from the prefill; root 0 accepts 1 and 2 and emits 3; root 3 may still give 2.
+    assert verify_steps([2, 0, 0, 5, 0, 0], 6) == [Step(2, 3, 5), Step(2, 2, 2)]
+    assert verify_steps([0, 0, 0], 3) == [Step(0, 1, 2), Step(0, 1, 1)]
+    assert verify_steps([4], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "family"),
+    [
+        *(("chain", family) for family in ("llama", "gemma2", "falcon_h1")),
+        *(("tree", family) for family in ("llama", "gpt_neox", "gpt_oss", "lfm2", "qwen3_moe")),
+        *(
+            pytest.param(shape, family, marks=pytest.mark.slow)
+            for shape, families in (
+                ("chain", ("gpt_neox", "gpt_oss", "lfm2", "qwen3_moe")),
+                ("tree", ("gemma2", "falcon_h1")),
+            )
+            for family in families
+        ),
+    ],
+)
+def test_replay_equals_decoding_step_for_step(family: str, shape: str) -> None:
+    tree = Tree.chain(3) if shape == "chain" else default_tree(3, 16)
+    target = random_target(family)
+    head = noisy_head(target)
+    for prompt in (PROMPT, PROMPT[::-1], PROMPT[2:5] * 4):
+        text = decode(target, NoDraft(), prompt, 60).token_ids
+        decoded = decode(target, MedusaDrafter(head, tree), prompt, 60)
+        assert replay(target, head, tree, prompt, text) == decoded.steps
+    assert any(step.num_accepted for step in decoded.steps)
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the host wait for a device."""
+
+    NAMES = ("tolist", "item", "cpu", "nonzero", "numpy", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.9)])
+@pytest.mark.parametrize("kind", ["none", "medusa", "eagle chain", "eagle tree", "lookup"])
+def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None:
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    vocab = DraftVocab.everything(target.vocab_size)
+    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    drafter = {
+        "none": NoDraft(),
+        "medusa": MedusaDrafter(noisy_head(target), default_tree(3, 16)),
+        "eagle chain": EagleChain(eagle, 3, sampling, [5, 6]),
+        "eagle tree": EagleTree(eagle, DynamicShape(3, 3, 8)),
+        "lookup": PromptLookup(3),
+    }[kind]
+    steps = iter(stream(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))
+    next(steps)
+    with Waits() as waits:
+        for number in range(1, 5):
+            next(steps)
+            assert waits.count == number
+
+
+def test_the_seed_of_a_text_is_0_unless_told() -> None:
+    target, warm = random_target(), Sampling(temperature=1.5)
+    target.model.generation_config.eos_token_id = None
+
+    def text(*how: object) -> list[int]:
+        return decode_batch(target, NoDraft(), [PROMPT], 12, warm, *how)[0].token_ids
+
+    assert text() == text([0]) == decode(target, NoDraft(), PROMPT, 12, warm).token_ids
+    assert text([1]) != text([0]) != text([7])
+    assert text([7]) == decode(target, NoDraft(), PROMPT, 12, warm, 7).token_ids
+    given = stream(target, NoDraft(), [PROMPT], 12, warm, [7])
+    assert text([7]) == [token for step in given for token in step[0]]

@@ -1,0 +1,148 @@
+import pytest
+import torch
+from toys import random_target
+
+from eval.decode.drafters.lookahead import Lookahead
+from eval.decode.engine import NoDraft, decode, decode_batch
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.sampling import Sampling
+from heads.target_model.model import Target, TargetOutput
+
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
+SIZES = [(1, 2, 1), (4, 2, 3), (7, 5, 7)]
+
+
+def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Seen:
+    """What the engine would show, with the target's answers at some nodes."""
+    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
+    cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
+    logits = None
+    if answers is not None:
+        logits = torch.zeros(len(token_ids), 20, 50)
+        for row, at in zip(logits, answers, strict=True):
+            for node, token in at.items():
+                row[node, token] = 1
+    return Seen(token_ids, output, cache, logits)
+
+
+def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]]:
+    """Per text its draft as the path to each node, in the order of the nodes."""
+    draft = drafter.propose(Roots.of(roots))
+    assert isinstance(draft.tree, torch.Tensor)
+    assert max(draft.layout().depths.flatten()) <= draft.depth
+    found = []
+    for tokens, parents in zip(draft.tokens.tolist(), draft.tree.tolist(), strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, parents, strict=True):
+            assert parent < len(paths)
+            paths.append((*paths[parent], token))
+        found.append([path for path in paths[1:] if PAD not in path])
+    return found
+
+
+def test_nodes_that_would_be_the_same_are_one() -> None:
+    drafter = Lookahead(window=2, level=3, num_guesses=2)
+    drafter.observe(seen([[7, 7]]))
+    # The window is 7 everywhere: below row 0, the root and one node, row 1 adds one.
+    assert branches(drafter, [5]) == [[(7,), (7, 7)]]
+
+
+def test_guesses_come_from_the_prompt_and_share_their_beginning() -> None:
+    drafter = Lookahead(window=1, level=4, num_guesses=3)
+    drafter.observe(seen([[9, 1, 2, 3, 9, 1, 2, 4, 9, 5, 6, 7]]))
+    paths = branches(drafter, [9])[0]
+    assert {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (5, 6), (5, 6, 7)} <= set(paths)
+    assert len(paths) == len(set(paths))
+    assert not {(1, 2, 3), (5, 6, 7)} & set(branches(drafter, [8])[0])
+
+
+def test_only_the_latest_guesses_of_a_token_are_kept() -> None:
+    drafter = Lookahead(window=1, level=3, num_guesses=2)
+    # 1 2 is met again after 3 4, so that 3 4 goes when 5 6 comes.
+    drafter.observe(seen([[9, 1, 2, 9, 3, 4, 9, 1, 2, 9, 5, 6]]))
+    paths = set(branches(drafter, [9])[0])
+    assert {(1, 2), (5, 6)} <= paths
+    assert (3, 4) not in paths
+
+
+def test_smaller_trees_are_filled_up() -> None:
+    drafter = Lookahead(window=1, level=3, num_guesses=2)
+    drafter.observe(seen([[8, 8], [9, 9, 3, 4], [8, 8]]))
+    draft = drafter.propose(Roots.of([5, 9, 6]))
+    sizes = [sum(token != PAD for token in row) for row in draft.tokens.tolist()]
+    assert sizes[0] == sizes[2] < sizes[1] == draft.tokens.shape[1]
+    tokens = draft.tokens.tolist()[1]
+    drafter.keep([1])
+    assert drafter.propose(Roots.of([9])).tokens.tolist() == [tokens]
+
+
+def test_texts_may_end_before_any_was_seen() -> None:
+    drafter = Lookahead(2, 3, 2)
+    drafter.keep([1])
+    drafter.observe(seen([[7, 7]]))
+    assert len(branches(drafter, [5])) == 1
+
+
+def test_the_window_moves_up_a_row_and_fills_the_pool() -> None:
+    drafter = Lookahead(window=2, level=3, num_guesses=2)
+    drafter.observe(seen([[7, 7]]))
+    assert branches(drafter, [5])[0] == [(7,), (7, 7)]
+    # Row 1 are nodes 1 and 2; with what is answered there the columns are 5 7 8 and 7 7 9.
+    drafter.observe(seen([[5]], [{1: 8, 2: 9}]))
+    assert branches(drafter, [7])[0] == [(7,), (8,), (7, 9), (5,), (5, 7)]
+    drafter.observe(seen([[7]], [{2: 10, 3: 11}]))
+    assert branches(drafter, [5])[0] == [(9,), (10,), (9, 11), (7,), (7, 5), (7, 8)]
+
+
+def test_the_texts_own_ngrams_are_guessed() -> None:
+    drafter = Lookahead(window=1, level=3, num_guesses=4)
+    drafter.observe(seen([[1, 2]]))
+    drafter.propose(Roots.of([3]))
+    drafter.observe(seen([[3, 4]], [{1: 30}]))
+    assert {(2,), (2, 3)} <= set(branches(drafter, [1])[0])
+    drafter.observe(seen([[1]], [{1: 31}]))
+    assert {(4,), (4, 1)} <= set(branches(drafter, [3])[0])
+
+
+def with_a_stop(target: Target) -> list[list[int]]:
+    """Sets a stop token that ends one of the texts early; gives the texts."""
+    target.model.generation_config.eos_token_id = None
+    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
+    target.model.generation_config.eos_token_id = [first[9]]
+    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+def test_a_batch_gives_the_targets_texts(family: str, size: tuple[int, int, int]) -> None:
+    target = random_target(family)
+    texts = with_a_stop(target)
+    assert len({len(text) for text in texts}) > 1
+    found = decode_batch(target, Lookahead(*size), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        alone = decode(target, Lookahead(*size), prompt, 50)
+        assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_are_accepted(seed: int) -> None:
+    target = random_target(seed=seed)
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 60).token_ids
+    found = decode(target, Lookahead(), PROMPT + text[:-2], 40)
+    assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 40).token_ids
+    assert max(step.num_accepted for step in found.steps) >= 4
+    assert len(found.steps) < 25
+
+
+def test_sampling_the_likeliest_is_greedy() -> None:
+    target = random_target()
+    sampling = Sampling(temperature=0.7, top_k=1)
+    texts = with_a_stop(target)
+    found = decode_batch(target, Lookahead(), PROMPTS, 50, sampling, [3, 4, 5, 6])
+    greedy = decode_batch(target, Lookahead(), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    assert [one.steps for one in found] == [one.steps for one in greedy]

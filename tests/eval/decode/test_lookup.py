@@ -1,0 +1,204 @@
+import random
+import time
+from statistics import median
+
+import pytest
+import torch
+from toys import random_target
+
+from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.generate import hf_generate
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.sampling import GREEDY, Sampling
+from heads.target_model.model import Target, TargetOutput
+
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
+DRAFTERS = [PromptLookup, Ngram]
+
+
+def seen(*token_ids: list[int], read: bool = False) -> Seen:
+    """What the engine would show of prompts, or of what a pass has read."""
+    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
+    logits = torch.zeros(len(token_ids), 1, 1) if read else None
+    return Seen(list(token_ids), output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
+
+
+def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:
+    """The draft behind a text, which ends in the root."""
+    drafter.observe(seen(text[:-1]))
+    draft = drafter.propose(Roots.of(text[-1:]))
+    assert draft.depth == draft.tokens.shape[1]
+    assert draft.tokens.dtype == torch.int64
+    return draft.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "expected"),
+    [
+        ((3, 3, 1), [1, 2, 3, 9, 8, 7, 1, 2, 3], [9, 8, 7]),
+        ((10, 3, 1), [1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),  # up to the root, not beyond
+        ((2, 1, 1), [1, 5, 1, 6, 1], [5, 1]),  # the first place
+        ((1, 2, 1), [2, 7, 1, 2, 8, 1, 2], [8]),  # a longer run before an earlier place
+        ((1, 1, 1), [2, 7, 1, 2, 8, 1, 2], [7]),
+        ((5, 3, 1), [5, 6, 7, 5], [6, 7, 5]),
+        ((5, 3, 2), [5, 6, 7, 5], []),
+        ((5, 3, 1), [1, 2, 3, 4], []),
+        ((5, 2, 1), [4, 4, 4], [4]),  # a run may overlap the one that it copies
+        ((5, 9, 1), [4], []),
+    ],
+)
+def test_prompt_lookup_copies_what_followed(
+    settings: tuple[int, int, int], text: list[int], expected: list[int]
+) -> None:
+    assert drafted(PromptLookup(*settings), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "expected"),
+    [
+        ((4, 1, 1), [1, 2, 1, 2, 1, 3, 1], [2, 1, 2, 1]),  # 2 followed 1 twice, 3 once
+        ((2, 1, 1), [1, 2, 1, 3, 1], [3, 1]),  # of equals the latest
+        ((1, 2, 1), [4, 1, 3, 1, 2, 1, 2, 4, 1], [3]),  # a longer run before a majority
+        ((1, 1, 1), [4, 1, 3, 1, 2, 1, 2, 4, 1], [2]),
+        ((6, 3, 1), [1, 2, 3, 1], [2, 3, 1, 2, 3, 1]),  # on beyond the end of the text
+        ((6, 2, 2), [1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2]),
+        ((6, 2, 2), [1, 2, 3, 1], []),
+        ((5, 3, 1), [1, 2, 3, 4], []),
+    ],
+)
+def test_ngrams_follow_the_majority_and_go_on(
+    settings: tuple[int, int, int], text: list[int], expected: list[int]
+) -> None:
+    assert drafted(Ngram(*settings), text) == expected
+
+
+def test_texts_that_find_less_are_filled_up() -> None:
+    drafter = PromptLookup(3)
+    drafter.observe(seen([1, 2, 3, 4], [7, 8], [6]))
+    draft = drafter.propose(Roots.of([1, 7, 5]))
+    gap = PAD
+    assert draft.tokens.tolist() == [[2, 3, 4], [8, 7, gap], [gap, gap, gap]]
+    drafter.keep([1])
+    drafter.observe(seen([7, 8], read=True))
+    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[8, 7]]
+
+
+def test_texts_may_end_before_any_was_seen() -> None:
+    drafter = PromptLookup(2)
+    drafter.keep([1])
+    assert drafted(drafter, [1, 2, 1]) == [2, 1]
+
+
+def test_prompt_lookup_equals_a_search_through_the_text() -> None:
+    luck = random.Random(0)
+    for _ in range(300):
+        text = luck.choices(range(luck.choice([2, 4, 8])), k=luck.randint(1, 40))
+        low = luck.randint(1, 3)
+        settings = (luck.randint(1, 6), luck.randint(low, 5), low)
+        assert drafted(PromptLookup(*settings), text) == searched(text, *settings)
+
+
+def searched(text: list[int], num_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:
+    for size in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
+        for end in range(size, len(text)):
+            if text[end - size : end] == text[-size:]:
+                return text[end : end + num_tokens]
+    return []
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | type[Ngram]) -> None:
+    luck = random.Random(1)
+    text = luck.choices(range(4), k=60)
+    one = drafter(6)
+    one.observe(seen(text[:9]))
+    place = 9
+    while place < 50:
+        draft = one.propose(Roots.of([text[place]])).tokens[0].tolist()
+        assert draft == drafted(drafter(6), text[: place + 1])
+        kept = luck.randint(1, 4)
+        one.observe(seen(text[place : place + kept], read=True))
+        place += kept
+
+
+def with_a_stop(target: Target) -> list[list[int]]:
+    """Sets a stop token that ends one of the texts early; gives the texts."""
+    target.model.generation_config.eos_token_id = None
+    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
+    target.model.generation_config.eos_token_id = [first[9]]
+    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+def test_a_batch_gives_the_targets_texts(
+    family: str, drafter: type[PromptLookup] | type[Ngram]
+) -> None:
+    target = random_target(family)
+    texts = with_a_stop(target)
+    assert len({len(text) for text in texts}) > 1
+    found = decode_batch(target, drafter(5), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        alone = decode(target, drafter(5), prompt, 50)
+        assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_text_that_repeats_itself_takes_few_passes(
+    drafter: type[PromptLookup] | type[Ngram],
+) -> None:
+    target = random_target()
+    target.model.generation_config.eos_token_id = None
+    text = decode(target, NoDraft(), PROMPT, 60).token_ids
+    # Its own text stands in the prompt, so that the copy begins where the text begins.
+    found = decode(target, drafter(10), PROMPT + text[:-2], 30)
+    assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 30).token_ids
+    assert max(step.num_accepted for step in found.steps) >= 5
+    assert len(found.steps) < 20
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_sampling_the_likeliest_is_greedy(drafter: type[PromptLookup] | type[Ngram]) -> None:
+    target = random_target()
+    sampling = Sampling(temperature=0.7, top_k=1)
+    texts = with_a_stop(target)
+    found = decode_batch(target, drafter(5), PROMPTS, 50, sampling, [3, 4, 5, 6])
+    greedy = decode_batch(target, drafter(5), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    assert [one.steps for one in found] == [one.steps for one in greedy]
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 3, 10])
+def test_prompt_lookup_takes_as_many_passes_as_generate(max_ngram: int, num_tokens: int) -> None:
+    target = random_target()
+    texts = with_a_stop(target)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        ours = decode(target, PromptLookup(num_tokens, max_ngram), prompt, 50)
+        # The engine's first token comes from the prompt's pass, before anything is drafted.
+        theirs = hf_generate(
+            target, [prompt + text[:1]], 49, GREEDY, 0,
+            prompt_lookup_num_tokens=num_tokens, max_matching_ngram_size=max_ngram,
+        )[0]  # fmt: skip
+        assert text[:1] + theirs.token_ids == ours.token_ids
+        assert 1 + len(theirs.steps) == len(ours.steps)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_step_does_not_search_a_long_text(drafter: type[PromptLookup] | type[Ngram]) -> None:
+    luck = random.Random(0)
+    seconds = []
+    for length in (256, 8192):
+        one = drafter()
+        one.observe(seen(luck.choices(range(200), k=length)))
+        steps = []
+        for _ in range(200):
+            started = time.perf_counter()
+            one.propose(Roots.of([luck.randrange(200)]))
+            steps.append(time.perf_counter() - started)
+        seconds.append(median(steps))
+    assert seconds[1] < 8 * seconds[0]

@@ -1,0 +1,206 @@
+import random
+import time
+from collections import Counter
+from statistics import median
+
+import pytest
+import torch
+from pytest import approx
+from toys import random_target
+
+from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.engine import NoDraft, decode, decode_batch
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.sampling import Sampling
+from heads.target_model.model import Target, TargetOutput
+
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
+
+
+def seen(token_ids: list[list[int]], read: bool = True) -> Seen:
+    """What the engine would show of prompts, or of what a pass has read."""
+    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
+    logits = torch.zeros(len(token_ids), 1, 1) if read else None
+    return Seen(token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
+
+
+def suffix(max_ngram: int = 24, *limits) -> Suffix:
+    return Suffix(SuffixTree(max_ngram), *limits)
+
+
+def drafted(drafter: Suffix, text: list[int]) -> tuple[list[int], float]:
+    """The draft behind a text, which ends in the root, and what it promises."""
+    drafter.observe(seen([text[:-1]], read=False))
+    return drafter.drafts(text[-1:])[0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "text", "tokens", "score"),
+    [
+        # As many tokens as the run that is continued has.
+        ((), [1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9, 8, 7], 3),
+        ((2,), [1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9, 8], 2),
+        ((24, 2.0), [1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9, 8, 7, 6, 1, 2], 6),
+        ((24, 0.5), [1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9], 1),
+        ((24, 2.0), [5, 6, 7, 8, 5, 6], [7, 8, 5, 6], 4),  # up to the root, not beyond
+        # 1 was followed by 2 twice and by 3 once, and 1 2 by 7 and by 8.
+        ((), [1, 2, 7, 1, 3, 1, 2, 8, 1], [2], 2 / 3),
+        ((24, 2.0), [1, 2, 7, 1, 3, 1, 2, 8, 1], [2, 8], 2 / 3 + 1 / 3),
+        ((24, 2.0, 0.5), [1, 2, 7, 1, 3, 1, 2, 8, 1], [2], 2 / 3),
+        # 9 1 was followed by 2 and by 3, but 1 by 2 three times of four.
+        ((1,), [9, 1, 2, 9, 1, 3, 1, 2, 1, 2, 5, 9, 1], [2], 3 / 4),
+        ((1,), [9, 1, 2, 9, 1, 3, 5, 9, 1], [3], 1 / 2),  # of equals the latest
+        ((), [1, 2, 3, 4], [], 0),
+        ((), [4], [], 0),
+    ],
+)
+def test_a_draft_follows_the_majority_behind_the_best_run(limits, text, tokens, score) -> None:
+    assert drafted(suffix(24, *limits), text) == (tokens, approx(score))
+
+
+def test_it_is_what_counting_through_the_text_gives() -> None:
+    luck = random.Random(0)
+    for _ in range(400):
+        text = luck.choices(range(luck.choice([2, 3, 5])), k=luck.randint(1, 40))
+        max_ngram = luck.randint(1, 6)
+        limits = (luck.randint(1, 8), luck.choice([0.5, 1.0, 3.0]), luck.choice([0.0, 0.1, 0.4]))
+        tokens, score = drafted(suffix(max_ngram, *limits), text)
+        assert (tokens, approx(score)) == counted(text, max_ngram, *limits)
+
+
+def counted(text: list[int], max_ngram: int, num_tokens: int, factor: float, min_prob: float):
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in range(min(max_ngram, len(text)), 0, -1):
+        most = min(num_tokens, int(factor * length))
+        found = continued(text, text[-length:], max_ngram, most, min_prob)
+        best = max(best, found, key=lambda each: each[1])
+    return best
+
+
+def continued(text: list[int], run: list[int], max_ngram: int, most: int, min_prob: float):
+    body, tokens, probability, score = text[:-1], [], 1.0, 0.0
+    while len(tokens) < most:
+        size = len(run)
+        ends = [end for end in range(size, len(body) + 1) if body[end - size : end] == run]
+        if not ends:
+            break
+        if len(ends) == 1 or size == max_ngram:
+            copied = text[ends[0] :][: most - len(tokens)]
+            return tokens + copied, score + probability * len(copied)
+        counts: Counter[int] = Counter()
+        leader = body[ends[0]]
+        for follower in (body[end] for end in ends if end < len(body)):
+            counts[follower] += 1
+            leader = follower if counts[follower] >= counts[leader] else leader
+        probability *= counts[leader] / counts.total()
+        if probability < min_prob:
+            break
+        tokens.append(leader)
+        score += probability
+        run = [*run, leader]
+    return tokens, score
+
+
+def test_reading_on_equals_reading_all_at_once() -> None:
+    luck = random.Random(1)
+    text = luck.choices(range(4), k=60)
+    one = suffix()
+    one.observe(seen([text[:9]], read=False))
+    place = 9
+    while place < 50:
+        # Nothing is found among the answers that is not found in the text.
+        draft = one.drafts([text[place]])[0]
+        assert draft[1] >= drafted(suffix(), text[: place + 1])[1]
+        kept = luck.randint(1, 4)
+        one.observe(seen([text[place : place + kept]]))
+        place += kept
+
+
+def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
+    answers = SuffixTree(24)
+    first = Suffix(answers)
+    assert drafted(first, [1, 2, 3, 7]) == ([], 0)
+    first.observe(seen([[7, 8, 9]]))
+    first.propose(Roots.of([6]))
+    assert drafted(Suffix(answers), [5, 7]) == ([8], 1)
+    second = Suffix(answers)
+    second.observe(seen([[5, 4, 4]], read=False))
+    second.propose(Roots.of([7]))
+    second.observe(seen([[7]]))
+    assert second.drafts([8]) == [([9, 6], 2)]
+    assert drafted(Suffix(answers), [4, 2]) == ([], 0)
+
+
+def test_texts_of_a_batch_copy_from_each_other() -> None:
+    drafter = suffix()
+    drafter.observe(seen([[1], [2], [3]], read=False))
+    drafter.propose(Roots.of([7, 4, 5]))
+    drafter.observe(seen([[7, 8, 9], [4], [5]]))
+    drafter.propose(Roots.of([1, 6, 6]))
+    drafter.keep([1, 2])
+    drafter.observe(seen([[6], [6]]))
+    draft = drafter.propose(Roots.of([7, 5]))
+    assert draft.tokens.tolist() == [[8], [6]]
+    assert draft.draft_probs is None
+
+
+def test_texts_that_find_less_are_filled_up() -> None:
+    drafter = suffix()
+    drafter.observe(seen([[1, 2, 3, 4, 1], [7, 8], [6]], read=False))
+    draft = drafter.propose(Roots.of([2, 7, 5]))
+    assert draft.tokens.tolist() == [[3, 4], [8, PAD], [PAD, PAD]]
+
+
+def test_texts_may_end_before_any_was_seen() -> None:
+    drafter = suffix()
+    drafter.keep([1])
+    assert drafted(drafter, [1, 2, 1]) == ([2], 1)
+
+
+def with_a_stop(target: Target) -> list[list[int]]:
+    """Sets a stop token that ends one of the texts early; gives the texts."""
+    target.model.generation_config.eos_token_id = None
+    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
+    target.model.generation_config.eos_token_id = [first[9]]
+    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+def test_a_batch_gives_the_targets_texts(family: str) -> None:
+    target = random_target(family)
+    texts = with_a_stop(target)
+    assert len({len(text) for text in texts}) > 1
+    answers = SuffixTree(24)
+    for factor in (1.0, 3.0):
+        found = decode_batch(target, Suffix(answers, 24, factor), PROMPTS, 50)
+        assert [one.token_ids for one in found] == texts
+    # The second time all is known.
+    assert max(step.num_accepted for one in found for step in one.steps) > 15
+
+
+def test_sampling_the_likeliest_is_greedy() -> None:
+    target = random_target()
+    sampling = Sampling(temperature=0.7, top_k=1)
+    texts = with_a_stop(target)
+    found = decode_batch(target, suffix(), PROMPTS, 50, sampling, [3, 4, 5, 6])
+    greedy = decode_batch(target, suffix(), PROMPTS, 50)
+    assert [one.token_ids for one in found] == texts
+    assert [one.steps for one in found] == [one.steps for one in greedy]
+
+
+@pytest.mark.parametrize("num_ids", [1, 3, 200])
+def test_a_step_does_not_search_a_long_text(num_ids: int) -> None:
+    luck = random.Random(0)
+    seconds = []
+    for length in (256, 8192):
+        one = suffix()
+        one.observe(seen([luck.choices(range(num_ids), k=length)], read=False))
+        steps = []
+        for _ in range(200):
+            started = time.perf_counter()
+            one.drafts([luck.randrange(num_ids)])
+            steps.append(time.perf_counter() - started)
+        seconds.append(median(steps))
+    assert seconds[1] < 8 * seconds[0]

@@ -1,0 +1,139 @@
+import pytest
+from toys import CHATML, tokenizer
+
+from conf.errors import InputError
+from data.rows.records import Record
+from data.templates.chat import Encoder
+from eval.measure.prompts import Prompt, first_turns, next_turns, share
+
+SYSTEM = {"role": "system", "content": "Be kind"}
+END = 2  # <|im_end|>
+# Strips the thinking of earlier turns, as Qwen3's template does.
+THINKING = CHATML.replace("m['content']", "m['content'].split('</think>')[-1].lstrip()")
+NO_EMPTY_TURN = (
+    "{% for m in messages %}{% if not m['content'] %}{{ raise_exception('empty turn') }}"
+    "{% endif %}{% endfor %}" + CHATML
+)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def record(*messages: dict[str, str], category: str = "all", line: int = 1) -> Record:
+    return Record(list(messages), None, f"chats.jsonl:{line}", category)
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def rendered(prompts: list[Prompt]) -> list[str]:
+    return [tokenizer().decode(prompt.token_ids) for prompt in prompts]
+
+
+TWO_TURNS = record(user("Hi"), user("And you?"), category="chat")
+
+
+def test_first_turns_end_where_the_answer_begins():
+    records = [
+        TWO_TURNS,
+        record(SYSTEM, user("Who?"), assistant("Me"), user("Why?"), category="qa", line=2),
+    ]
+    prompts = first_turns(records, Encoder(tokenizer()))
+    assert rendered(prompts) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ]
+    assert [(p.category, p.dialogue, p.turn, p.question) for p in prompts] == [
+        ("chat", 0, 1, "Hi"), ("qa", 1, 1, "Who?"),
+    ]  # fmt: skip
+
+
+def test_the_second_turn_follows_the_targets_answer():
+    prompts = first_turns([TWO_TURNS], Encoder(tokenizer()))
+    following = next_turns(
+        [TWO_TURNS], prompts, [[*ids("fine, thanks."), END]], Encoder(tokenizer())
+    )
+    assert rendered(following) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine, thanks.<|im_end|>\n"
+        "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
+    ]
+    (prompt,) = following
+    assert (prompt.category, prompt.dialogue, prompt.turn) == ("chat", 0, 2)
+    assert prompt.question == "And you?"
+
+
+def test_answers_of_the_data_set_are_not_used():
+    own = record(
+        SYSTEM, user("Who?"), assistant("ignored"), {"role": "tool", "content": "ignored"},
+        assistant("ignored"), user("Why?"), assistant("ignored"), user("When?"),
+    )  # fmt: skip
+    prompts = first_turns([own], Encoder(tokenizer()))
+    for answer in ("me", "so"):
+        prompts = next_turns([own], prompts, [ids(answer)], Encoder(tokenizer()))
+    assert rendered(prompts) == [
+        "<|im_start|>system\nBe kind<|im_end|>\n"
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nme<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+        "<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n"
+    ]
+    assert prompts[0].turn == 3
+    assert next_turns([own], prompts, [ids("now")], Encoder(tokenizer())) == []
+
+
+def test_dialogues_without_a_further_question_drop_out():
+    records = [record(user("a")), TWO_TURNS, record(user("b"), assistant("c"))]
+    prompts = first_turns(records, Encoder(tokenizer()))
+    following = next_turns(records, prompts, [ids("x"), ids("y"), ids("z")], Encoder(tokenizer()))
+    assert [(p.dialogue, p.turn) for p in following] == [(1, 2)]
+    assert "assistant\ny<|im_end|>" in rendered(following)[0]
+    assert next_turns(records, following, [ids("w")], Encoder(tokenizer())) == []
+
+
+def test_an_empty_answer_stays_as_an_empty_turn():
+    prompts = first_turns([TWO_TURNS], Encoder(tokenizer()))
+    assert rendered(next_turns([TWO_TURNS], prompts, [[END]], Encoder(tokenizer()))) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
+    ]
+
+
+def test_the_template_may_rewrite_earlier_turns():
+    prompts = first_turns([TWO_TURNS], Encoder(tokenizer(THINKING)))
+    answer = ids("<think>\nhello?\n</think>\n\nfine")
+    assert rendered(next_turns([TWO_TURNS], prompts, [answer], Encoder(tokenizer(THINKING)))) == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
+        "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    "nothing", [record(SYSTEM, line=7), Record(None, "Once upon", "chats.jsonl:7")]
+)
+def test_a_record_without_a_question_is_refused(nothing):
+    message = r"chats.jsonl:7: no user message to answer; measuring needs prompts"
+    with pytest.raises(InputError, match=message):
+        first_turns([TWO_TURNS, nothing], Encoder(tokenizer()))
+
+
+def test_what_the_template_refuses_is_named():
+    strict = Encoder(tokenizer(NO_EMPTY_TURN))
+    prompts = first_turns([TWO_TURNS], strict)
+    with pytest.raises(InputError, match=r"chats.jsonl:1, turn 2: .*refuses .*: empty turn"):
+        next_turns([TWO_TURNS], prompts, [[END]], strict)
+
+
+def of_dialogues(*dialogues: int) -> list[Prompt]:
+    return [Prompt("all", [], dialogue) for dialogue in dialogues]
+
+
+def test_dialogues_are_dealt_round():
+    prompts = of_dialogues(0, 1, 2, 3, 4, 0, 1, 2)
+    assert share(prompts, 0, 2) == [0, 2, 4, 5, 7]
+    assert share(prompts, 1, 2) == [1, 3, 6]

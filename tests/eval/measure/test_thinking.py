@@ -1,0 +1,91 @@
+"""Thinking and answer, told apart in what the target wrote."""
+
+import pytest
+from toys import CHATML, random_target, tokenizer
+
+from conf.command.clock import Times
+from conf.settings.measure import SpeedupRun
+from data.rows.forms import Record
+from data.templates.chat import Encoder
+from eval import acceptance
+from eval.compare.figures import summarise
+from eval.compare.methods import Method
+from eval.compare.timing import PromptRun
+from eval.decode.generation import Generation, Step
+from eval.measure.bench import Bench
+from eval.measure.prompts import first_turns, num_thinking
+from eval.measure.stats import PromptSteps, by_part, summary
+from heads.decoding.sampling import GREEDY
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if opens is true %}<think>\n{% endif %}{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}[think]{{ m['reasoning_content'] }}[/think]{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "thinking", "answer"),
+    [
+        (THINKS, {}, "<think>\nhow are you?\n</think>", "\n\nfine<|im_end|>"),
+        (THINKS, {}, "<think>\nhow are you", ""),
+        (THINKS, {}, "", "fine</think><|im_end|>"),
+        (THINKS, {"opens": True}, "how are you?\n</think>", "\n\nfine<|im_end|>"),
+        (THINKS, {"enable_thinking": False}, "", "fine<|im_end|>"),
+        (CHANNELS, {}, "[think]how are you?[/think]", "fine<|im_end|>"),
+        (CHATML, {}, "", "fine<|im_end|>"),
+    ],
+)
+def test_thinking_ends_with_what_the_template_puts_behind_it(
+    template: str, kwargs: dict, thinking: str, answer: str
+) -> None:
+    made = tokenizer(template)
+    messages = [{"role": "user", "content": "hello"}]
+    prompt = first_turns([Record(messages, None, "here")], Encoder(made, kwargs))[0]
+    before, after = (made(text, add_special_tokens=False).input_ids for text in (thinking, answer))
+    assert num_thinking(prompt, before + after, made) == len(before)
+
+
+def test_a_pass_belongs_to_the_part_of_its_first_token() -> None:
+    steps = [Step(1, 2, 9), Step(2, 3, 7), Step(0, 1, 4), Step(2, 3, 3)]  # at 1, 3, 6 and 7
+    both = [PromptSteps("a", steps, num_thinking=4), PromptSteps("a", steps[2:])]
+    assert by_part(both) == {
+        "thinking": {"tau": 2.5, "num_tokens": 5},
+        "answer": {"tau": 2.0, "num_tokens": 8},
+    }
+    assert summary(both, 2, 0)["by_part"] == by_part(both)
+    assert by_part([PromptSteps("a", steps, num_thinking=3)])["thinking"] == {
+        "tau": 2.0,
+        "num_tokens": 2,
+    }
+    assert by_part([PromptSteps("a", steps)]) == {}
+
+
+def test_both_results_tell_thinking_from_answers() -> None:
+    target = random_target()
+    target.tokenizer = made = tokenizer(THINKS)
+    record = Record([{"role": "user", "content": "hello"}], None, "here")
+    [prompt] = first_turns([record], Encoder(made, {"opens": True}))
+    before, after = (made(t, add_special_tokens=False).input_ids for t in ("hi</think>", "fine"))
+    steps = [Step(1, len(before), 9), Step(0, 1, 2)]  # the second after all of the thinking
+    text = Generation([*before, *after], steps, times=Times(total=1.0))
+    bench = Bench(target, [], [prompt], GREEDY, {}, True)
+    expected = {
+        "thinking": {"tau": len(before), "num_tokens": len(before)},
+        "answer": {"tau": 1.0, "num_tokens": 1},
+    }
+    found = [PromptRun(prompt, {"vanilla": [text]})]
+    methods = {"vanilla": Method(lambda *_: [text])}
+    [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
+    assert row["by_part"] == expected
+    kept = acceptance._kept(bench, prompt, text.token_ids, steps, [1, 1])
+    assert by_part([acceptance._prompt_steps(kept)]) == expected

@@ -1,0 +1,281 @@
+"""Chances that hold, the threshold that pays, and the command that finds both."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toys import eagle_head
+
+from conf.errors import InputError
+from conf.settings.calibrate import CalibrateRun
+from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.eagle import EagleForm
+from conf.settings.measure import DynamicTreeConfig, SpeedupRun
+from eval import calibrate, speedup
+from eval.compare.names import known_methods
+from eval.decode.generation import Step
+from eval.tune import cost
+from eval.tune.confidence import Costs, Expected, Told, Until, bins, by_depth, ece, fit, sigmoid
+from eval.tune.cost import CostCurve
+from heads.decoding.confidence import Calibration
+from heads.kinds import KINDS
+from heads.target_model.load import load_target
+from tests.eval.test_commands import made, settings
+from tests.eval.test_resume import KilledError, killed_after
+
+
+def test_errors_by_hand() -> None:
+    # Two bins: of three chances of .2 on average one was kept, of one of .95 none.
+    chances = np.array([0.15, 0.95, 0.19, 0.11])
+    kept = np.array([True, False, False, False])
+    assert bins(chances, kept) == [
+        (pytest.approx(0.15), pytest.approx(1 / 3), 3),
+        (0.95, 0.0, 1),
+    ]
+    assert ece(chances, kept) == pytest.approx(0.75 * (1 / 3 - 0.15) + 0.25 * 0.95)
+    assert ece(np.array([1.0, 0.999]), np.array([True, True])) == pytest.approx(0.0005)
+    assert ece(np.array([]), np.array([], bool)) == 0
+
+
+def test_what_a_step_could_test_by_hand() -> None:
+    # Left: 9, 2 (the last), 5 of a head that knew two positions more.
+    steps = [Step(1, 2, 9), Step(2, 2, 2), Step(2, 3, 5)]
+    told = Told.of([[0.0, 1.0, 2.0], [0.0] * 3, [3.0, 0.0]], steps, [3, 3, 2], 3)
+    assert told.tested.tolist() == [3, 2, 2]
+    assert [each.tolist() for each in told.kept(1)] == [[True, True, True], [True, True, True]]
+    assert [each.tolist() for each in told.kept(2)] == [[True, True, True], [False, True, True]]
+    assert [each.tolist() for each in told.kept(3)] == [[True, False, False], [False]]
+    doubled = Calibration((1.0, 1.0, 2.0), (0.0, 0.0, 0.0))
+    chances = told.chances(doubled)
+    assert chances[0].tolist() == pytest.approx([0.5, 0.365529, 0.267223], rel=1e-5)
+    assert chances[2, 2] == 0  # no chain is that long
+    first, *_, last = by_depth(told, doubled)
+    assert (len(first[0]), len(last[0])) == (3, 1)
+
+
+def synthetic(temperatures: list[float], offsets: list[float], number: int = 40_000) -> Told:
+    """Steps in which a head of such scales says how sure it is."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0.0, 2.0, (number, len(temperatures)))
+    passes = rng.random(logits.shape) < sigmoid(logits / temperatures + offsets)
+    accepted = passes.cumprod(1).sum(1)
+    return Told(logits, accepted, np.full(number, len(temperatures)), accepted + 1)
+
+
+def test_temperatures_are_found_depth_by_depth() -> None:
+    told = synthetic([2.0, 0.5, 1.0], [0.0, 0.0, 0.0])
+    found = fit(told, [0.0])
+    assert found.temperatures == pytest.approx((2.0, 0.5, 1.0), rel=0.15)
+    assert found.offsets == (0.0, 0.0, 0.0)
+    assert max(ece(*each) for each in by_depth(told, found)) < 0.01
+    assert ece(*by_depth(told, Calibration.none(3))[0]) > 0.05
+
+
+def test_an_offset_is_found_where_no_temperature_helps() -> None:
+    told = synthetic([1.0, 1.5], [1.0, 0.6])
+    alone, both = fit(told, [0.0]), fit(told)
+    assert ece(*by_depth(told, alone)[0]) > 0.1
+    assert max(ece(*each) for each in by_depth(told, both)) < 0.01
+    logits = np.linspace(-3, 3, 7)
+    for t, o, true in zip(both.temperatures, both.offsets, ((1.0, 1.0), (1.5, 0.6)), strict=True):
+        np.testing.assert_allclose(
+            sigmoid(logits / t + o), sigmoid(logits / true[0] + true[1]), atol=0.06
+        )
+
+
+def test_a_depth_that_nothing_tested_stays_as_it_is() -> None:
+    told = synthetic([2.0, 1.0], [0.0, 0.0], 500)
+    short = replace(told, tested=np.full(500, 1), accepted=np.minimum(told.accepted, 1))
+    found = fit(short)
+    assert (found.temperatures[1], found.offsets[1]) == (1.0, 0.0)
+
+
+HALF = Calibration.none(2)
+CURVE = CostCurve("cpu", [1, 3], [1.0, 2.0])
+
+
+def test_what_a_threshold_is_expected_to_do_by_hand() -> None:
+    """Chances .9 .81, .9 .45, .5 .25; kept 2, 1 and 2, of which the last is the text's end."""
+    logits = np.log(np.array([[9.0, 9.0], [9.0, 1.0], [1.0, 1.0]]))
+    told = Told(logits, np.array([2, 1, 2]), np.full(3, 2), np.array([3, 2, 2]))
+    costs = Costs(CURVE, [0.125, 0.25], [0.1, 0.2, 0.3])
+    whole = Expected.whole(told, 2, costs)
+    assert (whole.num_drafted, whole.share_accepted, whole.tau) == (2, 5 / 6, 7 / 3)
+    assert whole.tokens_per_s == pytest.approx(7 / (3 * 2.25))
+    # 2, 1 and 0 draft tokens: 3 + 2 + 1 tokens, passes of 2, 1.5 and 1.
+    shorter = Expected.whole(told, 1, costs)
+    assert (shorter.most_tokens, shorter.share_accepted, shorter.tau) == (1, 1, 2)
+    assert shorter.tokens_per_s == pytest.approx(6 / (3 * 1.625))
+    cut = Expected.cut(told, HALF, 0.6, costs)
+    assert (cut.num_drafted, cut.share_accepted, cut.tau) == (1, 1, 2)
+    assert cut.tokens_per_s == pytest.approx(6 / (0.3 + 2 + 0.2 + 1.5 + 0.1 + 1))
+    # Of the last step, which had two tokens left, a chain of one gives both.
+    assert Expected.cut(told, HALF, 0.5, costs).tau == 7 / 3
+    assert Expected.cut(told, HALF, 0.0, costs).num_drafted == 2
+
+
+@pytest.mark.parametrize(("dear", "threshold"), [(0.0, 0.0), (5.0, 0.9)])
+def test_the_threshold_depends_on_what_rows_cost(dear: float, threshold: float) -> None:
+    told = synthetic([1.0, 1.0], [0.0, 0.0], 2000)
+    costs = Costs(CostCurve("cpu", [1, 3], [1.0, 1.0 + 2 * dear]), [0.0] * 2, [0.0] * 3)
+    found = calibrate.report(told, told, costs)
+    assert (found["threshold"] >= threshold) if dear else (found["threshold"] == 0)
+    assert found["checked"]["shorter"]["most_tokens"] == (1 if dear else 2)
+    assert found["checked"]["cut"]["threshold"] == found["threshold"]
+
+
+def test_chains_that_are_timed_end_where_they_should() -> None:
+    calibration, logits = Until.after(2), torch.tensor([-30.0, 30.0])
+    told = [calibration.chance(logits, depth).tolist() for depth in (1, 2, 3)]
+    assert told == [[1, 1], [1, 1], [0, 0]]
+
+
+@pytest.fixture(autouse=True)
+def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(cost, "NUM_PLAIN", 1)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> dict:
+    return made(tmp_path_factory.mktemp("calibrate"), "llama")
+
+
+def calibrated(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 8}
+    calibrate.main(CalibrateRun(**{**own, "num_repeats": 1, **changes}))
+    assert (out_dir / "calibrate.png").is_file()
+    return json.loads((out_dir / "calibrate.json").read_text())
+
+
+def measured(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 14}
+    speedup.main(SpeedupRun(**{**own, "num_repeats": 1, "num_warmups": 0, **changes}))
+    return json.loads((out_dir / "speedup.json").read_text())
+
+
+def test_the_command_calibrates_what_decoding_then_uses(setting, tmp_path, capsys) -> None:
+    head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
+    result = calibrated(setting, head, tmp_path / "c")
+    assert len(result["temperatures"]) == len(result["offsets"]) == 3
+    assert {name: len(row) for name, row in result["ece"].items()} == {
+        "before": 3, "temperatures_alone": 3, "after": 3,
+    }  # fmt: skip
+    methods = result["measured"]["methods"]
+    assert set(methods) == {"vanilla", "whole", "shorter", "cut"}
+    assert methods["whole"]["tau"] == pytest.approx(result["checked"]["whole"]["tau"])
+    assert result["measured"]["lossless"]["num_equal"] == 3
+    assert [row["dialogue"] for row in methods["cut"]["prompts"]] == [1, 3, 5]
+    for when in ("before", "after"):
+        number = sum(number for *_, number in result["reliability"][when][0])
+        assert number == result["num_steps"]["checked"] == methods["whole"]["num_steps"]
+    assert len(result["costs"]["cut"]) == 4
+    assert "checked: cut" in capsys.readouterr().out
+
+    path = head / "draft_confidence.json"
+    stored = json.loads(path.read_text())
+    assert Calibration.of(stored) == Calibration.of(result)
+    assert (stored["device"], stored["temperature"]) == ("cpu", 0.0)
+    # Half of these heads' chains end before their second token.
+    half = {**stored, "temperatures": [1.0] * 3, "offsets": [0.0] * 3, "threshold": 5e-5}
+    path.write_text(json.dumps(half))
+    result = measured(setting, head, tmp_path / "s", methods=["medusa_chain", "medusa_cut"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its cut chain was calibrated on data.path itself" in said
+    assert result["lossless"]["num_equal"] == 12
+    whole, cut = (result["methods"][f"medusa_{kind}"] for kind in ("chain", "cut"))
+    assert (
+        0 < cut["num_drafted"] / cut["num_steps"] < 0.9 * whole["num_drafted"] / whole["num_steps"]
+    )
+    assert cut["tau"] <= whole["tau"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_eagle_head_is_calibrated_for_the_way_it_decodes(setting, tmp_path, temperature) -> None:
+    target = load_target(TargetConfig(path=setting["target"]), torch.device("cpu"))
+    eagle_head(target, EagleForm.eagle3, 150, num_updates=40, layers=[0, 1, 2]).save(
+        tmp_path / "head"
+    )
+    result = calibrated(
+        setting, tmp_path / "head", tmp_path / "c", depth=4, temperature=temperature
+    )
+    assert len(result["temperatures"]) == 4
+    assert (result["measured"]["lossless"] is None) == (temperature > 0)
+    own = {"temperature": temperature, "depth": 4}
+    found = measured(setting, tmp_path / "head", tmp_path / "s", methods="eagle_cut", **own)
+    assert "eagle_cut" in found["methods"]
+    with pytest.raises(InputError, match=r"needs eagle_cut .*eval/calibrate\.py.* as deep"):
+        measured(setting, tmp_path / "head", tmp_path / "t", methods="eagle_cut", depth=5)
+
+
+def test_every_kind_has_a_cut_chain_which_needs_calibrating(setting, tmp_path) -> None:
+    assert {f"{name}_cut" for name in KINDS} <= known_methods().keys()
+    head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
+    with pytest.raises(
+        InputError, match=r"needs medusa_cut \(a Medusa head that eval/calibrate\.py"
+    ):
+        measured(setting, head, tmp_path / "o", methods="medusa_cut")
+    good = {"temperatures": [1.0] * 3, "offsets": [0.0] * 3, "threshold": 0.2, "device": "cpu"}
+    path = head / "draft_confidence.json"
+    shorter = {"temperatures": [1.0] * 2, "offsets": [0.0] * 2}
+    for other in ({"device": "another"}, shorter):
+        path.write_text(json.dumps(good | other))
+        with pytest.raises(InputError, match="needs medusa_cut"):
+            measured(setting, head, tmp_path / "o", methods="medusa_cut")
+    for bad in (
+        {"temperatures": [1.0, 0.0, 1.0]}, {"offsets": [0.0]}, {"threshold": 1.0},
+        {"threshold": None}, {"temperatures": "hot"}, {"temperatures": [], "offsets": []},
+    ):  # fmt: skip
+        path.write_text(json.dumps(good | bad))
+        (name,) = list(bad)[:1]
+        message = rf"head\.path=.*draft_confidence\.json: .*{name}=.*must be numbers above 0"
+        with pytest.raises(InputError, match=message):
+            measured(setting, head, tmp_path / "o", methods="medusa_cut")
+    path.write_text("{")
+    with pytest.raises(InputError, match=r"draft_confidence\.json: not JSON"):
+        measured(setting, head, tmp_path / "o", methods="medusa_cut")
+    assert not (tmp_path / "o").exists()
+
+
+def test_it_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch) -> None:
+    head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
+    whole = calibrated(setting, head, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        killed_after(8, patch)  # all six texts, what passes cost, and one that is timed
+        with pytest.raises(KilledError):
+            calibrated(setting, head, tmp_path / "killed")
+    monkeypatch.setattr(calibrate, "time_steps", None)
+    monkeypatch.setattr(calibrate, "decode", None)
+    again = calibrated(setting, head, tmp_path / "killed")
+    for name in ("temperatures", "offsets", "ece", "reliability"):
+        assert again[name] == whole[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tree": [[0]]}, r"tree=\[\[0\]\]: chains are calibrated; leave it unset"),
+        ({"dynamic_tree": DynamicTreeConfig(top_k=2)}, r"dynamic_tree\.top_k=2: chains are"),
+        ({"num_repeats": 0}, r"num_repeats=0"),
+        ({"depth": 4}, r"depth=4: this head drafts at most 3"),
+        ({"max_new_tokens": 1}, r"data\.path: every answer ends with its first token"),
+    ],
+)
+def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        calibrated(setting, Path(setting["head"]), tmp_path / "o", **changes)
+    assert not (tmp_path / "o/calibrate.json").exists()
+
+
+def test_one_prompt_is_too_few(setting, tmp_path) -> None:
+    own = settings(setting, tmp_path / "o")
+    own["data"].num_prompts = 1
+    with pytest.raises(InputError, match=r"data\.num_prompts=1: calibrating and checking"):
+        calibrate.main(CalibrateRun(**own))
+    assert not (tmp_path / "o").exists()

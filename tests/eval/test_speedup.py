@@ -1,0 +1,282 @@
+"""What `speedup.json` says of runs, by hand."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from pytest import approx
+from toys import random_target, tokenizer
+
+from conf.command.clock import Times
+from conf.settings.measure import SpeedupRun
+from eval.compare.figures import summarise
+from eval.compare.methods import Method
+from eval.compare.timing import PromptRun
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation import Generation, Step
+from eval.measure.bench import Bench
+from eval.measure.prompts import Prompt
+from eval.report.figures import step_ms
+from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.tree import Tree
+
+TARGET = SimpleNamespace(tokenizer=None)
+
+
+def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:
+    return Prompt(category, [5, 6], dialogue, turn)
+
+
+def asked(category: str, dialogue: int) -> Prompt:
+    return replace(prompt(category, dialogue), messages=[{"content": f"question {dialogue}"}])
+
+
+def text(num_tokens: int, seconds: float, prefill: float = 0.0, **more) -> Generation:
+    return Generation(list(range(num_tokens)), times=Times(prefill, total=seconds), **more)
+
+
+def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> None:
+    ids = tokenizer()("z\N{LATIN SMALL LETTER E WITH ACUTE}\N{GRINNING FACE}").input_ids
+    # The prompt's own token; 2 accepted and the bonus; none; 2 accepted where the text ends.
+    steps = [Step(2, 3, 6), Step(0, 1, 3), Step(2, 2, 2)]
+    seconds = Times(total=1.0)
+    plain = [Step(0, 1, left) for left in range(6, 0, -1)]
+    texts = {
+        "vanilla": Generation(ids[:1] * 2, [Step(0, 1, 1)], times=seconds),
+        "tree": Generation(ids, steps, times=seconds, drafted=[4, 4, 4]),
+        "generate": Generation(ids, plain, times=seconds, drafted=[0] * 6),
+        # Two draft tokens and one more came with the prompt's own pass.
+        "lookup": Generation(ids, steps[1:], times=seconds, drafted=[0, 2]),
+    }
+    found = [
+        PromptRun(asked(*own), {name: [each] for name, each in texts.items()})
+        for own in [("a", 0), ("a", 1), ("a", 2), ("b", 3)]
+    ]
+    target = SimpleNamespace(tokenizer=tokenizer())
+    methods = {name: Method(lambda *_: []) for name in texts}
+    bench = Bench(target, [], [], Sampling(1.0), {}, True)  # the text of each is its own
+    # The bytes of a character are shown where it is whole.
+    pieces = ["z", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "", "", "", "\N{GRINNING FACE}"]
+    tree = list(zip(pieces, [0, 1, 2, 0, 0, 1, 2], strict=True))
+    lookup = list(zip(pieces, [1, 2, 3, 0, 0, 1, 2], strict=True))
+    # Of every category in turn; a loop that drafts nothing writes what vanilla does.
+    shown = {"methods": {"vanilla": [("z", 0), ("z", 0)], "tree": tree, "lookup": lookup}}
+    result = summarise(bench, SpeedupRun(num_texts=3), methods, found)
+    assert result["lossless"] is None  # chance alone makes sampled texts differ
+    assert result["texts"] == [
+        {"prompt": 0, "category": "a", "turn": 1, "question": "question 0", **shown},
+        {"prompt": 1, "category": "b", "turn": 1, "question": "question 3", **shown},
+        {"prompt": 2, "category": "a", "turn": 1, "question": "question 1", **shown},
+    ]
+
+
+def test_where_texts_part_and_how_sure_the_target_was() -> None:
+    target = random_target()
+    target.model.generation_config.eos_token_id = None
+    own = decode(target, NoDraft(), [5, 6], 6).token_ids
+    other = [*own[:3], own[3] + 1, *own[4:]]
+    texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}
+    seconds = Times(total=1.0)
+    methods = {name: Method(lambda *_: []) for name in texts}
+    bench = Bench(target, [], [], GREEDY, {}, True)
+    found = [
+        PromptRun(
+            prompt("a", place),
+            {name: [Generation(two[place], times=seconds)] for name, two in texts.items()},
+        )
+        for place in range(2)
+    ]
+    result = summarise(bench, SpeedupRun(num_texts=0), methods, found)["lossless"]
+    margins = []
+    for ids in ([5, 6, *own[:3]], [5, 6, *own[:4]]):
+        logits = target.model(torch.tensor([ids])).logits[0, -1].sort().values
+        margins.append(approx((logits[-1] - logits[-2]).item(), abs=1e-5))
+    assert result == {
+        "num_prompts": 2,
+        "num_equal": 1,
+        "first_divergences": [
+            {"prompt": 1, "method": "tree", "position": 3, "top2_margin": margins[0]},
+            {"prompt": 1, "method": "chain", "position": 4, "top2_margin": margins[1]},
+        ],
+    }
+
+
+def compared(found: list[PromptRun], **settings) -> dict:
+    """The row of `tree`."""
+    methods = {name: Method(lambda *_: []) for name in found[0].runs}
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    return summarise(bench, SpeedupRun(num_texts=0, **settings), methods, found)["methods"]["tree"]
+
+
+def alone(number: int, plain: list[float], drafted: list[float], turn: int = 1) -> PromptRun:
+    """A prompt, its seconds per repeat."""
+    seconds = {"vanilla": plain, "tree": drafted}
+    runs = {name: [text(10, s) for s in each] for name, each in seconds.items()}
+    return PromptRun(prompt("a", number, turn), runs)
+
+
+def test_the_interval_of_a_speedup_leaves_out_a_fortieth_at_each_end() -> None:
+    # Batches without drafting take 1 or 2 seconds, with it 1: like the interval of tau, 1 + k / 8
+    # with k binomial.
+    found = [alone(number, [1.0 + number % 2] * 3, [1.0] * 3) for number in range(8)]
+    row = compared(found, seed=1)
+    assert (row["speedup"], row["speedup_ci95"]) == (1.5, (1.125, 1.875))
+
+
+def test_the_interval_of_a_speedup_knows_of_other_repeats() -> None:
+    """Dialogues alike, repeats of 1, 2 and 3 s: the median of three drawn is 1, 2 or 3."""
+    row = compared([alone(number, [1.0, 2.0, 3.0], [1.0] * 3) for number in range(4)])
+    assert (row["speedup"], row["speedup_ci95"]) == (2.0, (1.0, 3.0))
+
+
+def test_turns_of_a_dialogue_stand_together() -> None:
+    turns = [alone(0, [1.0], [1.0]), alone(0, [2.0], [1.0], turn=2)]
+    assert compared(turns)["speedup_ci95"] is None
+    two = [*turns, alone(1, [1.0], [1.0]), alone(1, [2.0], [1.0], turn=2)]
+    assert compared(two)["speedup_ci95"] == (1.5, 1.5)
+
+
+def test_speedups_are_over_the_faster_of_what_drafts_nothing() -> None:
+    steps = [Step(0, 1, left) for left in range(9, 0, -1)]
+    drafted = [Step(2, 3, left) for left in (9, 6, 3)]
+
+    def measured(**seconds: float) -> dict:
+        runs = {n: [text(10, s, 0.5, steps=steps)] for n, s in seconds.items()}
+        runs["tree"] = [text(10, 1.0, 0.5, steps=drafted)]
+        methods = {name: Method(lambda *_: []) for name in runs}
+        bench = Bench(TARGET, [], [], GREEDY, {}, True)
+        found = [PromptRun(prompt("a"), runs)]
+        return summarise(bench, SpeedupRun(num_texts=0), methods, found)
+
+    result = measured(vanilla=4.0, generate=2.0)
+    assert (result["baseline"], result["baselines"]) == ("generate", ["vanilla", "generate"])
+    rows = result["methods"]
+    assert [rows[n]["speedup"] for n in ("vanilla", "generate", "tree")] == [0.5, 1.0, 2.0]
+    # Of 1.5 s after the prompt 0.5 are left, with 3 tokens a pass.
+    assert rows["tree"]["decode_speedup"] == approx(3.0)
+    assert rows["tree"]["efficiency"] == approx(1.0)
+    assert rows["vanilla"]["efficiency"] == approx(1.5 / 3.5)
+    assert measured(vanilla=2.0, generate=4.0)["baseline"] == "vanilla"
+    assert measured(vanilla=2.0)["baselines"] == ["vanilla"]
+
+
+def test_what_a_gpu_stood_still_is_the_hosts() -> None:
+    """Half of the draft's span and a quarter of the verify pass's, as the first batch showed."""
+    times = Times(1.0, draft=2.0, verify=4.0, accept=1.0, total=9.0)
+    runs = {"vanilla": [Generation([5], times=times)]}
+    busy = {"vanilla": {"draft": 1.0, "verify": 3.0, "accept": 1.5}}
+    found = [PromptRun(prompt("a", 0), runs, busy), PromptRun(prompt("a", 1), runs)]
+    methods = {"vanilla": Method(lambda *_: [])}
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    result = summarise(bench, SpeedupRun(num_texts=0), methods, found)
+    parts = {"prefill": 2.0, "draft": 2.0, "verify": 6.0, "accept": 2.0, "host": 6.0}
+    assert result["methods"]["vanilla"]["breakdown"] == approx(parts)
+
+
+def test_a_captured_step_is_a_part_of_its_own() -> None:
+    times = Times(1.0, step=6.0, total=9.0)
+    runs = {"vanilla": [Generation([5], times=times)]}
+    found = [PromptRun(prompt("a", 0), runs, {"vanilla": {"step": 4.5}})]
+    methods = {"vanilla": Method(lambda *_: [], settings={"captured": True})}
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    row = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"]["vanilla"]
+    parts = {"prefill": 1.0, "draft": 0, "verify": 0, "accept": 0, "step": 4.5, "host": 3.5}
+    assert row["breakdown"] == approx(parts)
+    assert row["captured"] is True
+    assert step_ms({**row, "num_steps": 2})["step"] == approx(2250)
+
+
+def test_every_pass_of_every_prompt_is_in_the_result() -> None:
+    steps = [Step(2, 3, 4), Step(0, 1, 1)]
+    texts = [text(5, s, 0.5, steps=steps, drafted=[4, 2]) for s in (1.0, 2.0)]
+    found = [PromptRun(prompt("a", 7, 2), {"vanilla": texts})]
+    methods = {"vanilla": Method(lambda *_: [], settings={"skip": [1]})}
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
+    assert row["prompts"] == [
+        {
+            "dialogue": 7, "turn": 2, "category": "a", "drafted": [4, 2], "accepted": [2, 0],
+            "emitted": [3, 1], "num_tokens": 5,
+            "seconds": {
+                "prefill": [0.5, 0.5], "draft": [0, 0], "verify": [0, 0], "accept": [0, 0],
+                "step": [0, 0],
+                "total": [1.0, 2.0],
+            },
+        }
+    ]  # fmt: skip
+    assert (row["num_drafted"], row["num_accepted"], row["skip"]) == (6, 2, [1])
+
+
+def test_all_intervals_are_those_of_the_seed() -> None:
+    found = []
+    for number in range(12):
+        steps = [Step(number, number + 1, 99)]
+        quick = text(10, 1.0 + number**2, 0.5, steps=steps)
+        plain = text(10, 5.0, 0.5, steps=steps)
+        found.append(PromptRun(prompt("a", number), {"vanilla": [plain], "tree": [quick]}))
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
+
+    def intervals(seed: int) -> list[list[float]]:
+        config = SpeedupRun(num_texts=0, seed=seed)
+        own = summarise(bench, config, methods, found)["methods"]["tree"]
+        rows = (own, own["by_category"]["a"])
+        return [list(row[name]) for row in rows for name in ("speedup_ci95", "tau_ci95")]
+
+    assert intervals(1) == intervals(1)
+    assert intervals(1)[:2] == intervals(1)[2:]
+    assert all(one != two for one, two in zip(intervals(1), intervals(2), strict=True))
+
+
+def test_figures_by_hand() -> None:
+    """Two prompts, three repeats: 10 tokens a second without drafting, 20 with it."""
+    tree = Tree.from_paths([[0], [1], [0, 0]])
+    steps = [Step(2, 3, 9), Step(1, 2, 6), Step(0, 1, 4), Step(2, 3, 3)]
+    drafted = {"steps": steps, "paths": [(1, 3), (2,), (), (1, 3)]}
+    found = []
+    for number, category in enumerate("ab"):
+        plain = [
+            text(10, s, 0.1, steps=[Step(0, 1, 9 - i) for i in range(9)]) for s in (1, 9, 0.25)
+        ]
+        quick = [text(10, s, 0.1, **drafted) for s in (0.5, 0.25, 7)]
+        others = [text(10, 2.0, 0.2, steps=[Step(2, 3, 9)] * 3)] * 3
+        one = [text(10, 1.0, steps=[Step(0, 1, 1)], paths=[(1,)])] * 3
+        runs = {"vanilla": plain, "tree": quick, "generate": others, "one": one, "root": plain}
+        runs["silent"] = [text(10, 1.0)] * 3
+        found.append(PromptRun(prompt(category, number), runs))
+    methods = {
+        "vanilla": Method(lambda *_: []),
+        "tree": Method(lambda *_: [], tree),
+        "generate": Method(lambda *_: [], lossy=True),
+        "one": Method(lambda *_: [], Tree.chain(1)),
+        "root": Method(lambda *_: [], Tree.chain(0)),
+        "silent": Method(lambda *_: []),
+    }
+    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    config = SpeedupRun(num_texts=0, batch_size=4, num_repeats=3)
+    result = summarise(bench, config, methods, found)
+    assert (result["baseline"], result["batch_size"], result["num_repeats"]) == ("vanilla", 4, 3)
+    assert result["texts"] == []
+    own = result["methods"]["tree"]
+    assert result["methods"]["vanilla"]["tokens_per_s"] == approx(10)
+    assert own["tokens_per_s"] == approx(20)
+    assert own["speedup"] == approx(2)
+    assert own["decode_tokens_per_s"] == approx(9 / 0.4)
+    assert own["decode_speedup"] == approx(0.9 / 0.4)
+    assert own["tau"] == approx(9 / 4)
+    assert own["efficiency"] == approx(0.9 / 0.4 / (9 / 4))
+    assert (own["num_tokens"], own["num_steps"]) == (20, 8)
+    spent = {"prefill": 0.2, "draft": 0, "verify": 0, "accept": 0, "host": 0.8}
+    assert own["breakdown"] == approx(spent)
+    shape = {"parents": [-1, 0, 0, 1], "ranks": [-1, 0, 1, 0]}
+    assert own["tree"] == {**shape, "acceptance": [1.0, 0.5, 0.25, 0.5]}
+    chain = {"parents": [-1, 0], "ranks": [-1, 0], "acceptance": [1.0, 1.0]}
+    assert result["methods"]["one"]["tree"] == chain
+    assert not any("tree" in result["methods"][name] for name in ("vanilla", "generate", "root"))
+    assert result["methods"]["silent"]["tau"] == 1.0
+    assert own["by_category"]["a"]["num_prompts"] == 1
+    assert own["by_category"]["a"]["tau"] == approx(9 / 4)
+    assert own["by_category"]["b"]["speedup"] == approx(2)
+    assert result["methods"]["generate"]["tau"] == approx(3)
+    assert result["methods"]["generate"]["lossy"]
+    assert result["lossless"] == {"num_prompts": 2, "num_equal": 2, "first_divergences": []}

@@ -1,0 +1,370 @@
+"""What trees would have done, the best of them, and the command that finds them."""
+
+import itertools
+import json
+import shutil
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_heads import block_head, fresh, settings_of
+from peagle_heads import peagle_head
+from toys import eagle_head, noisy_head, random_target, save_target
+
+from conf.errors import InputError
+from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.eagle import EagleForm
+from conf.settings.measure import AcceptanceRun, DynamicTreeConfig, Mode, TreeSearchRun
+from eval import acceptance, tree_search
+from eval.decode.engine import decode
+from eval.measure.bench import Bench
+from eval.measure.heads import BenchHead
+from eval.measure.prompts import Prompt
+from eval.tree_search import Candidate, Costs
+from eval.tune import advice, cost
+from eval.tune.cost import CostCurve
+from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
+from heads.blocks.drafter import BlockTree
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import DynamicShape, Tree
+from heads.eagle.drafter import EagleTree
+from heads.medusa.drafter import MedusaDrafter
+from heads.peagle.drafter import PEagleTree
+from heads.target_model.load import load_target
+from tests.eval.test_commands import settings
+
+PROMPTS = [Prompt("all", [n, 6, 7, 8]) for n in (5, 9, 30)]
+PAD = [[0, 0, 0]] * 2
+
+RANKED = [[[3, 4, 9], [5, 6, 9]], [[4, 8, 9], [5, 6, 9]], [[5, 9, 4], [6, 9, 8]], PAD]
+RESPONSE = [1, 4, 5, 9]
+"""Place 0 is followed by 4 5: ranks 1, 0. Place 1 by 5: none. Place 2 by 9: rank 1."""
+
+
+def test_values_by_hand() -> None:
+    texts = StaticTexts([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], PAD]])
+    # Four places: three of the first text, one of the second, followed by 4: rank 0.
+    assert node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
+
+
+def test_a_text_of_one_token_has_no_values() -> None:
+    assert node_values(StaticTexts([[1]], [[PAD]])) == {}
+
+
+def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
+    """Values of a random text of three tokens over random candidates, depth 3, width 3."""
+    draw = torch.Generator().manual_seed(seed)
+    response = torch.randint(3, (60,), generator=draw).tolist()
+    orders = torch.rand(60, 3, 3, generator=draw).argsort(-1).tolist()
+    return node_values(StaticTexts([response], [orders]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
+    values = text_statistics(seed)
+    nodes = [path for path in values if len(path) <= depth]
+    trees = best_trees(values, depth, 4)
+    assert len(trees) == min(4, len(nodes))
+    for size, tree in enumerate(trees, start=1):
+        best = max(
+            sum(values[path] for path in paths)
+            for paths in itertools.combinations(nodes, size)
+            if all(path[:-1] in ((), *paths) for path in paths)
+        )
+        paths = [tuple(path) for path in tree_search.described(tree)["tree"]]
+        assert sum(values[path] for path in paths) == pytest.approx(best)
+        assert tree.num_nodes - 1 == size
+        assert tree.depth <= depth
+        assert all(path[:-1] in ((), *paths) for path in paths)
+
+
+def test_a_described_tree_is_that_tree() -> None:
+    tree = Tree.from_paths([[2], [0], [2, 1], [0, 3], [2, 1, 0]])
+    assert Tree.from_paths(tree_search.described(tree)["tree"]) == tree
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def eagle(target):
+    return eagle_head(target, EagleForm.eagle3, num_updates=20)
+
+
+def test_static_steps_are_those_of_decoding(target) -> None:
+    head = noisy_head(target)
+    texts = StaticTexts.read(target, head, PROMPTS, 30, widest(3))
+    for paths in ([[0]], [[1], [3], [3, 0]], [[0], [1], [0, 0], [1, 2], [0, 0, 0], [0, 0, 9]]):
+        tree = Tree.from_paths(paths)
+        found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
+        assert texts.steps(tree) == [each.steps for each in found]
+        assert texts.responses == [each.token_ids for each in found]
+    assert any(step.num_accepted for text in texts.steps(widest(3)) for step in text)
+
+
+def test_what_was_drawn_is_followed_by_hand() -> None:
+    # Numbered from 1: tokens 7 and 8 below the root, then 7 and 9 below each of them.
+    tokens, parents = [7, 8, 7, 9, 7, 9], [0, 0, 1, 1, 2, 2]
+    scores = [-1.0, -0.5, -2.0, -1.5, -1.0, -3.0]  # in order: nodes 2, 1, 5, 4, 3, 6
+    drawn = Drawn.of(tokens, scores, parents, [8, 9, 9])
+    # Of one level only node 2 counts, and stands first; node 6 stands last of all.
+    assert drawn.ahead == [[0], [0, 5]]
+    assert [drawn.accepted(2, n) for n in (1, 5, 6)] == [1, 1, 2]
+    # Node 1 comes first of those equal to it; a level that is not looked at stands before none.
+    assert Drawn.of(tokens, scores, parents, [7, 9]).ahead == [[1], [1, 3]]
+    assert Drawn.of(tokens, scores, parents, [9, 7]).accepted(2, 6) == 0
+    assert Drawn.of(tokens, scores, parents, []).accepted(1, 6) == 0
+
+
+MADE = {
+    "dflash": lambda target: partial(BlockTree, block_head(target, "dflash", 40)),
+    "dflash2": lambda target: partial(BlockTree, block_head(target, "dflash2", 40)),
+    "dspark": lambda target: partial(BlockTree, block_head(target, "dspark, rnn", 20)),
+    "peagle": lambda target: partial(PEagleTree, peagle_head(target, 40)),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dflash2", "peagle")]
+
+
+@pytest.fixture(scope="module", params=["eagle", *SLOW, "dspark"])
+def make(request, target, eagle):
+    return partial(EagleTree, eagle) if request.param == "eagle" else MADE[request.param](target)
+
+
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
+    """Of blocks too, which draft other tokens where fewer are asked for."""
+    texts = DynamicTexts.read(target, make, PROMPTS, 24, 4, [top_k])
+    for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
+        shape = DynamicShape(depth, top_k, num_tokens)
+        found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
+        assert texts.steps(shape) == [each.steps for each in found]
+        assert texts.responses == [each.token_ids for each in found]
+    assert any(step.num_accepted for text in texts.steps(shape) for step in text)
+
+
+def test_trees_are_drawn_no_deeper_than_a_head_drafts(target) -> None:
+    """A block of five has four slots to draft in."""
+    head, chain = fresh(target, settings_of("dflash")), Tree.chain(4)
+    opened = BenchHead("", head.attach(target).eval(), DynamicShape(4, 4, 8), chain)
+    bench = Bench(target, [opened], PROMPTS[:1], GREEDY, {}, main=True)
+    config = TreeSearchRun(max_new_tokens=3, top_ks=[1])
+    texts = tree_search.read_texts(bench, config, PROMPTS[:1])
+    assert (texts.depth, texts.top_ks) == (4, [1, 4])
+
+
+def test_what_a_step_costs_by_hand() -> None:
+    curve = CostCurve("gpu", [1, 9], [1.0, 3.0])
+    tree = Tree.from_paths([[0], [1], [0, 0]])
+    costs = Costs(curve, {widest(1): 0.1, widest(2): 0.2}, scale=2.0)
+    assert costs.draft_s(tree) == 0.4
+    assert costs.step_s(tree) == pytest.approx(0.4 + 1.75)
+    ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (8, 0.8))}
+    shape = DynamicShape(4, 3, 8)
+    assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (5, 0.5))}
+    assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    one = {DynamicShape(1, 3, 1): 0.1}
+    assert Costs(curve, one).draft_s(DynamicShape(1, 3, 2)) == pytest.approx(0.1)
+    assert Costs(curve, ends).step_s(shape) == pytest.approx(0.4 + 3.0)
+    known = CostCurve("gpu", [1, 9], [1.0, 3.0], draft_seconds=0.5)
+    assert Costs(known, ends, 7.0).draft_s(shape) == 2.0
+    assert Costs(known, {}, 7.0).draft_s(tree) == 0.5
+
+
+FREE = CostCurve("gpu", [1, 2], [1.0, 1.0], draft_seconds=0.0)
+DEAR = CostCurve("gpu", [1, 2], [1.0, 3.0], draft_seconds=0.0)
+
+
+def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passes(
+    target, eagle
+) -> None:
+    static = StaticTexts.read(target, noisy_head(target), PROMPTS, 30, widest(3))
+    dynamic = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
+    config = TreeSearchRun(max_nodes=24, top_ks=[4])
+    for texts in (static, dynamic):
+        usual, best, found = tree_search.search(texts, Costs(FREE, {}), config)
+        assert best.tau == max(each.tau for each in (usual, *found))
+        assert tree_search.num_tokens(best.shape) > 8
+        assert best.speedup == best.tau
+        usual, best, found = tree_search.search(texts, Costs(DEAR, {}), config)
+        assert tree_search.num_tokens(best.shape) == 1
+        assert best.speedup == best.tau / 3
+
+
+def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
+    texts = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4])
+    usual, found = tree_search.shapes(texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4]))
+    assert usual == DynamicShape(5, 4, 8)
+    assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert max(shape.num_tokens for shape in found) == 20
+    assert DynamicShape(1, 4, 5) not in found  # four are drawn
+    shallow = DynamicTexts(texts.responses, {(3, 4): texts.drawn[8, 4]}, nested=True)
+    usual, found = tree_search.shapes(shallow, TreeSearchRun(max_nodes=20, top_ks=[4]))
+    assert usual == DynamicShape(3, 4, 8)
+    assert max(shape.depth for shape in found) == 3
+
+
+def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
+    texts = StaticTexts([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
+    usual = Candidate.of(Tree.chain(2), texts, Costs(FREE, {}))
+    assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(cost, "NUM_PLAIN", 1)
+    monkeypatch.setattr(tree_search, "time_steps", partial(cost.time_steps, sizes=(2, 4, 12)))
+    monkeypatch.setattr(advice, "SIZES", (2, 4))
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("search")
+    path = str(save_target(folder / "target", num_hidden_layers=4))
+    toy = load_target(TargetConfig(path=path), torch.device("cpu"))
+    noisy_head(toy).save(folder / "medusa")
+    eagle_head(toy, EagleForm.eagle3, 150, num_updates=10).save(folder / "eagle")
+    words = ("there", "you", "today", "how are you")
+    rows = [{"category": "all", "turns": [f"hello {word}"]} for word in words]
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"target": path, "data": str(prompts), "head": "", "folder": folder}
+
+
+def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 8}
+    small = {"max_nodes": 12, "top_ks": [4], "num_repeats": 1, "batch_sizes": [1, 4]}
+    tree_search.main(TreeSearchRun(**{**own, **small, **changes}))
+    assert (out_dir / "tree_search.png").is_file()
+    return json.loads((out_dir / "tree_search.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
+def test_the_command_finds_a_shape_that_decoding_then_uses(
+    setting, tmp_path, family: str, capsys
+) -> None:
+    head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
+    result = searched(setting, head, tmp_path / "s")
+    kind = "tree" if family == "medusa" else "dynamic_tree"
+    for name in ("default", "found"):
+        row = result[name]
+        assert row[kind]
+        # The other prompts are replayed exactly.
+        assert row["simulated_tau"] == pytest.approx(row["measured_tau"])
+        assert row["speedup"] == pytest.approx(
+            row["tau"] / row["step_s"] * result["curve"]["seconds"][0]
+        )
+        assert row["measured_speedup"] == result["measured"]["methods"][name]["decode_speedup"]
+    default, found = result["default"], result["found"]
+    assert result["predicted_gain"] == found["speedup"] / default["speedup"] >= 1
+    for way in ("simulated", "measured"):
+        gain = found[f"{way}_speedup"] / default[f"{way}_speedup"]
+        assert result[f"{way}_gain"] == pytest.approx(gain)
+    assert result["measured"]["lossless"]["num_equal"] == 2
+    assert result["curve"]["sizes"][:2] == [1, 2]
+    assert max(each["num_tokens"] for each in result["candidates"]) <= 12
+    points = result["advice"]["points"]
+    assert [point["batch_size"] for point in points] == [1, 4]
+    # Two prompts are left to check on: too few for a batch of four.
+    assert [len(point["measured"]) for point in points] == [1, 0]
+
+    stored = json.loads((head / "draft_tree.json").read_text())
+    assert stored[kind] == result["found"][kind]
+    assert (stored["device"], stored["tau"]) == ("cpu", result["found"]["tau"])
+    own = {**settings(setting, tmp_path / "a"), "head": HeadRef(path=str(head))}
+    acceptance.main(AcceptanceRun(**own, mode=Mode.replay))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its draft tree was searched for on data.path itself" in said
+    used = json.loads((tmp_path / "a/acceptance.json").read_text())["tree"]
+    expected = stored[kind]
+    assert used == (list(Tree.from_paths(expected).parents) if family == "medusa" else expected)
+
+
+def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -> None:
+    """Both turns of a dialogue stand on one side; what is found may be left unwritten."""
+    prompts = tmp_path / "turns.jsonl"
+    rows = [{"category": "chat", "turns": [f"hello {n}?", "and now?"]} for n in range(4)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def watch(name: str, place: int) -> None:
+        function = getattr(tree_search, name)
+
+        def watched(*given):
+            of = given[place]
+            each = of.prompts if hasattr(of, "prompts") else of
+            seen.setdefault(name, [(prompt.dialogue, prompt.turn) for prompt in each])
+            return function(*given)
+
+        monkeypatch.setattr(tree_search, name, watched)
+
+    for name, place in (("read_texts", 2), ("advise", 0), ("measure", 2), ("check", 3)):
+        watch(name, place)
+    own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
+    few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
+    assert searched(own, head, tmp_path / "o", **few)["measured_gain"]
+    assert not (head / "draft_tree.json").exists()
+    assert seen["read_texts"] == seen["advise"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
+    assert seen["measure"] == seen["check"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+
+
+def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
+    head, curve = setting["folder"] / "medusa", tmp_path / "dear.json"
+    curve.write_text(json.dumps(asdict(DEAR)))
+    result = searched(setting, head, tmp_path / "o", curve=str(curve))
+    assert not (head / "draft_tree.json").exists()
+    assert result["curve"] == asdict(DEAR)
+    assert result["measured"] is result["measured_gain"] is result["advice"] is None
+    found = result["found"]
+    assert found["measured_tau"] is found["measured_speedup"] is None
+    assert found["num_tokens"] == 1
+    gain = result["simulated_gain"]
+    assert gain == found["simulated_speedup"] / result["default"]["simulated_speedup"]
+
+
+def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
+    chain = Tree.chain(1)
+    head = BenchHead("somebody/head", noisy_head(random_target()), chain, chain)
+    best = Candidate(DynamicShape(3, 2, 4), 2.5, 0.0, 1.0, 2.5)
+    path = tree_search.write_shape(head, best, "cpu", "ab", tmp_path)
+    assert path == tmp_path / "draft_tree.json"
+    assert json.loads(path.read_text()) == {
+        "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu", "data": "ab",
+        "tau": 2.5,
+    }  # fmt: skip
+    with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
+        tree_search.write_shape(head, best, "cpu", "ab", tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.5}, r"temperature=0\.5: greedy decoding is searched"),
+        ({"tree": [[0]]}, r"tree=\[\[0\]\]: the shape is searched for"),
+        ({"depth": 2}, r"depth=2: the shape .*leave it unset"),
+        ({"dynamic_tree": DynamicTreeConfig(top_k=2)}, r"dynamic_tree\.top_k=2: the shape"),
+        ({"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, rising"),
+        ({"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, rising"),
+        ({"max_nodes": 0}, r"max_nodes=0"),
+        ({"curve": "gone.json"}, r"curve=gone\.json: not a cost curve"),
+    ],
+)
+def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        searched(setting, setting["folder"] / "medusa", tmp_path / "o", **changes)
+    assert not (tmp_path / "o").exists()
+
+
+def test_one_prompt_is_too_few(setting, tmp_path) -> None:
+    own = {**settings(setting, tmp_path / "o"), "head": HeadRef(str(setting["folder"] / "medusa"))}
+    own["data"].num_prompts = 1
+    with pytest.raises(InputError, match=r"data\.num_prompts=1: searching and checking"):
+        tree_search.main(TreeSearchRun(**own))
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,229 @@
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import block_heads
+import peagle_heads
+import pytest
+import torch
+from toys import noisy_head, random_model
+from transformers import GenerationConfig
+
+from conf.settings.eagle import EagleConfig, EagleForm
+from eval.decode.captured import slots_for
+from eval.decode.capturing import Captured
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.engine import NoDraft, decode, decode_batch, decode_many, stream
+from eval.decode.generation import Request
+from eval.decode.graphs import CaptureError, Graph
+from eval.measure.replay import replay
+from heads.blocks.drafter import BlockChain, BlockTree
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.head import EagleHead
+from heads.medusa.drafter import MedusaDrafter
+from heads.peagle.drafter import PEagleChain, PEagleTree
+from heads.target_model.check import check_served
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from scripts.store.states import Copies
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROMPT = [5, 17, 40, 8, 77, 23, 61]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
+    target = Target(random_model(family).to("cuda"), None, family)
+    target.model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT], device="cuda")
+    settings = GenerationConfig(do_sample=False, max_new_tokens=40, pad_token_id=0)
+    expected = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings
+    )[0, len(PROMPT) :].tolist()
+    assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
+    head = noisy_head(target)
+    for tree in (Tree.chain(3), default_tree(3, 32)):
+        drafted = decode(target, MedusaDrafter(head, tree), PROMPT, 40)
+        assert drafted.token_ids == expected
+        assert replay(target, head, tree, PROMPT, expected) == drafted.steps
+
+
+@pytest.mark.parametrize("form", list(EagleForm))
+def test_eagle_on_cuda_is_lossless_and_replayed_exactly(form: EagleForm) -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    vocab = DraftVocab.everything(target.vocab_size)
+    head = EagleHead.from_target(target, EagleConfig(form=form), vocab, seed=0)
+    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
+    chain = decode(target, EagleChain(head, 4), PROMPT, 40)
+    assert chain.token_ids == expected
+    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    tree = EagleTree(head, DynamicShape(4, 4, 16))
+    assert decode(target, tree, PROMPT, 40).token_ids == expected
+    sampling = Sampling(temperature=1.0, top_k=1)
+    sampled = decode(target, EagleChain(head, 4, sampling), PROMPT, 40, sampling)
+    assert sampled.token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["dflash, causal in a window", "dflash2", "dspark, rnn"])
+def test_block_drafters_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = block_heads.fresh(target, block_heads.settings_of(name)).eval()
+    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
+    chain = decode(target, BlockChain(head, 4), PROMPT, 40)
+    assert chain.token_ids == expected
+    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    tree = BlockTree(head, DynamicShape(4, 4, 16))
+    assert decode(target, tree, PROMPT, 40).token_ids == expected
+    sampling = Sampling(temperature=1.0, top_k=1)
+    sampled = decode(target, BlockChain(head, 4, sampling), PROMPT, 40, sampling)
+    assert sampled.token_ids == expected
+
+
+def test_peagle_on_cuda_is_lossless_and_replayed_exactly() -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = peagle_heads.fresh(target, peagle_heads.settings_of()).eval()
+    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
+    chain = decode(target, PEagleChain(head, 4), PROMPT, 40)
+    assert chain.token_ids == expected
+    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    tree = PEagleTree(head, DynamicShape(4, 4, 16))
+    assert decode(target, tree, PROMPT, 40).token_ids == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
+def test_bfloat16_targets_pass_the_check(family: str) -> None:
+    check_served(Target(random_model(family).to("cuda", torch.bfloat16), None, family))
+
+
+def test_a_batch_on_cuda_compiled_or_not_equals_its_texts_alone() -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    prompts = [PROMPT, PROMPT[:2], PROMPT[::-1]]
+    head = noisy_head(target)
+
+    def drafter() -> MedusaDrafter:
+        return MedusaDrafter(head, default_tree(3, 16))
+
+    alone = [decode(target, drafter(), prompt, 40).token_ids for prompt in prompts]
+    assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
+    target.compile(128)
+    assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
+
+
+def captured_kinds() -> list[Any]:
+    """Ways to draft whose steps are captured: a head of a target, and its drafter."""
+
+    def eagle(form: EagleForm) -> Callable[[Target], Any]:
+        vocab = DraftVocab.everything
+        return lambda target: EagleHead.from_target(
+            target, EagleConfig(form=form), vocab(target.vocab_size), seed=0
+        )
+
+    def block(name: str) -> Callable[[Target], Any]:
+        return lambda target: block_heads.fresh(target, block_heads.settings_of(name)).eval()
+
+    def peagle(target: Target) -> Any:
+        return peagle_heads.fresh(target, peagle_heads.settings_of()).eval()
+
+    def eagle_chain(head: Any, seeds: list[int]) -> Drafter:
+        return EagleChain(head, 4, GREEDY, seeds)
+
+    def block_chain(head: Any, seeds: list[int]) -> Drafter:
+        return BlockChain(head, 4, GREEDY, seeds)
+
+    shape = DynamicShape(4, 4, 16)
+    kinds: dict[str, tuple[Callable[[Target], Any], Callable[[Any, list[int]], Drafter]]] = {
+        "vanilla": (lambda _: None, lambda _, __: NoDraft()),
+        "prompt_lookup": (lambda _: None, lambda _, __: PromptLookup(4)),
+        "medusa_tree": (noisy_head, lambda head, _: MedusaDrafter(head, default_tree(3, 32))),
+        "eagle_chain": (
+            eagle(EagleForm.eagle1),
+            eagle_chain,
+        ),
+        "eagle_tree": (eagle(EagleForm.eagle3), lambda head, _: EagleTree(head, shape)),
+        "dflash_tree": (block("dflash"), lambda head, _: BlockTree(head, shape)),
+        "dspark_chain": (
+            block("dspark, rnn"),
+            block_chain,
+        ),
+        "peagle_tree": (peagle, lambda head, _: PEagleTree(head, shape)),
+    }
+    return [pytest.param(*kind, id=name) for name, kind in kinds.items()]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("make_head", "draft"), captured_kinds())
+def test_captured_steps_on_cuda_are_those_that_are_not(
+    make_head: Callable[[Target], Any], draft: Callable[[Any, list[int]], Drafter], compiled: bool
+) -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = make_head(target)
+    requests = [Request(PROMPT), Request(PROMPT[:2]), Request(PROMPT[::-1])]
+    expected = decode_many(target, partial(draft, head), requests, 40, 1)
+    target.model.generation_config.eos_token_id = [expected[1].token_ids[11]]
+    expected = decode_many(target, partial(draft, head), requests, 40, 1)
+    if compiled:
+        target.compile(slots_for(60, 64))
+    for batch_size in (1, 2, 3):
+        captured = Captured(target, partial(draft, head), 40)
+        for _ in range(2):
+            found = captured.decode(requests, batch_size)
+            assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+            assert [g.steps for g in found] == [g.steps for g in expected]
+
+
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    before, numbers = torch.cuda.current_stream(), torch.zeros(4, device="cuda")
+    with pytest.raises(CaptureError, match="captur") as failed:
+        Graph(lambda: numbers.add_(1).tolist() and None, torch.cuda.graph_pool_handle())
+    assert "previous error" not in str(failed.value)
+    assert torch.cuda.current_stream() == before
+    torch.randn(4, device="cuda")
+    numbers.zero_()
+    graph = Graph(lambda: numbers.add_(1) and None, torch.cuda.graph_pool_handle())
+    graph.launch()
+    assert numbers.tolist() == [1.0] * 4
+
+
+def test_a_step_on_cuda_waits_once() -> None:
+    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
+    target.model.generation_config.eos_token_id = None
+    head = EagleHead.from_target(
+        target, EagleConfig(), DraftVocab.everything(target.vocab_size), seed=0
+    )
+    steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
+    next(steps), next(steps)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            next(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in found if "synchroniz" in str(w.message)]) == 1
+
+
+def test_copies_to_the_host_hold_what_was_computed_before_them() -> None:
+    copies, taken = Copies(torch.device("cuda"), 1, 50 * 3 * 2048**2), []
+    for number in range(50):
+        ones = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
+        # Late, and in memory that the next round would like to have.
+        states = (ones @ ones @ ones).mul_(0).add_(number)
+        taken.append(copies.take({"states": states, "int8": states[1:].to(torch.int8)}))
+    for number, copied in enumerate(taken):
+        found = copied.wait()
+        assert found["states"].is_pinned()
+        assert found["states"].eq(number).all()
+        assert found["int8"].eq(number).all()
+        assert found["int8"].shape == (2047, 2048)

@@ -1,0 +1,163 @@
+import pytest
+import torch
+from exports import eagle, make, toy_target
+from torch import Tensor
+
+from conf.errors import InputError
+from conf.settings.eagle import EagleForm
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.head import EagleHead
+from heads.export import golden as module
+from heads.export.golden import golden
+from heads.layers.documents import Documents
+from heads.target_model.model import Target, TargetOutput
+
+ROWS, DEPTH = 5, 3
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return toy_target()
+
+
+def last_output(head: EagleHead, fused: Tensor, token_ids: Tensor, places: Tensor) -> Tensor:
+    """[H] of the last token of a text that the head reads anew."""
+    text = head.read(fused, token_ids, places)
+    rows = torch.tensor([len(places) - 1])
+    allowed = causal_rows(Documents.single(len(places), torch.device("cpu")), rows)
+    return head.draft(text, rows, Branches(text.keys[None], text.values[None], allowed))[0]
+
+
+@torch.no_grad()
+def chained(head: EagleHead, values: dict[str, Tensor], row: int) -> list[Tensor]:
+    """Normed outputs of one row, each from all that came before, read again from the start."""
+    states = [values[f"hidden_states.{i}"] for i in range(9) if f"hidden_states.{i}" in values]
+    layers = dict(enumerate(states)) if len(states) == 9 else {}
+    fused = head.fuse(head.features(TargetOutput(states[-1], layers)))[: row + 1]
+    outputs = []
+    for step in range(DEPTH):
+        places = values["position_ids"][: row + 1]
+        places = torch.cat([places, places[-1] + torch.arange(1, step + 1)])
+        tokens = values["token_ids"][: row + 1 + step]
+        output = last_output(head, fused, tokens, places)
+        outputs.append(head.normed(output))
+        fed = outputs[-1] if head.config.norm_output else output
+        fused = torch.cat([fused, fed[None]])
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_residual": True, "fc_bias": True},
+        {"form": EagleForm.eagle1},
+    ],
+    ids=["EAGLE-3", "EAGLE-3.1", "residual and bias", "EAGLE-1"],
+)
+def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
+    target: Target, settings
+) -> None:
+    head = eagle(target, **settings)
+    values, _ = golden(head, target, ROWS, DEPTH)
+    assert values["position_ids"].tolist() == [0, 62, 125, 188, 251]
+    assert values["logits"].shape == (DEPTH, ROWS, 96)
+    for row in range(ROWS):
+        for step, output in enumerate(chained(head, values, row)):
+            drafted = head.projection().logits(output)
+            found = values["logits"][step, row]
+            torch.testing.assert_close(found[head.vocab.ids], drafted, rtol=0, atol=1e-5)
+            if "logsumexp" in values:
+                expected = drafted.logsumexp(-1)
+                torch.testing.assert_close(
+                    values["logsumexp"][step, row], expected, rtol=0, atol=1e-5
+                )
+    inside = values["logits"].isfinite().all(0).all(0)
+    assert inside.equal(head.vocab.mask())
+
+
+def test_medusa_logits_are_those_of_its_heads(target: Target) -> None:
+    head = make(target, "medusa")
+    values, metadata = golden(head, target, ROWS)
+    with torch.no_grad():
+        expected = head(values["hidden_states.8"])
+    assert values["logits"].equal(expected)
+    assert values["logsumexp"].equal(expected.logsumexp(-1))
+    assert metadata == {
+        "headsmith_parity": "1",
+        "kind": "medusa",
+        "num_layers": "8",
+        "max_position_embeddings": "256",
+        "vocab_size": "96",
+    }
+
+
+def test_features_are_the_targets_own_as_transformers_counts_them(target: Target) -> None:
+    values, _ = golden(make(target, "eagle3"), target, ROWS, DEPTH)
+    first = module._tokens(target, ROWS + DEPTH + 1)[:ROWS]
+    assert values["token_ids"][: ROWS - 1].equal(first[1:])
+    with torch.no_grad():
+        whole = target.model(first[None], output_hidden_states=True).hidden_states
+    assert len(whole) == 9
+    for index, states in enumerate(whole):
+        assert values[f"hidden_states.{index}"].equal(states[0])
+    tapped = target.read_text(first.tolist(), eagle(target).taps)
+    for index, states in tapped.layers.items():
+        torch.testing.assert_close(values[f"hidden_states.{index}"], states[0], rtol=0, atol=1e-5)
+
+
+def test_what_is_the_targets_lies_beside(target: Target) -> None:
+    values, _ = golden(make(target, "eagle1"), target, ROWS, DEPTH)
+    assert values["token_embeddings"].equal(target.embedding.weight[values["token_ids"]])
+    assert values["output_head"].equal(target.output_head.weight)
+    assert sorted(values) == [
+        "hidden_states.7", "hidden_states.8", "ids", "logits", "output_head", "position_ids",
+        "token_embeddings", "token_ids",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_a_large_vocabulary_keeps_the_likeliest_ids_and_a_spread(
+    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    head = make(target, kind)
+    whole, _ = golden(head, target, ROWS, DEPTH)
+    for name, size in {"MOST_IDS": 95, "LIKELIEST": 1, "SPREAD": 4}.items():
+        monkeypatch.setattr(module, name, size)
+    few, _ = golden(head, target, ROWS, DEPTH)
+    likeliest = whole["logits"].argmax(-1).flatten().tolist()
+    assert few["ids"].tolist() == sorted({0, 31, 63, 95, *likeliest})
+    assert few["logits"].equal(whole["logits"][..., few["ids"]])
+    if kind == "eagle1":
+        assert few["output_head"].equal(whole["output_head"][few["ids"]])
+    else:
+        assert few["logsumexp"].equal(whole["logsumexp"])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_a_bfloat16_head_is_computed_in_float32_on_its_rounded_values(
+    target: Target, kind: str
+) -> None:
+    rounded = make(target, kind).attach(target, torch.bfloat16)
+    found, _ = golden(rounded, target, ROWS, DEPTH)
+    widened = rounded.float()
+    expected, _ = golden(widened, target, ROWS, DEPTH)
+    if kind == "medusa":
+        assert found["logits"].equal(expected["logits"])
+    else:
+        # What comes from the target is rounded as well.
+        assert found["token_embeddings"].dtype == torch.bfloat16
+        assert not found["logits"].equal(expected["logits"])
+        seen = found["logits"].isfinite()
+        scale = expected["logits"][seen].abs().max()
+        assert (found["logits"] - expected["logits"])[seen].abs().max() < 0.02 * scale
+    assert found["logits"].dtype == torch.float32
+
+
+def test_a_quantised_output_head_of_the_target_is_refused(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "has_plain_head", False)
+    with pytest.raises(InputError, match=r"target\.path=me/toy: its output head is quantised"):
+        golden(eagle(target, EagleForm.eagle1), target, ROWS, DEPTH)

@@ -1,0 +1,109 @@
+"""Output heads of low rank: literal logits, and drafts that are checked as ever."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from block_heads import block_head
+from peagle_heads import peagle_head
+from toys import eagle_head, noisy_head, random_target, texts
+
+from conf.errors import InputError
+from conf.settings.eagle import EagleForm
+from eval.decode.drafters.draft_model import DraftModel
+from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.engine import NoDraft, decode
+from eval.measure.replay import ranked_drafts, steps_along
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
+from heads.kind import DraftHead
+from heads.kinds import kind_of
+from heads.layers.low_rank import LowRankHead, low_rank_ends, reduce_rank
+from heads.target_model.model import Target
+
+
+def test_logits_come_from_the_heaviest_direction_and_the_likeliest_is_exact() -> None:
+    # W^T W is [[29, 18], [18, 29]], so its heaviest direction is (1, 1).
+    weight = torch.tensor([[5.0, 2.0], [2.0, 4.0], [0.0, 3.0]])
+    head = LowRankHead(weight, 1)
+    head.num_candidates = 1
+    # Along it (1, 0) is (0.5, 0.5): half of the sum of each row, and the best of them exactly.
+    expected = torch.tensor([[5.0, 3.0, 1.5], [2.0, 3.0, 1.5]])
+    found = head(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    torch.testing.assert_close(found, expected)
+    # Two directions, three rows, and two candidates of two columns each.
+    assert head.read_bytes == 4 * (2 + 3 + 2)
+
+
+def test_a_matrix_of_that_rank_loses_nothing() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(200, 6) @ torch.randn(6, 24)
+    hidden = torch.randn(3, 5, 24)
+    near = {"atol": 1e-3, "rtol": 0.0}
+    torch.testing.assert_close(LowRankHead(weight, 6)(hidden), hidden @ weight.T, **near)
+    one_less = LowRankHead(weight, 5)(hidden)
+    best = (hidden @ weight.T).topk(3, dim=-1)
+    torch.testing.assert_close(one_less.gather(-1, best.indices), best.values)
+    assert not torch.allclose(one_less, hidden @ weight.T, **near)
+
+
+HEADS: dict[str, Callable[[Target], DraftHead]] = {
+    "medusa": noisy_head,
+    "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=4),
+    "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=4),
+    "dspark": partial(block_head, name="dspark", num_updates=4),
+    "peagle": partial(peagle_head, num_updates=4),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
+    target = random_target(num_hidden_layers=4)
+    head = HEADS[kind](target)
+    head.attach(target).eval()
+    prompt = texts(target, 1, 4)[0]
+    plain = decode(target, NoDraft(), prompt, 24).token_ids
+    chain = Tree.chain(3)
+    output = target.read_text(prompt + plain[:-1], head.taps)
+    whole = ranked_drafts(head, chain, output, prompt, plain)
+    made = reduce_rank(head, target, 2)
+    assert len(made) == (3 if kind == "medusa" else 1)
+    for each in made:
+        each.num_candidates = 2
+    ranked = ranked_drafts(head, chain, output, prompt, plain)
+    assert ranked != whole
+    drafter = kind_of(head).drafter(head, chain, GREEDY, [0])
+    drafted = decode(target, drafter, prompt, 24)
+    assert drafted.token_ids == plain
+    assert drafted.steps == steps_along(chain, ranked, plain)
+
+
+def test_a_draft_model_and_the_target_itself_draft_through_ends_of_low_rank() -> None:
+    target = random_target(num_hidden_layers=4)
+    prompt = texts(target, 1, 4)[0]
+    plain = decode(target, NoDraft(), prompt, 16)
+    ends = low_rank_ends(target, 2)
+    ends.output_head.num_candidates = 1
+    for rank in (None, 2):
+        model = random_target(num_hidden_layers=4)
+        if rank is not None:
+            model.output_head = ends.output_head
+        itself = SelfDraft(target, early_exit(target, 4), 3, ends=None if rank is None else ends)
+        for drafter in (DraftModel(model, Tree.chain(3)), itself):
+            found = decode(target, drafter, prompt, 16)
+            assert found.token_ids == plain.token_ids
+            # The same model drafts what it will say, unless it sees two directions of its states.
+            assert (len(found.steps) <= 4) == (rank is None)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    target = random_target()
+    with pytest.raises(InputError, match=r"output_rank=64: must be below 64, the hidden size of"):
+        reduce_rank(noisy_head(target), target, 64)
+    weight = target.output_head.weight.to(torch.int8)
+    target.output_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(
+        InputError, match=r"output_rank=8: the output head of target.path=.* quantis"
+    ):
+        low_rank_ends(target, 8)

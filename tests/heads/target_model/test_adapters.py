@@ -1,0 +1,221 @@
+"""A saved adapter, whatever it changes: the target says what the adapted model says, or refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from toys import CHATML, packed, random_model, save_target, tokenizer
+from transformers import AutoModelForCausalLM
+
+from conf.errors import InputError
+from conf.settings.common import TargetConfig
+from conf.settings.medusa import MedusaConfig
+from conf.settings.medusa2 import MergeAdapterRun
+from heads.medusa.head import MedusaHead
+from heads.target_model.load import load_target, tokenizer_of
+from scripts import merge_adapter
+from train.medusa import MedusaObjective
+
+CPU = torch.device("cpu")
+IDS = torch.arange(2, 40)[None]
+BOTH = ["q_proj", "lm_head", "embed_tokens"]
+KINDS: dict[str, Any] = {
+    "lora": LoraConfig(target_modules=["q_proj", "down_proj"]),
+    "lora of the head": LoraConfig(target_modules=["q_proj", "lm_head"]),
+    "lora of the embedding": LoraConfig(target_modules=["embed_tokens"]),
+    "dora of both": LoraConfig(target_modules=BOTH, use_dora=True),
+    "both saved whole": LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]
+    ),
+    "tokens": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[0, 7]),
+    "tokens alone": peft.TrainableTokensConfig(token_indices=[0, 7], task_type="CAUSAL_LM"),
+    "ia3": peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "oft": peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8, r=0),
+    "a shared bank": peft.VBLoRAConfig(
+        target_modules=["q_proj"], vector_length=32, num_vectors=8, topk=2
+    ),
+}
+NOT_OF_WEIGHTS: dict[str, Any] = {
+    "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "P_TUNING": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "PREFIX_TUNING": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "aLoRA": LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
+}
+
+
+def adapted(folder: Path, config: Any, rows: int = 300, **changes: Any) -> Any:
+    """A peft model whose adapter changes much, saved in a folder."""
+    model = random_model("llama", vocab_size=300, **changes)
+    if rows > 300:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    found = get_peft_model(model, config)
+    torch.manual_seed(1)
+    for parameter in found.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    found.eval().save_pretrained(str(folder))
+    return found
+
+
+def settings(folder: Path, **changes: Any) -> TargetConfig:
+    save_target(folder / "target", **changes)
+    return TargetConfig(path=str(folder / "target"), adapter=str(folder / "adapter"))
+
+
+def first_loss(target: Any) -> float:
+    objective = MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
+    batch = objective.prepare(objective.indexed(packed([IDS[0].tolist()])))
+    return float(objective(batch, objective.weights).total)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two ends", "tied ends"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_target_says_what_the_adapted_model_says(tmp_path: Path, kind: str, tied: bool) -> None:
+    config = settings(tmp_path, tie_word_embeddings=tied)
+    expected = adapted(tmp_path / "adapter", KINDS[kind], tie_word_embeddings=tied)(IDS).logits
+    assert not torch.allclose(random_model(vocab_size=300)(IDS).logits, expected, atol=0.1)
+    target = load_target(config, CPU)
+    near = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(target.model(IDS).logits, expected, **near)
+    # As losses, stores and exports have it: from the rows of two matrices.
+    states = target.model.get_decoder()(inputs_embeds=target.embedding.weight[IDS])[0]
+    torch.testing.assert_close(states @ target.output_head.weight.T, expected, **near)
+    torch.testing.assert_close(target.logits(states), expected, **near)
+
+    out_dir = tmp_path / "merged"
+    merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(out_dir)))
+    torch.testing.assert_close(
+        AutoModelForCausalLM.from_pretrained(out_dir)(IDS).logits, expected, **near
+    )
+    merged = load_target(TargetConfig(path=str(out_dir)), CPU)
+    assert first_loss(target) == pytest.approx(first_loss(merged), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", NOT_OF_WEIGHTS)
+def test_what_is_no_change_of_weights_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", NOT_OF_WEIGHTS[kind])
+    said = rf"target\.adapter=.*: {kind} changes more than the weights of a model.*such as LoRA"
+    with pytest.raises(InputError, match=said):
+        load_target(config, CPU)
+    with pytest.raises(InputError, match=said):
+        merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", peft.LilyConfig(target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(InputError, match=r"target\.adapter=.*: cannot become weights: .*Lily"):
+        merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+
+
+@pytest.mark.parametrize("config", [KINDS["dora of both"], KINDS["both saved whole"]])
+@torch.no_grad()
+def test_added_tokens_get_their_rows(tmp_path: Path, config: Any) -> None:
+    where = settings(tmp_path)
+    expected = adapted(tmp_path / "adapter", config, rows=304)(IDS).logits
+    target = load_target(where, CPU)
+    assert target.vocab_size == len(target.embedding.weight) == 304
+    # Rows of the base that an adapter does not hold are drawn anew.
+    torch.testing.assert_close(target.model(IDS).logits[..., :300], expected[..., :300])
+
+
+@pytest.mark.parametrize("kind", ["lora", "ia3", "norms", "oft"])
+@pytest.mark.parametrize("layer", ["layers.0.", "layers.1."])
+def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, kind: str, layer: str) -> None:
+    """As peft draws what it does not find, which mostly changes nothing."""
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS[kind])
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    named = {key.replace(layer, "blocks."): each for key, each in load_file(file).items()}
+    save_file(named, file)
+    lacking = rf"target\.adapter=.*: its file lacks weights for this model: .*\.{layer}"
+    with pytest.raises(InputError, match=lacking):
+        load_target(config, CPU)
+    with pytest.raises(InputError, match=lacking):
+        merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+
+
+@torch.no_grad()
+def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = settings(tmp_path)
+    expected = adapted(tmp_path / "adapter", KINDS["lora"])(IDS).logits
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file(load_file(file) | {"vision.blocks.0.q_proj.lora_A.weight": torch.ones(2, 2)}, file)
+    torch.testing.assert_close(load_target(config, CPU).model(IDS).logits, expected)
+    assert (
+        "has no place for them: vision.blocks.0.q_proj.lora_A.weight\n" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "lacking"), [("lm_head", "embed_tokens"), ("embed_tokens", "lm_head")]
+)
+def test_added_tokens_of_one_end_are_refused(tmp_path: Path, held: str, lacking: str) -> None:
+    """As the rows of the other would be drawn anew at every start."""
+    config = settings(tmp_path)
+    adapted(
+        tmp_path / "adapter", LoraConfig(target_modules=["q_proj"], modules_to_save=[held]), 304
+    )
+    said = (
+        rf"trained with 304 tokens, the target has 300, and its file lacks the rows of .*{lacking}"
+    )
+    with pytest.raises(InputError, match=said):
+        load_target(config, CPU)
+
+
+def test_the_tokenizer_beside_an_adapter_comes_first(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    own = tokenizer("{{ 'own' }}")
+    own.add_tokens(["<other>"])
+    own.save_pretrained(tmp_path / "adapter")
+    merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+    found = [load_target(config, CPU), load_target(TargetConfig(str(tmp_path / "merged")), CPU)]
+    for each in found:
+        assert each.tokenizer.chat_template == "{{ 'own' }}"
+        assert each.tokenizer.convert_tokens_to_ids("<other>") == len(own) - 1
+
+
+def test_so_does_a_chat_template_alone(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    (tmp_path / "adapter/chat_template.jinja").write_text("{{ 'alone' }}")
+    assert load_target(config, CPU).tokenizer.chat_template == "{{ 'alone' }}"
+
+
+def test_a_tokenizer_without_template_takes_that_of_the_target(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    own = tokenizer(None)
+    own.add_tokens(["<other>"])
+    own.save_pretrained(tmp_path / "adapter")
+    found = tokenizer_of(config)
+    assert found.chat_template == CHATML
+    assert found.convert_tokens_to_ids("<other>") == len(own) - 1
+
+
+def test_named_templates_beside_an_adapter_stay(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    own = tokenizer()
+    own.chat_template = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
+    own.save_pretrained(tmp_path / "adapter")
+    assert tokenizer_of(config).chat_template == {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
+
+
+def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    (tmp_path / "adapter/tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"^target\.adapter=.*adapter: cannot load it: "):
+        tokenizer_of(config)

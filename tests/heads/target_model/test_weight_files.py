@@ -1,0 +1,181 @@
+"""A target's weight files with one tensor otherwise: loaded exactly, said, or refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from toys import save_target
+
+from conf.errors import InputError
+from conf.settings.common import Quantization, TargetConfig
+from heads.target_model import load
+from heads.target_model.load import load_config, load_model
+from tests.eval.decode.test_engine import OWN
+
+Weights = dict[str, Tensor]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module", params=OWN)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """Its files, the weights to be written anew."""
+    for file in saved.iterdir():
+        if file.name != WEIGHTS:
+            (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def loaded(folder: Path) -> Any:
+    config = TargetConfig(path=str(folder))
+    model = load_model(config, load_config(config), torch.float32, torch.device("cpu"), "eager")
+    return model.state_dict()
+
+
+def matrix(weights: Weights) -> str:
+    """One of the first layer, as its file calls it."""
+    return next(n for n, each in weights.items() if ".0." in n and each.dim() == 2)
+
+
+def written(saved: Path, folder: Path, change: Callable[[Weights, str], None]) -> Path:
+    weights = load_file(saved / WEIGHTS)
+    change(weights, matrix(weights))
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def bias(weights: Weights, name: str) -> None:
+    weights[f"{name.removesuffix('.weight')}.other_bias"] = torch.ones(3)
+
+
+def adapter(weights: Weights, name: str) -> None:
+    weights[f"{name.removesuffix('.weight')}.lora_A.weight"] = torch.ones(3)
+
+
+def adapter_beside(weights: Weights, name: str) -> None:
+    weights[f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"] = torch.ones(3)
+
+
+def norm_of_a_layer(weights: Weights, name: str) -> None:
+    weights[f"{name.split('.0.', maxsplit=1)[0]}.0.other_norm.weight"] = torch.ones(3)
+
+
+def scale(weights: Weights, name: str) -> None:
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    weights[f"{name}_scale"] = torch.ones(())
+
+
+def codes(weights: Weights, name: str) -> None:
+    weights[name] = (weights[name] * 100).to(torch.int8)
+
+
+def less(weights: Weights, name: str) -> None:
+    del weights[name]
+
+
+def renamed(weights: Weights, name: str) -> None:
+    weights[name.replace(".0.", ".0.own_")] = weights.pop(name)
+
+
+def shorter(weights: Weights, name: str) -> None:
+    weights[name] = weights[name][:-1].contiguous()
+
+
+REFUSED = {
+    bias: "would leave out and compute something else",
+    adapter: r"name its folder as target\.adapter",
+    adapter_beside: r"name its folder as target\.adapter",
+    norm_of_a_layer: r"other_norm\.weight\. Its config\.json",
+    scale: "of a quantisation that transformers does not read",
+    codes: "holds codes of dtype I8",
+    less: "its files lack weights of|cannot load it",
+    renamed: "its files lack weights of|would leave out|cannot load it",
+    shorter: "cannot load it",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_changes_the_model_is_refused(saved: Path, folder: Path, change: Any) -> None:
+    with pytest.raises(InputError, match=rf"target\.path=.*({REFUSED[change]})"):
+        loaded(written(saved, folder, change))
+
+
+def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, capsys) -> None:
+    before = loaded(saved)
+    assert "left out" not in capsys.readouterr().err
+
+    def change(weights: Weights, name: str) -> None:
+        weights[name] = weights[name].double()
+        weights[name.replace(".0.", ".9.", 1)] = weights[name].clone()
+        weights["value_head.weight"] = torch.ones(3)
+        weights[f"{name.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of an engine's cache
+        weights[name.split(".0.", maxsplit=1)[0] + ".0.rotary_emb.cos_cached"] = torch.ones(3)
+
+    after = loaded(written(saved, folder, change))
+    said = capsys.readouterr().err
+    assert "left out, as the language model does not use them: " in said
+    assert "layers.9" in said
+    assert "value_head" in said
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    index = {"weight_map": dict.fromkeys(load_file(folder / WEIGHTS), "nowhere.safetensors")}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    assert loaded(folder).keys() == before.keys()  # one file comes first
+
+
+def quantised(folder: Path, scales: str, how: dict[str, Any] | None) -> Path:
+    save_target(folder)
+    weights = load_file(folder / WEIGHTS)
+    for name in [each for each in weights if "proj" in each]:
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        weights[f"{name}_{scales}"] = torch.full((1, 1), 2.0)
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps(config if how is None else config | {"quantization_config": how})
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("how", [None, {"quant_method": "modelopt", "quant_algo": "FP8"}])
+def test_codes_that_nothing_reads_are_refused(tmp_path: Path, how: dict[str, Any] | None) -> None:
+    with pytest.raises(InputError, match=r"holds codes of dtype F8_E4M3, of a quantisation that"):
+        loaded(quantised(tmp_path, "weight_scale", how))
+
+
+def test_neither_are_they_quantised_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_quantization", lambda *_: None)
+    config = TargetConfig(path=str(quantised(tmp_path, "weight_scale", None)))
+    config.quantization = Quantization.int8
+    with pytest.raises(InputError, match=r"holds codes of dtype F8_E4M3, of a quantisation that"):
+        load_model(config, load_config(config), torch.float32, torch.device("cpu"), "eager")
+
+
+def test_bytes_that_nobody_reads_are_no_codes(tmp_path: Path, capsys) -> None:
+    before = loaded(save_target(tmp_path, "gpt_neox"))
+    weights = load_file(tmp_path / WEIGHTS)
+    # Masks as older versions of transformers saved them, and layers beside the model.
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    weights["mtp.proj.weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / WEIGHTS, {"format": "pt"})
+    after = loaded(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "left out, as the language model does not use them: mtp\n" in capsys.readouterr().err
+
+
+def test_codes_that_transformers_reads_are_loaded(tmp_path: Path) -> None:
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    found = loaded(quantised(tmp_path, "scale_inv", how))
+    codes = load_file(tmp_path / WEIGHTS)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(found[name].float(), 2 * codes[name].float())

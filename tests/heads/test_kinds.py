@@ -1,0 +1,324 @@
+"""What every kind of head can do: to be pruned, published, trained from stores, compared.
+
+Medusa and EAGLE heads have tests of their own for each; here are those that came after them.
+"""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peagle_heads
+import pytest
+import torch
+import yaml
+from block_heads import KINDS, fresh, settings_of
+from peft import LoraConfig, get_peft_model
+from stores import captured, save_inputs, settings
+from torch import Tensor
+from toys import random_model, random_target, save_target, texts
+
+from conf.errors import InputError
+from conf.settings.capture import StateFormat
+from conf.settings.common import DataConfig, Dtype, HeadRef, Quantization, TargetConfig, TrainConfig
+from conf.settings.dflash import DFlashRun
+from conf.settings.dflash2 import DFlash2Run
+from conf.settings.dspark import DSparkRun
+from conf.settings.measure import AcceptanceRun, CompareRun, DynamicTreeConfig, Mode, PruneRun
+from conf.settings.medusa2 import MergeAdapterRun
+from conf.settings.peagle import PEagleRun
+from conf.settings.push import PushRun
+from eval import acceptance
+from eval.measure.heads import open_head
+from heads.kind import DraftHead
+from heads.kinds import kind_of, load_head
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from scripts import compare, merge_adapter, prune, push
+from tests.hub_server import HubServer
+from tests.scripts.publish.test_push import ACCEPTANCE, PROVENANCE, hub
+from train import dflash, dflash2, dspark, peagle
+from train.loop import replay
+
+__all__ = ["hub"]
+slow = pytest.mark.slow
+RUNS: dict[str, tuple[ModuleType, Any]] = {
+    "dflash": (dflash, DFlashRun),
+    "dflash2": (dflash2, DFlash2Run),
+    "dspark": (dspark, DSparkRun),
+    "peagle": (peagle, PEagleRun),
+}
+# The others go the same ways.
+ONE = [*(pytest.param(name, marks=slow) for name in ("dflash", "dflash2", "peagle")), "dspark"]
+OWN = {"own_output_head": True, "draft_vocab_size": 64}
+
+
+def head_of(target: Target, name: str, **changes: Any) -> DraftHead:
+    """An untrained head, of fewer ids where its kind may have fewer."""
+    if name == "peagle":
+        return peagle_heads.fresh(target, peagle_heads.settings_of(**changes)).eval()
+    own = {} if name == "dflash2" else OWN
+    return fresh(target, settings_of(name, **{**own, **changes})).eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target(num_hidden_layers=4)
+
+
+@torch.no_grad()
+def candidates(head: DraftHead, target: Target, token_ids: list[int], width: int) -> Tensor:
+    output = target.read_text(token_ids[:-1], head.taps)
+    return head.candidates(output, token_ids, 4, 4, width)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, rnn", "peagle"])
+def test_a_pruned_head_drafts_what_is_left_in_the_same_order(target: Target, name: str) -> None:
+    head = head_of(target, name)
+    kept = head.vocab.ids[5:53:2]
+    small = head.pruned(DraftVocab(kept, target.vocab_size)).attach(target).eval()
+    assert {len(each) for each in small.output_heads()} == {24}
+    (text,) = texts(target, 1, 20)
+    of_all = candidates(head, target, text, 64)
+    still = of_all[torch.isin(of_all, kept)].reshape(*of_all.shape[:2], 24)
+    assert still.equal(candidates(small, target, text, 24))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
+def test_what_borrows_the_target_s_output_head_cannot_be_pruned(target: Target, name: str) -> None:
+    borrowing = {} if name == "dflash2" else {"own_output_head": False, "draft_vocab_size": None}
+    head = head_of(target, name, **borrowing)
+    problem = str(kind_of(head).pruning_problem(head))
+    assert "through the target's output head, of which no row can go" in problem
+    assert ("head.own_output_head=true" in problem) == (name != "dflash2")
+
+
+def test_bytes_that_a_draft_reads_are_of_all_that_is_multiplied(target: Target) -> None:
+    """DSpark: both factors of its logits by tokens are of 8; the first is only looked up."""
+    borrowed = head_of(target, "dspark", own_output_head=False, draft_vocab_size=None)
+    whole, own = (
+        prune.attach(each, target, None)["weight_bytes"]
+        for each in (borrowed, head_of(target, "dspark"))
+    )
+    assert whole is not None
+    assert own is not None
+    assert whole - own == 4 * (96 - 64) * (64 + 8)
+    beside = ("embed_tokens.weight", "markov_head.markov_w1.weight")
+    matrices = dict(borrowed.named_parameters()).items()
+    read = sum(each.numel() for name, each in matrices if name not in beside)
+    assert whole == 4 * (read + 96 * 64)
+    low = prune.attach(borrowed, target, 4)["weight_bytes"]
+    assert low is not None
+    # 96 rows and 64 columns per direction, and 32 exact rows of 64.
+    assert whole - low == 4 * (96 * 64 - 4 * (96 + 64) - 32 * 64)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "peagle"])
+def test_matrices_with_a_row_per_id_are_told_from_hidden_ones(name: str) -> None:
+    """Muon is for the hidden ones."""
+    target = random_target(vocab_size=77, num_hidden_layers=4)
+    head = head_of(target, name, **({} if name == "dflash2" else {"draft_vocab_size": 40}))
+    by_id = {id(each) for each in (*head.output_heads(), *head.embeddings())}
+    trained = [each for each in head.parameters() if each.requires_grad and each.dim() == 2]
+    assert by_id <= {id(each) for each in trained}
+    assert all((len(each) in (40, 77)) == (id(each) in by_id) for each in trained)
+
+
+WORDS = {
+    "dflash": ("DFlash", "DFlash ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036)), on",
+               '"method": "dflash"', '"num_speculative_tokens": 4}'),
+    "dflash2": ("DFlash-2", "DFlash-2, on a frozen target", '"method": "dflash"',
+                '"num_speculative_tokens": 4}'),
+    "dspark": ("DSpark", "DSpark ([arXiv 2607.05147](https://arxiv.org/abs/2607.05147)), on",
+               '"method": "dspark"', '"num_speculative_tokens": 5}'),
+    "dspark, rnn": ("DSpark", "each by the token before it", "vLLM does not load this head",
+                    "this head has rnn"),
+    "peagle": ("P-EAGLE", "P-EAGLE ([arXiv 2602.01469](https://arxiv.org/abs/2602.01469)), on",
+               '"method": "eagle3"', '"num_speculative_tokens": 4, "parallel_drafting": true}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_what_is_pushed_says_what_it_is_and_comes_back_the_same(
+    hub: HubServer, target: Target, name: str, tmp_path: Path
+) -> None:
+    head = head_of(target, name)
+    head.config = replace(head.config, target="Qwen/Qwen3-8B")
+    head._target = ()  # type: ignore[assignment]
+    head.save(tmp_path / "run/head", PROVENANCE)
+    measured = {**ACCEPTANCE, "dynamic_tree": {"tau": 2.25, "by_category": {}}}
+    (tmp_path / "run/acceptance.json").write_text(json.dumps(measured))
+    push.main(PushRun(head=HeadRef(path=str(tmp_path / "run/head")), repo_id="me/new"))
+    files = hub.repos["me/new"].files("main") or {}
+    assert set(files) == {
+        ".gitattributes", "README.md", "config.json", "headsmith.json", "model.safetensors",
+    }  # fmt: skip
+    card = files["README.md"].decode()
+    tag = name.split(",", maxsplit=1)[0]
+    tags = yaml.safe_load(card.split("---\n", 2)[1])["tags"]
+    assert tags == ["speculative-decoding", tag, "draft-head"]
+    called, *said = WORDS[name]
+    for words in (f"{called} head for speculative decoding of [Qwen", "hidden states 1, 2 (as",
+                  "tokens in one pass", "**1.812**", *said):  # fmt: skip
+        assert words in card
+    loaded = load_head("me/new")
+    assert vars(loaded.config) == vars(head.config)
+    expected, found = head.tensors(), loaded.tensors()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[each], found[each]) for each in expected)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
+        yield
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, conversations, an adapter that has learnt something, and prompts."""
+    folder = save_inputs(tmp_path_factory.mktemp("inputs"))
+    model = random_model(vocab_size=300, num_hidden_layers=4)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    for parameter in (p for n, p in adapted.named_parameters() if "lora_B" in n):
+        parameter.data.normal_(std=0.3)
+    adapted.save_pretrained(folder / "adapter")
+    rows = [{"turns": [f"hello {n}, how are you?"]} for n in range(3)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def trained(name: str, out_dir: Path, target: TargetConfig, data: DataConfig) -> list[float]:
+    """Losses of a short run, and its tau."""
+    entry, run = RUNS[name]
+    train = TrainConfig(
+        max_steps=4, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
+        num_replay_prompts=1, learning_rate=1e-2,
+    )  # fmt: skip
+    reduced = {} if name == "dflash2" else OWN
+    if name == "peagle":
+        head = peagle_heads.settings_of(mask_token_id=0)
+    else:
+        head = settings_of(name, mask_token_id=0, **reduced)
+    entry.main(run(head=head, train=train, target=target, data=data, out_dir=str(out_dir)))
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 5
+    return [each.get("train/loss", each.get("eval/loss")) for each in lines] + [
+        lines[-1]["eval/tau"]
+    ]
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_losses_from_a_store_are_those_with_the_target(
+    name: str, inputs: Path, tmp_path: Path
+) -> None:
+    """bf16: equal, as tau is; a byte (int8 stands for both): within 4% of the loss, or 0.03."""
+    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
+    online = trained(name, tmp_path / "online", given.target, deepcopy(given.data))
+    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 1}
+    for kind in (StateFormat.bf16, StateFormat.int8):
+        store = captured(inputs, tmp_path / kind.value, format=kind, layers=[1, 2], **same)
+        data = DataConfig(features=str(store))
+        offline = trained(name, tmp_path / f"from-{kind.value}", TargetConfig(), data)
+        if kind is StateFormat.bf16:
+            assert offline == online
+        else:
+            assert offline[:-1] == pytest.approx(online[:-1], rel=0.04, abs=0.03)
+            assert offline[:-1] != online[:-1]
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_an_adapted_target_trains_as_a_merged_one(name: str, inputs: Path, tmp_path: Path) -> None:
+    given = settings(inputs, tmp_path)
+    adapted = replace(given.target, adapter=str(inputs / "adapter"))
+    merge_adapter.main(MergeAdapterRun(target=adapted, out_dir=str(tmp_path / "merged")))
+    merged = replace(given.target, path=str(tmp_path / "merged"))
+    plain, one, other = (
+        trained(name, tmp_path / f"out{n}", each, deepcopy(given.data))
+        for n, each in enumerate((given.target, adapted, merged))
+    )
+    assert one == pytest.approx(other, rel=1e-3)
+    assert one != pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("quantization", [Quantization.int8, Quantization.nf4])
+@pytest.mark.parametrize("name", ONE)
+def test_a_quantised_target_trains_and_checks_a_head(
+    name: str, quantization: Quantization, inputs: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    data, folder = settings(inputs, tmp_path).data, tmp_path / "target"
+    # Rows of 64 numbers share a scale.
+    save_target(folder, num_hidden_layers=4, intermediate_size=128)
+    whole = TargetConfig(path=str(folder), dtype=Dtype.float32)
+    quantised = replace(whole, quantization=quantization)
+    plain, losses = (
+        trained(name, tmp_path / f"of-{each.quantization.value}", each, deepcopy(data))[:-1]
+        for each in (whole, quantised)
+    )
+    assert losses == pytest.approx(plain, rel=0.3, abs=0.3)
+    assert losses != plain
+    where = {"target": quantised, "head": HeadRef(f"{tmp_path}/of-{quantization.value}/head")}
+    replayed, decoded = (
+        accepted(inputs, tmp_path / mode.value, mode=mode, **where)
+        for mode in (Mode.replay, Mode.decode)
+    )
+    assert replayed["tau"] == decoded["tau"]
+
+
+def accepted(inputs: Path, out_dir: Path, **changes: Any) -> dict[str, Any]:
+    data = DataConfig(path=str(inputs / "prompts.jsonl"))
+    common = {"data": data, "max_new_tokens": 12, "num_turns": 1, "out_dir": str(out_dir)}
+    acceptance.main(AcceptanceRun(**common, **changes))
+    return json.loads((out_dir / "acceptance.json").read_text())
+
+
+def test_heads_of_two_kinds_stand_side_by_side(inputs: Path, tmp_path: Path) -> None:
+    where = TargetConfig(path=str(inputs / "target"))
+    target = load_target(where, torch.device("cpu"))
+    for name in ("dspark", "peagle"):
+        head_of(target, name).save(tmp_path / name)
+        accepted(inputs, tmp_path / f"of-{name}", target=where, head=HeadRef(f"{tmp_path / name}"))
+    results = [str(tmp_path / f"of-{name}") for name in ("dspark", "peagle")]
+    compare.main(CompareRun(results=results, out_dir=str(tmp_path / "out")))
+    first, second = (tmp_path / "out/comparison.md").read_text().splitlines()[2:]
+    assert first.startswith("| of-dspark | ")
+    assert len(first.split("|")[-2].split()) == 5
+    assert second.startswith("| of-peagle | ")
+    assert len(second.split("|")[-2].split()) == 4
+
+
+@slow
+@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
+def test_the_command_prunes_and_measures_what_acceptance_does(
+    name: str, inputs: Path, tmp_path: Path
+) -> None:
+    where = TargetConfig(path=str(inputs / "target"))
+    head_of(load_target(where, torch.device("cpu")), name).save(tmp_path / "head", {"a": 1})
+    config = PruneRun(
+        target=where, head=HeadRef(path=str(tmp_path / "head")), sizes=[20], ranks=[4],
+        data=settings(inputs, tmp_path).data, max_new_tokens=12, out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    prune.main(config)
+    result = json.loads((tmp_path / "out/prune.json").read_text())
+    small = load_head(str(tmp_path / "out/20/head"))
+    assert len(small.vocab.ids) == result["pruned"][0]["num_ids"] == 20
+    assert result["low_rank"][0]["rank"] == 4
+    with pytest.raises(InputError, match=r"sizes=\[65\]: this head drafts 64 ids"):
+        prune.main(replace(config, sizes=[65], out_dir=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("name", ["dflash", "peagle"])
+def test_trees_deeper_than_a_block_are_refused(target: Target, name: str, tmp_path: Path) -> None:
+    head_of(target, name).save(tmp_path / "head")
+    ref = HeadRef(path=str(tmp_path / "head"))
+    deep, deeper = (AcceptanceRun(head=ref, dynamic_tree=DynamicTreeConfig(n)) for n in (4, 5))
+    assert open_head(deep, ref).depth == 4
+    with pytest.raises(InputError, match=r"dynamic_tree\.depth=5: this head drafts at most 4 tok"):
+        open_head(deeper, ref)

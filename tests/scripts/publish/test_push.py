@@ -1,0 +1,369 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import constants
+
+from conf.errors import InputError
+from conf.settings.common import HeadRef
+from conf.settings.export import ExportFormat
+from conf.settings.push import PushRun
+from data.embedded import TARGET
+from heads.export.serve import readme
+from heads.kinds import load_head
+from heads.medusa.head import MedusaHead, MedusaHeadConfig
+from scripts import push
+from scripts.publish.staging import scrubbed
+from tests.hub_server import TOKEN, HubServer
+
+ACCEPTANCE = {
+    "mode": "replay",
+    "tau": 1.8125,
+    "alpha": [0.6, 0.35],
+    "per_position": [0.6, 0.21],
+    "by_category": {
+        "writing": {"tau": 1.75, "ci95": [1.5, 2.0], "num_prompts": 3},
+        "math|code": {"tau": 1.875, "ci95": None, "num_prompts": 5},
+    },
+    "num_prompts": 8,
+    "num_tokens": 512,
+}
+SPEEDUP = {
+    "baseline": "vanilla",
+    "baselines": ["vanilla", "generate"],
+    "methods": {
+        "vanilla": {
+            "tau": 1.0, "tokens_per_s": 20.0, "speedup": 1.0, "efficiency": 1.0, "breakdown": {}
+        },
+        "medusa_tree": {
+            "tau": 2.0, "tokens_per_s": 31.0, "speedup": 1.55, "efficiency": 0.775, "breakdown": {}
+        },
+    },
+    "lossless": {"num_prompts": 8, "num_equal": 8, "first_divergences": []},
+}  # fmt: skip
+PROVENANCE = {
+    "target": "Qwen/Qwen3-8B",
+    "config": {
+        "target": {"path": "Qwen/Qwen3-8B"},
+        "data": {"path": "/home/ann/My Data/chats.jsonl"},
+        "head": {"path": None, "num_heads": 2, "num_layers": 1, "labels": "hard"},
+        "train": {"max_steps": 77, "learning_rate": 0.001, "resume": "/scratch/ann/run/last"},
+        "seed": 3,
+    },
+    "versions": {"torch": "2.13.0"},
+    "argv": ["/home/ann/headsmith/train/medusa.py", "data.path=/home/ann/My Data/chats.jsonl"],
+    "git": "0123abc",
+    "data": {
+        "path": "/home/ann/My Data/chats.jsonl",
+        "num_records": 12345,
+        "sha256": "f00d" * 16,
+        "form": "messages",
+        "bad": ["/home/ann/My Data/chats.jsonl:3: field 'content': found 'my secret diary'"],
+    },
+}
+
+
+def make_head(folder: Path, target: str = "Qwen/Qwen3-8B") -> MedusaHead:
+    torch.manual_seed(0)
+    head = MedusaHead(
+        MedusaHeadConfig(hidden_size=32, vocab_size=64, num_heads=2, num_layers=1, target=target)
+    )
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    head.save(folder)
+    (folder / "headsmith.json").write_text(json.dumps(PROVENANCE))
+    return head
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A training run's folder with a head, measurements, and things that must stay at home."""
+    run = tmp_path / "run"
+    make_head(run / "head")
+    (run / "acceptance.json").write_text(json.dumps(ACCEPTANCE))
+    (run / "speedup.json").write_text(json.dumps(SPEEDUP))
+    (run / "acceptance.png").write_bytes(b"\x89PNG not a real picture")
+    (run / "head" / "optimizer.safetensors").write_bytes(b"state")
+    (run / "head" / "optimizer.bin").write_bytes(b"state")
+    (run / "head" / "wandb").mkdir()
+    return run
+
+
+def dry(run_dir: Path, tmp_path: Path, **changes: object) -> Path:
+    settings = {"repo_id": "me/qwen-medusa", "dry_run": True, "out_dir": str(tmp_path / "staged")}
+    head = HeadRef(path=str(run_dir / "head"))
+    push.main(PushRun(head=head, **{**settings, **changes}))  # type: ignore[arg-type]
+    return tmp_path / "staged"
+
+
+def hub_env(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
+    env |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    return env | ({"HF_TOKEN": token} if token else {})
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A loopback Hub that the client in this process uses, with a token."""
+    monkeypatch.setattr(constants, "ENDPOINT", "set below")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        yield server
+
+
+def upload(run_dir: Path, **changes: object) -> None:
+    head = HeadRef(path=str(run_dir / "head"))
+    push.main(PushRun(head=head, **{"repo_id": "me/qwen-medusa", **changes}))  # type: ignore[arg-type]
+
+
+def test_push_then_load_from_the_hub_gives_the_same_head(
+    hub: HubServer, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(run_dir)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
+    repo = hub.repos["me/qwen-medusa"]
+    assert repo.private
+    assert len(repo.commits) == 2, "one commit after the initial one"
+    MedusaHead.load("me/qwen-medusa").save(tmp_path / "loaded")
+    ours = MedusaHead.load(str(run_dir / "head")).state_dict()
+    theirs = MedusaHead.load(str(tmp_path / "loaded")).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert TOKEN not in said.out + said.err
+
+
+def test_second_push_leaves_no_file_of_the_first_head(hub: HubServer, run_dir: Path) -> None:
+    upload(run_dir)
+    first = hub.repos["me/qwen-medusa"].files("main")
+    assert first is not None
+    first["old-shard.safetensors"] = b""
+    (run_dir / "acceptance.png").unlink()
+    upload(run_dir)
+    repo = hub.repos["me/qwen-medusa"]
+    assert len(repo.commits) == 3
+    assert set(repo.files("main") or ()) == {
+        ".gitattributes", "README.md", "config.json", "headsmith.json",
+        "medusa_lm_head.safetensors",
+    }  # fmt: skip
+
+
+def test_dry_run_writes_exactly_what_would_be_uploaded(run_dir: Path, tmp_path: Path) -> None:
+    staged = dry(run_dir, tmp_path)
+    assert sorted(path.name for path in staged.iterdir()) == [
+        "README.md", "acceptance.png", "config.json", "headsmith.json",
+        "medusa_lm_head.safetensors",
+    ]  # fmt: skip
+    theirs = MedusaHead.load(str(staged)).state_dict()
+    for name, tensor in MedusaHead.load(str(run_dir / "head")).state_dict().items():
+        assert torch.equal(tensor, theirs[name])
+
+
+def model_index(*taus: tuple[str, float], data: str) -> list[dict[str, Any]]:
+    results = {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": data.rsplit("/", maxsplit=1)[-1], "type": data},
+        "metrics": [
+            {"type": "tau", "value": tau, "name": f"tau, {name} (mean tokens per target pass)"}
+            for name, tau in taus
+        ],
+    }
+    return [{"name": "qwen-medusa", "results": [results]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/home/ann/mt_bench.jsonl", "mt_bench"),
+        ("HuggingFaceH4/mt_bench", "HuggingFaceH4/mt_bench"),
+    ],
+)
+def test_the_metadata_hold_tau_as_the_hub_reads_it(
+    run_dir: Path, tmp_path: Path, path: str, name: str
+) -> None:
+    tree = {"tau": 2.25, "by_category": {}}
+    measured = {**ACCEPTANCE, "data": {"path": path}, "static_tree": tree}
+    (run_dir / "acceptance.json").write_text(json.dumps(measured))
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n", 2)[1])["model-index"] == model_index(
+        ("chain", 1.8125), ("static tree", 2.25), data=name
+    )
+
+
+def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: Path) -> None:
+    card = (dry(run_dir, tmp_path, license="Apache-2.0") / "README.md").read_text()
+    _, metadata, body = card.split("---\n", 2)
+    assert yaml.safe_load(metadata) == {
+        "base_model": "Qwen/Qwen3-8B",
+        "base_model_relation": "adapter",
+        "library_name": "headsmith",
+        "license": "apache-2.0",
+        "tags": ["speculative-decoding", "medusa", "draft-head"],
+        "model-index": model_index(("chain", 1.8125), data="headsmith-default"),
+    }
+    for text in (
+        "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
+        "**1.812**",
+        "| writing | 3 | 1.750 | 1.500 to 2.000 |",
+        "| math\\|code | 5 | 1.875 | - |",
+        "| 2 | 0.350 | 0.210 |",
+        "| medusa_tree | 2.000 | 31.0 | 1.55 | 0.78 |",
+        "8 of 8 texts equal",
+        "![acceptance](acceptance.png)",
+        f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`.",
+        "| train.max_steps | 77 |",
+        "| head.num_heads | 2 |",
+        "| head.labels | hard |",
+        "| seed | 3 |",
+        "python eval/acceptance.py head.path=me/qwen-medusa target.path=Qwen/Qwen3-8B",
+        "vllm serve Qwen/Qwen3-8B --speculative-config '"
+        '{"method": "medusa", "model": "me/qwen-medusa", "num_speculative_tokens": 2}\'',
+    ):
+        assert text in body
+
+
+def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Path) -> None:
+    data = {"chat_template_kwargs": {"enable_thinking": False}}
+    config = {**PROVENANCE["config"], "data": data}
+    (run_dir / "head/headsmith.json").write_text(json.dumps(PROVENANCE | {"config": config}))
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    said = "vLLM with `--default-chat-template-kwargs '{\"enable_thinking\": false}'`."
+    assert said in card
+    head = load_head(str(run_dir / "head"))
+    assert said in readme(head, ExportFormat.vllm, [], PROVENANCE | {"config": config})
+    assert "chat_template_kwargs" not in readme(head, ExportFormat.vllm, [], PROVENANCE)
+
+
+def test_card_of_a_head_that_belongs_to_an_adapter(run_dir: Path, tmp_path: Path) -> None:
+    belongs = {"adapter": {"path": "/home/ann/run/adapter", "sha256": "f00d" * 16}}
+    (run_dir / "head/headsmith.json").write_text(json.dumps(PROVENANCE | belongs))
+    staged = dry(run_dir, tmp_path)
+    assert "Medusa-2 ([arXiv 2401.10774]" in (staged / "README.md").read_text()
+    assert "works with the target so adapted, or" in (staged / "README.md").read_text()
+    published = json.loads((staged / "headsmith.json").read_text())
+    assert published["adapter"] == {"path": "adapter", "sha256": "f00d" * 16}
+
+
+def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path) -> None:
+    make_head(run_dir / "head", target="/home/ann/models/tiny-chat")
+    staged = dry(run_dir, tmp_path)
+    for path in staged.iterdir():
+        assert b"ann" not in path.read_bytes(), path.name
+        assert b"diary" not in path.read_bytes(), path.name
+    published = json.loads((staged / "headsmith.json").read_text())
+    assert published["argv"] == ["medusa.py", "data.path=chats.jsonl"]
+    assert published["config"]["train"]["resume"] == "last"
+    assert (
+        json.loads((staged / "config.json").read_text())["base_model_name_or_path"] == "tiny-chat"
+    )
+    assert "base_model:" not in (staged / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/home/ann/a b/c.jsonl", "c.jsonl"),
+        ("data.path=/home/ann/c.jsonl", "data.path=c.jsonl"),
+        ("/x/y.jsonl:3: field 'a'", "y.jsonl:3: field 'a'"),
+        ("paths=[/x/y.jsonl,/x/z.jsonl]", "paths=[y.jsonl,z.jsonl]"),
+        ("see file:///home/ann/c.jsonl", "see c.jsonl"),
+        ("~/c.jsonl", "c.jsonl"),
+        (r"C:\Users\ann\c.jsonl", "c.jsonl"),
+        ("http://localhost:8000/v1", "http://localhost:8000/v1"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("tokens / second", "tokens / second"),
+        ("outputs/run", "outputs/run"),
+    ],
+)
+def test_scrubbed(text: str, expected: str) -> None:
+    assert scrubbed({"a": [text]}) == {"a": [expected]}
+
+
+def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:
+    for name in ("acceptance.json", "speedup.json", "acceptance.png"):
+        (run_dir / name).unlink()
+    embedded = {**PROVENANCE, "config": {"target": {"path": TARGET}}}
+    (run_dir / "head" / "headsmith.json").write_text(json.dumps(embedded))
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    assert "Nothing was measured" in card
+    assert "embedded default target" in card
+    assert "head.path=me/qwen-medusa data.path" in card
+
+
+def test_measured_names_the_folder(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "measured"
+    other.mkdir()
+    (other / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "tau": 1.5}))
+    card = (dry(run_dir, tmp_path, measured=str(other)) / "README.md").read_text()
+    assert "**1.500**" in card
+    assert "medusa_tree" not in card
+
+
+def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
+    def refused(match: str, **changes: object) -> None:
+        with pytest.raises(InputError, match=match):
+            dry(run_dir, tmp_path, **changes)
+
+    refused("repo_id=name: must be user/name", repo_id="name")
+    refused("must be user/name", repo_id="a/b/c")
+    refused("must be user/name", repo_id="me/bad name")
+    refused("measured=nowhere: no such folder", measured="nowhere")
+    refused("not an empty folder", out_dir=str(run_dir))
+    with pytest.raises(InputError, match=r"head\.path is not set"):
+        push.main(PushRun(repo_id="me/x", dry_run=True, out_dir=str(tmp_path / "o")))
+    with pytest.raises(InputError, match=r"head\.path=nowhere: no such folder"):
+        push.main(PushRun(head=HeadRef(path="nowhere"), repo_id="me/x"))
+    (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
+    refused(r"acceptance.json: no alpha, per_position")
+    (run_dir / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "alpha": [0.1] * 3}))
+    refused("measures drafts of 3 tokens, and this head drafts at most 2")
+    make_head(tmp_path / "other")
+    (run_dir / "acceptance.json").write_text(
+        json.dumps({**ACCEPTANCE, "head": str(tmp_path / "other")})
+    )
+    refused("measures another head")
+    weights = run_dir / "head" / "medusa_lm_head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    refused("corrupt or truncated")
+    assert not (tmp_path / "staged").exists()
+
+
+def test_hub_refusals_are_explained(
+    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"may not write there \(HTTP 403\)"):
+        upload(run_dir, repo_id="others/head")
+    upload(run_dir, private=False)
+    assert not hub.repos["me/qwen-medusa"].private
+    with pytest.raises(InputError, match="exists and is public; set private=false"):
+        upload(run_dir)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(InputError, match=r"not logged in to .*hf auth login"):
+        upload(run_dir, private=False)
+    with pytest.raises(InputError, match=r"not logged in to .*hf auth login"):
+        upload(run_dir, repo_id="me/new")
+
+
+def test_an_unreachable_hub_is_named(
+    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
+        upload(run_dir)

@@ -1,0 +1,207 @@
+"""A head is pushed with its exports, each looked at once more."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from conf.errors import InputError
+from conf.settings.common import HeadRef
+from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.export import ExportFormat
+from conf.settings.push import Layout, PushRun
+from eval.parity.gate import check_parity
+from heads.eagle.head import EagleHead
+from heads.export.golden import golden
+from heads.export.writer import export_head
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from scripts import push
+from tests.hub_server import HubServer, Repo
+from tests.scripts.publish.test_push import ACCEPTANCE, hub
+from tests.toys import random_target
+
+__all__ = ["hub"]  # a fixture
+REPO = "me/toy-eagle3"
+PROVENANCE = {
+    "config": {"target": {"path": "/home/ann/toy"}, "head": {"output_head": "copy"}, "seed": 0},
+    "data": {"path": "/home/ann/chats.jsonl", "num_records": 9, "bad": ["ann's diary"]},
+    "about_head": ["draft vocabulary: 48 of 96 ids cover 91.20% of the learnt tokens"],
+}
+FILES = {"README.md", "config.json", "headsmith.json", "model.safetensors"}
+PARITY = "parity/parity.safetensors"
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return random_target(num_hidden_layers=6)
+
+
+def make_head(target: Target, seed: int = 0) -> EagleHead:
+    settings = EagleConfig(form=EagleForm.eagle3, output_head=OutputHead.copy)
+    vocab = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    return EagleHead.from_target(target, settings, vocab, seed).eval()
+
+
+def export(head: EagleHead, engine: ExportFormat, folder: Path) -> None:
+    export_head(head, engine, golden(head, head.target, num_rows=4, depth=2), folder, PROVENANCE)
+
+
+@pytest.fixture
+def run_dir(target: Target, tmp_path: Path) -> Path:
+    """A trained head, what was measured, and two exports."""
+    run = tmp_path / "run"
+    head = make_head(target)
+    head.save(run / "head", dict(PROVENANCE))
+    (run / "acceptance.json").write_text(json.dumps(ACCEPTANCE))
+    for engine in (ExportFormat.vllm, ExportFormat.sglang):
+        export(head, engine, run / engine.value)
+        (run / engine.value / "notes.txt").write_text("ann's notes")
+    return run
+
+
+def pushed(run: Path, **changes: Any) -> None:
+    settings: dict[str, Any] = {
+        "repo_id": REPO,
+        "exports": [str(run / "vllm"), str(run / "sglang")],
+        **changes,
+    }
+    push.main(PushRun(head=HeadRef(path=str(run / "head")), **settings))
+
+
+def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -> None:
+    pushed(run_dir)
+    files = hub.repos[REPO].files("main") or {}
+    assert len(hub.repos[REPO].commits) == 2, "one commit after the initial one"
+    expected = {f"{name}/{file}" for name in ("vllm", "sglang") for file in {*FILES, PARITY}}
+    assert set(files) == {".gitattributes", *FILES, *expected}
+    card = files["README.md"].decode()
+    assert yaml.safe_load(card.split("---\n", 2)[1])["tags"] == [
+        "speculative-decoding", "eagle3", "draft-head", "sglang", "vllm",
+    ]  # fmt: skip
+    for text in (
+        "Engines look for weights at a repository's root alone, so its folder is downloaded first.",
+        "| format | where | loaders read | parity |",
+        "| vllm | `me/toy-eagle3/vllm` | vLLM 0.32 | max \\|difference\\| ",
+        "hf download me/toy-eagle3 --include 'vllm/*' --local-dir toy-eagle3\n"
+        "vllm serve llama --speculative-config '"
+        '{"method": "eagle3", "model": "toy-eagle3/vllm", "num_speculative_tokens": ',
+        "--speculative-draft-model-path toy-eagle3/sglang ",
+        "draft vocabulary: 48 of 96 ids cover 91.20% of the learnt tokens",
+        "**1.812**",
+    ):
+        assert text in card
+    for name, content in files.items():
+        assert b"ann" not in content or name.endswith(".safetensors"), name
+
+
+def test_what_is_pulled_computes_the_head(hub: HubServer, run_dir: Path, tmp_path: Path) -> None:
+    pushed(run_dir)
+    for name, content in (hub.repos[REPO].files("main") or {}).items():
+        path = tmp_path / "pulled" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for engine in ("vllm", "sglang"):
+        verdict = check_parity(tmp_path / "pulled" / engine)
+        assert verdict.max_difference <= 1e-4 * verdict.scale
+
+
+def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -> None:
+    pushed(run_dir, layout=Layout.each)
+    assert set(hub.repos) == {REPO, f"{REPO}-vllm", f"{REPO}-sglang"}
+    assert all(repo.private and len(repo.commits) == 2 for repo in hub.repos.values())
+    assert set(hub.repos[REPO].files("main") or {}) == {".gitattributes", *FILES}
+    files = hub.repos[f"{REPO}-vllm"].files("main") or {}
+    assert set(files) == {".gitattributes", *FILES, PARITY}
+    card = files["README.md"].decode()
+    for text in (
+        "# toy-eagle3-vllm",
+        "This repository holds the head as vllm loads it; the head itself, for Headsmith, is in "
+        "[me/toy-eagle3](https://huggingface.co/me/toy-eagle3).",
+        '{"method": "eagle3", "model": "me/toy-eagle3-vllm", "num_speculative_tokens": ',
+        "python eval/acceptance.py head.path=me/toy-eagle3 ",
+        "**1.812**",
+    ):
+        assert text in card
+    assert "hf download" not in card
+    assert "root alone" not in card
+    assert "sglang" not in card
+    assert "me/toy-eagle3-sglang" in (hub.repos[REPO].files("main") or {})["README.md"].decode()
+
+
+def test_a_dry_run_writes_a_folder_for_each_repository(run_dir: Path, tmp_path: Path) -> None:
+    pushed(run_dir, layout=Layout.each, dry_run=True, out_dir=str(tmp_path / "out"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "toy-eagle3", "toy-eagle3-vllm", "toy-eagle3-sglang",
+    }  # fmt: skip
+    assert (tmp_path / "out" / "toy-eagle3-vllm" / PARITY).is_file()
+
+
+def test_an_export_that_no_longer_computes_the_head_stays_at_home(
+    hub: HubServer, run_dir: Path
+) -> None:
+    config = run_dir / "vllm" / "config.json"
+    changed = json.loads(config.read_text()) | {"rms_norm_eps": 0.1}
+    config.write_text(json.dumps(changed))
+    with pytest.raises(InputError, match=r"exports=.*vllm: .*logits of the served head differ"):
+        pushed(run_dir)
+    assert not hub.repos
+
+
+def test_an_export_of_another_head_is_refused(
+    target: Target, hub: HubServer, run_dir: Path
+) -> None:
+    export(make_head(target, seed=1), ExportFormat.sglang, run_dir / "sglang")
+    with pytest.raises(InputError, match=r"sglang: its [\w.]+ is not that of head\.path"):
+        pushed(run_dir)
+    assert not hub.repos
+
+
+def test_exports_in_bfloat16_are_of_the_same_head(
+    target: Target, run_dir: Path, tmp_path: Path
+) -> None:
+    export(make_head(target).to(torch.bfloat16), ExportFormat.vllm, run_dir / "vllm")
+    pushed(run_dir, dry_run=True, out_dir=str(tmp_path / "out"))
+    weights = load_file(tmp_path / "out" / "vllm" / "model.safetensors")
+    assert weights["fc.weight"].dtype is torch.bfloat16
+
+
+def test_folders_that_are_no_exports_are_named(run_dir: Path) -> None:
+    def refused(match: str, *folders: Path) -> None:
+        with pytest.raises(InputError, match=match):
+            pushed(run_dir, exports=[str(folder) for folder in folders])
+
+    refused("exports=.*nowhere: no such folder", run_dir / "nowhere")
+    refused("headsmith.json says None is not a valid ExportFormat", run_dir / "head")
+    refused("are both for vllm; name one of each format", run_dir / "vllm", run_dir / "vllm")
+    (run_dir / "vllm" / "headsmith.json").write_text("{")
+    refused("headsmith.json: not JSON", run_dir / "vllm")
+
+
+def test_copies_of_a_gated_targets_weights_are_told(hub: HubServer, tmp_path: Path) -> None:
+    """The authors' EAGLE-1 needs the embedding, and its golden features the output head."""
+    target = random_target()
+    target.name = "me/gated"
+    hub.repos["me/gated"] = Repo(private=False, gated="auto")
+    hub.repos["me/gated"].commit({})
+    head = EagleHead.from_target(
+        target, EagleConfig(form=EagleForm.eagle1), DraftVocab.everything(target.vocab_size), 0
+    )
+    head.save(tmp_path / "head")
+    export(head.eval(), ExportFormat.original, tmp_path / "original")
+    push.main(
+        PushRun(
+            head=HeadRef(path=str(tmp_path / "head")),
+            repo_id=REPO,
+            exports=[str(tmp_path / "original")],
+        )
+    )
+    assert (
+        "[me/gated](https://huggingface.co/me/gated) is gated: who downloads it agrees to its "
+        "terms, and they apply to this head as far as it was made from it. It holds its token "
+        "embedding, some rows of its token embedding, rows of its output head."
+    ) in (hub.repos[REPO].files("main") or {})["README.md"].decode()

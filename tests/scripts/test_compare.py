@@ -1,0 +1,127 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.errors import InputError
+from conf.settings.measure import CompareRun
+from scripts import compare
+
+CHECKSUMS = ("config", "tokenizer", "template", "weights", "adapter_weights", "quantization")
+
+
+def prompts(*emitted: int) -> list[dict]:
+    return [{"dialogue": n, "turn": 1, "emitted": [each, each]} for n, each in enumerate(emitted)]
+
+
+def result(tau: float, **changes) -> dict:
+    return {
+        "tau": tau,
+        "tau_ci95": [tau - 0.1, tau + 0.1],
+        "alpha": [0.5, 0.25],
+        "prompts": prompts(1, 2),
+        "dynamic_tree": {"tau": tau + 0.5, "prompts": prompts(2, 3)},
+        "num_prompts": 2,
+        "mode": "replay",
+        "num_turns": 1,
+        "top_p": 1.0,
+        "top_k": None,
+        "seed": 0,
+        "target": "models/tiny",
+        "target_identity": {**dict.fromkeys(CHECKSUMS, "ab"), "name": "models/tiny"},
+        "max_new_tokens": 8,
+        "temperature": 0.0,
+        "target_dtype": "float32",
+        "data": {"sha256": "ab"},
+        **changes,
+    }
+
+
+def folders(tmp_path: Path, **results: dict) -> list[str]:
+    for name, content in results.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "acceptance.json").write_text(json.dumps(content))
+    return [str(tmp_path / name) for name in results]
+
+
+def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
+    medusa = result(1.5)
+    medusa["static_tree"] = medusa.pop("dynamic_tree")
+    eagle = result(2.0, prompts=prompts(2, 4))
+    paths = folders(tmp_path, medusa=medusa, eagle=eagle)
+    compare.main(CompareRun(results=paths, out_dir=str(tmp_path / "out")))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == [
+        "| head | tau, chain | 95% interval | more than medusa | tau, tree | more than medusa "
+        "| alpha per depth of the chain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    assert shown[2] == "| medusa | 1.500 | 1.400 to 1.600 |  | 2.000 |  | 0.50 0.25 |"
+    # One token more on the first prompt, two on the other; of both trees the same.
+    assert shown[3] == (
+        "| eagle | 2.000 | 1.900 to 2.100 | +1.500 (+1.000 to +2.000) "
+        "| 2.500 | +0.000 (+0.000 to +0.000) | 0.50 0.25 |"
+    )
+    assert (tmp_path / "out/comparison.md").read_text().splitlines() == shown[:4]
+    assert (tmp_path / "out/comparison.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 9}, r"max_new_tokens was 8, is 9"),
+        ({"data": {"sha256": "cd"}}, r"data\.sha256 was 'ab', is 'cd'"),
+        ({"mode": "decode", "top_p": 0.5}, r"mode was 'replay', is 'decode'; top_p was 1\.0, is 0"),
+        ({"num_turns": 2}, r"num_turns was 1, is 2"),
+        ({"num_prompts": 3}, r"num_prompts was 2, is 3"),
+        ({"top_k": 5}, r"top_k was None, is 5"),
+        ({"stop": ["#"]}, r"stop was None, is \['#'\]"),
+        ({"target_dtype": "bfloat16"}, r"target\.dtype was 'float32', is 'bfloat16'"),
+        ({"generation_config": {"a": 1}}, r"generation_config was None, is \{'a': 1\}"),
+        (
+            {"config": {"data": {"chat_template_kwargs": {"enable_thinking": False}}}},
+            r"data\.chat_template_kwargs was None, is \{'enable_thinking': False\}",
+        ),
+        (
+            {"target_identity": {**dict.fromkeys(CHECKSUMS, "ab"), "weights": "cd"}},
+            r"a and b are not of the same thing: target\.weights was 'ab', is 'cd'",
+        ),
+    ],
+)
+def test_measurements_of_different_things_are_refused(tmp_path, changes, message) -> None:
+    paths = folders(tmp_path, a=result(1.5), b=result(2.0, **changes))
+    with pytest.raises(InputError, match=message):
+        compare.main(CompareRun(results=paths, out_dir=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_results_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="at least two"):
+        compare.load_results(folders(tmp_path, a=result(1.5)))
+    with pytest.raises(InputError, match=r"cannot read .*gone.acceptance\.json"):
+        compare.load_results([str(tmp_path / "a"), str(tmp_path / "gone")])
+
+
+def test_a_target_is_known_by_its_checksums_not_by_its_place(tmp_path: Path) -> None:
+    moved = result(2.0, target="elsewhere", seed=3)
+    assert set(compare.load_results(folders(tmp_path, a=result(1.5), b=moved))) == {"a", "b"}
+    nameless = {key: {"target": name} for key, name in (("c", "one"), ("d", "two"))}
+    for each in nameless.values():
+        each["target_identity"] = {**dict.fromkeys(CHECKSUMS), "name": each["target"]}
+    with pytest.raises(InputError, match=r"target\.name was 'one', is 'two'"):
+        compare.load_results(
+            folders(tmp_path, **{k: result(1.5, **v) for k, v in nameless.items()})
+        )
+
+
+def test_sampled_results_are_of_one_seed(tmp_path: Path) -> None:
+    sampled = {"temperature": 0.5, "mode": "decode"}
+    paths = folders(tmp_path, a=result(1.5, **sampled), b=result(2.0, **sampled, seed=3))
+    with pytest.raises(InputError, match=r"seed was 0, is 3"):
+        compare.load_results(paths)
+
+
+def test_results_of_before_hold_no_prompts(tmp_path: Path) -> None:
+    old = {key: value for key, value in result(1.5).items() if key != "prompts"}
+    with pytest.raises(InputError, match=r"a.acceptance\.json holds no prompts; measure again"):
+        compare.load_results(folders(tmp_path, a=old, b=result(2.0)))

@@ -1,0 +1,188 @@
+import json
+import shutil
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exports import eagle
+from safetensors.torch import load_file
+from toys import noisy_head, save_target
+
+from conf.errors import InputError
+from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.export import ExportDtype, ExportFormat, ExportRun
+from heads.folders import PROVENANCE
+from heads.kinds import load_head
+from heads.target_model.identity import identify
+from heads.target_model.load import load_target, tokenizer_of
+from scripts import export
+from tests.conf.command.test_entry import command
+
+PASSED = SimpleNamespace(lines=["model.safetensors: 15 tensors"], max_difference=3e-6, scale=12.0)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and heads that were trained for it."""
+    folder = tmp_path_factory.mktemp("export")
+    path = str(save_target(folder / "target", num_hidden_layers=8))
+    target = load_target(TargetConfig(path=path), torch.device("cpu"))
+    eagle(target).save(folder / "eagle", {"git": "abc", "config": {"seed": 3}})
+    noisy_head(target, num_heads=2).save(folder / "medusa")
+    return folder
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that the reader was given; it finds nothing wrong."""
+    seen: list[Path] = []
+
+    def verify(folder: Path) -> Any:
+        seen.append(folder)
+        return PASSED
+
+    monkeypatch.setitem(sys.modules, "eval.parity.gate", SimpleNamespace(check_parity=verify))
+    return seen
+
+
+def run(heads: Path, kind: str, engine: str, out_dir: Path, **settings: Any) -> None:
+    ref = HeadRef(str(heads / kind))
+    chosen = {"head": ref, "format": ExportFormat(engine), "out_dir": str(out_dir)}
+    export.main(ExportRun(**(chosen | settings)))
+
+
+def test_a_head_of_another_target_is_told_of(
+    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    where = TargetConfig(path=str(heads / "target"))
+    made_for = identify(where, tokenizer_of(where), torch.float32)
+    for weights, told in ((made_for.weights, False), ("0" * 64, True)):
+        copy = shutil.copytree(heads / "eagle", tmp_path / str(weights))
+        noted = {"target_identity": asdict(replace(made_for, weights=weights, dtype="bfloat16"))}
+        (copy / PROVENANCE).write_text(json.dumps(noted))
+        run(copy.parent, copy.name, "vllm", tmp_path / f"{weights}-out")
+        said = capsys.readouterr().err
+        assert ("for another target (target.weights was 000000000000, is" in said) == told
+
+
+def test_a_head_is_written_verified_and_its_serve_command_printed(
+    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    run(heads, "eagle", "vllm", out)
+    assert verified == [out]
+    speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 5}
+    assert capsys.readouterr().out.splitlines() == [
+        "model.safetensors: 15 tensors",
+        "parity: max |difference| 3e-06 of logits up to 12",
+        f"wrote {out}; serve it with",
+        "",
+        f"vllm serve {heads / 'target'} --speculative-config '{json.dumps(speculation)}'",
+    ]
+    provenance = json.loads((out / "headsmith.json").read_text())
+    assert (provenance["git"], provenance["config"]) == ("abc", {"seed": 3})
+    assert provenance["export"]["target"] == str(heads / "target")
+
+
+def test_an_export_can_be_exported_again(heads: Path, tmp_path: Path, verified) -> None:
+    run(heads, "eagle", "original", tmp_path / "first")
+    run(tmp_path, "first", "trtllm", tmp_path / "second")
+    run(heads, "eagle", "trtllm", tmp_path / "straight")
+    for name in ("model.safetensors", "config.json", "headsmith.json", "README.md"):
+        again = (tmp_path / "second" / name).read_bytes()
+        assert again == (tmp_path / "straight" / name).read_bytes(), name
+
+
+def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, verified) -> None:
+    moved = tmp_path / "moved"
+    moved.symlink_to(heads / "target")
+    dtype = ExportDtype.bfloat16
+    target = TargetConfig(path=str(moved))
+    run(heads, "medusa", "tgi", tmp_path / "out", target=target, dtype=dtype)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["base_model_name_or_path"] == str(moved)
+    assert config["dtype"] == "bfloat16"
+    written = load_file(tmp_path / "out/medusa_lm_head.safetensors")
+    trained = load_head(str(heads / "medusa")).tensors()
+    assert all(written[name].equal(each.bfloat16()) for name, each in trained.items())
+
+
+def test_what_the_reader_refuses_stays_and_is_said(
+    heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify(folder: Path) -> Any:
+        raise InputError(f"{folder}: logits differ")
+
+    monkeypatch.setitem(sys.modules, "eval.parity.gate", SimpleNamespace(check_parity=verify))
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match=rf"{out}: logits differ\. {out} is left .*not serve it"):
+        run(heads, "medusa", "vllm", out)
+    assert (out / "model.safetensors").is_file()
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(
+    heads: Path, tmp_path: Path, verified
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    run(heads, "medusa", "tgi", out)
+    run(heads, "eagle", "sglang", out)
+    assert not (out / "medusa_lm_head.safetensors").exists()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes").touch()
+    for folder in (mine, heads / "eagle"):
+        with pytest.raises(InputError, match=rf"out_dir={folder}: holds something that is no exp"):
+            run(heads, "eagle", "vllm", folder)
+    assert [p.name for p in mine.iterdir()] == ["notes"]
+
+
+def test_an_impossible_cell_is_refused_before_the_target_is_loaded(
+    heads: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
+    target = TargetConfig(path=str(tmp_path))
+    with pytest.raises(InputError, match="format=tgi: TGI loads no EAGLE-3 heads; allowed"):
+        run(heads, "eagle", "tgi", tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_names_no_target_needs_one(heads: Path, tmp_path: Path) -> None:
+    nameless = tmp_path / "nameless"
+    nameless.mkdir()
+    for file in (heads / "eagle").iterdir():
+        (nameless / file.name).write_bytes(file.read_bytes())
+    config = json.loads((nameless / "config.json").read_text())
+    del config["base_model_name_or_path"]
+    (nameless / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"target\.path is unset, and head\.path=.*: set target"):
+        run(tmp_path, "nameless", "vllm", tmp_path / "out")
+
+
+def test_a_head_must_be_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"head\.path is unset: a folder with a trained head, or"):
+        export.main(ExportRun(format=ExportFormat.vllm, out_dir=str(tmp_path / "out")))
+
+
+def test_the_command_lists_the_formats(tmp_path: Path) -> None:
+    refused = command("scripts/export.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.strip() == (
+        "error: format is unset; allowed: vllm, sglang, trtllm, tgi, speculators, original"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_passes_its_own_gate(heads: Path, tmp_path: Path) -> None:
+    done = command(
+        "scripts/export.py", f"head.path={heads / 'eagle'}", "format=sglang", "out_dir=out",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "parity: max |difference|" in done.stdout
+    assert "python -m sglang.launch_server" in done.stdout

@@ -1,0 +1,179 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, Dtype, OnBadRow, TargetConfig
+from conf.settings.regenerate import RegenerateRun
+from data.rows.records import Record
+from data.templates.chat import Encoder
+from scripts import regenerate
+from scripts.answers.dialogue import Dialogue
+from scripts.answers.local import GumbelNoise, LocalAnswers
+from tests.chats import chats, rows_in, write_rows
+from tests.toys import random_model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("target"), "llama")
+
+
+def saved(folder: Path, family: str) -> Path:
+    words = tokenizer()
+    model = random_model(family, vocab_size=len(words))
+    # A shipped penalty that would change greedy text if it were obeyed.
+    model.generation_config.repetition_penalty = 1.5
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> list[dict]:
+    on_bad_row = changes.pop("on_bad_row", OnBadRow.error)
+    config = RegenerateRun(
+        target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
+        data=DataConfig(path=str(data), on_bad_row=on_bad_row),
+        out_dir=str(out_dir),
+        **{"max_new_tokens": 12, **changes},
+    )
+    regenerate.main(config)
+    return rows_in(out_dir)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "lfm2",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "qwen3_next")),
+    ],
+)
+def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> None:
+    """Its penalty included, of what each text holds and not of what fills up the batch."""
+    target_path = saved(tmp_path / "target", family)
+    data = chats(tmp_path / "in.jsonl", num_rows=7)
+    batched = run_local(target_path, data, tmp_path / "out4", batch_size=4)
+    plain = run_local(target_path, data, tmp_path / "plain", batch_size=4, plain=True)
+    assert batched == run_local(target_path, data, tmp_path / "out1", batch_size=1)
+    assert [row["id"] for row in batched] == list(range(7))
+    answers = {row["messages"][-1]["content"] for row in batched}
+    assert len(answers) > 3, "the toy target says the same to everybody"
+    target = regenerate.load_target(TargetConfig(path=str(target_path)), torch.device("cpu"))
+    (question, answer) = batched[1]["messages"]
+    asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
+    assert asked.advance()
+    ids = LocalAnswers(target, Encoder(target.tokenizer), 12, 0.0).prompt_ids(asked)
+    prompt_length = len(ids)
+    own = AutoModelForCausalLM.from_pretrained(target_path)
+    text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
+    assert answer["token_ids"] == text[prompt_length:].tolist()
+    (question, answer) = plain[1]["messages"]
+    with torch.no_grad():
+        while len(ids) < prompt_length + 12 and ids[-1] not in target.stop_ids:
+            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert answer["token_ids"] == ids[prompt_length:]
+    said = target.tokenizer.decode(ids[prompt_length:], skip_special_tokens=True)
+    assert answer["content"] == said.strip()
+
+
+def test_the_target_multiplies_over_packed_weights(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(regenerate, "pack", lambda *modules: found.extend(modules))
+    run_local(target_path, chats(tmp_path / "in.jsonl", num_rows=1), tmp_path / "out")
+    assert [type(each).__name__ for each in found] == ["LlamaForCausalLM", "Linear"]
+
+
+def test_answers_end_with_the_stop_texts_of_the_generation_config(tmp_path: Path) -> None:
+    target_path = saved(tmp_path / "target", "llama")
+    rows = [{"prompt": "why?"}, {"prompt": "who are you, there?"}]
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    before = [row["messages"][1] for row in run_local(target_path, data, tmp_path / "before")]
+    pieces = [tokenizer().decode([token]) for token in before[0]["token_ids"]]
+    stop = next(each for each in pieces[1:] if each.isascii() and len(each) > 1)
+    config = json.loads((target_path / "generation_config.json").read_text())
+    (target_path / "generation_config.json").write_text(json.dumps(config | {"stop_strings": stop}))
+    # Also where the question has them.
+    rows[1]["prompt"] += stop
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    first, second = (r["messages"][1] for r in run_local(target_path, data, tmp_path / "after"))
+    assert first["token_ids"] == before[0]["token_ids"][: pieces.index(stop) + 1]
+    assert len(second["token_ids"]) == 12
+    with pytest.raises(InputError, match=r"generation_config was .*, is None"):
+        run_local(target_path, data, tmp_path / "after", plain=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_resumed_answers_equal_uninterrupted_ones(
+    temperature: float, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = chats(tmp_path / "in.jsonl", num_rows=7)
+    settings = {"batch_size": 3, "temperature": temperature}
+    clean = run_local(target_path, data, tmp_path / "clean", **settings)
+    answer_batch = regenerate._answer_batch
+    calls: list[int] = []
+
+    def killed_in_the_second_batch(batch: Any, local: Any) -> Any:
+        calls.append(len(batch))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return answer_batch(batch, local)
+
+    monkeypatch.setattr(regenerate, "_answer_batch", killed_in_the_second_batch)
+    with pytest.raises(KeyboardInterrupt):
+        run_local(target_path, data, tmp_path / "out", **settings)
+    # One row of the finished batch is torn off too.
+    path = tmp_path / "out/conversations.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert len(rows_in_whole_lines(path)) == 2
+    assert run_local(target_path, data, tmp_path / "out", **settings) == clean
+    monkeypatch.undo()
+    if temperature > 0:
+        other = run_local(target_path, data, tmp_path / "other", **settings, seed=1)
+        assert other != clean
+
+
+def rows_in_whole_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def test_rows_that_do_not_fit_the_window(
+    target_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "in.jsonl", [{"turns": ["x" * 600]}, {"turns": ["short?"]}])
+    with pytest.raises(InputError, match=r"in\.jsonl:1: \d+ prompt tokens leave no room"):
+        run_local(target_path, data, tmp_path / "out")
+    rows = run_local(target_path, data, tmp_path / "out", on_bad_row=OnBadRow.skip)
+    assert [row["id"] for row in rows] == [1]
+    assert "1 conversations left out, refused:" in capsys.readouterr().out
+    with pytest.raises(InputError, match="max_new_tokens=256: leaves no room"):
+        run_local(target_path, data, tmp_path / "out2", max_new_tokens=256)
+
+
+def test_other_weights_do_not_go_on_with_the_answers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "target", "llama")
+    data = chats(tmp_path / "in.jsonl", num_rows=2)
+    run_local(folder, data, tmp_path / "out")
+    random_model("llama", vocab_size=len(tokenizer()), seed=1).save_pretrained(folder)
+    with pytest.raises(InputError, match=r"in another way: target\.weights was \w{12}, is"):
+        run_local(folder, data, tmp_path / "out")
+
+
+def test_gumbel_noise_samples_the_softmax() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
+    num_draws, temperature = 4000, 0.7
+    noise = GumbelNoise(temperature, [1, 2], torch.device("cpu"))
+    scores = logits.expand(2, 4)
+    draws = torch.stack([noise(scores, scores).argmax(-1) for _ in range(num_draws)])
+    expected = torch.softmax(logits / temperature, -1) * num_draws
+    for row in range(2):
+        found = torch.bincount(draws[:, row], minlength=4)
+        chi_square = ((found - expected) ** 2 / expected).sum()
+        assert chi_square < 16.27, "p < 0.001 at 3 degrees of freedom"
+    assert not torch.equal(draws[:, 0], draws[:, 1])

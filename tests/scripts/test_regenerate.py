@@ -1,0 +1,297 @@
+import json
+import os
+import signal
+import sys
+import time
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT
+
+from conf.command.journal import Journal
+from conf.errors import InputError
+from conf.settings.common import DataConfig, OnBadRow
+from conf.settings.regenerate import RegenerateRun
+from data.servers import endpoint as endpoint_module
+from data.servers.endpoint import retry_after_s
+from scripts import regenerate
+from tests import commands
+from tests.chat_server import ChatServer, reply_to
+from tests.chats import assistant, chats, rows_in, user, write_rows
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def run_with(server: ChatServer, data: Path, out_dir: Path, **changes: Any) -> list[dict]:
+    on_bad_row = changes.pop("on_bad_row", OnBadRow.error)
+    settings = {"endpoint": server.url, "concurrency": 4, "max_retries": 3, **changes}
+    data_config = DataConfig(path=str(data), on_bad_row=on_bad_row)
+    regenerate.main(RegenerateRun(data=data_config, out_dir=str(out_dir), **settings))
+    return rows_in(out_dir)
+
+
+def expected_answer(messages: list[dict], max_tokens: int = 512) -> str:
+    return reply_to({"messages": messages, "max_tokens": max_tokens})
+
+
+def test_every_answer_is_replaced_in_the_context_of_the_new_ones(tmp_path: Path) -> None:
+    with ChatServer() as server:
+        rows = run_with(server, chats(tmp_path / "in.jsonl"), tmp_path / "out")
+    assert [row["id"] for row in rows] == list(range(12))
+    assert rows[1] == {
+        "id": 1,
+        "messages": [user("question 1"), assistant(expected_answer([user("question 1")]))],
+        "category": "c1",
+        "truncated_turns": [],
+    }
+    system, first, answer, second, last = rows[3]["messages"]
+    assert system == {"role": "system", "content": "be brief"}
+    assert answer == assistant(expected_answer([system, first]))
+    assert last == assistant(expected_answer([system, first, answer, second]))
+    assert {body["model"] for body in server.bodies} == {"toy"}
+    assert "old" not in (tmp_path / "out/conversations.jsonl").read_text()
+
+
+def test_turns_become_conversations_that_load_again(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"], "category": "math"}])
+    with ChatServer() as server:
+        (row,) = run_with(server, data, tmp_path / "out")
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2
+        again = run_with(server, tmp_path / "out/conversations.jsonl", tmp_path / "out2")
+    assert again == [row]
+    assert row["category"] == "math"
+
+
+def test_failures_are_retried_and_requests_overlap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = chats(tmp_path / "in.jsonl")
+    with ChatServer(delay_s=0.02) as server:
+        server.faults = [(500, {}), "drop", (500, {}), (429, {"Retry-After": "0.5"}), (503, {})]
+        started = time.monotonic()
+        rows = run_with(server, data, tmp_path / "out")
+        took_s = time.monotonic() - started
+        clean = run_with(server, data, tmp_path / "clean")
+    assert rows == clean
+    assert took_s > 0.5, "Retry-After was not honoured"
+    assert 1 < server.most_at_once <= 4
+    assert "5 requests were repeated" in capsys.readouterr().out
+
+
+def test_rows_that_keep_failing_are_listed_and_retried_at_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = chats(tmp_path / "in.jsonl")
+    with ChatServer() as server:
+        server.fault_for = lambda body: (
+            (500, {}) if body["messages"][-1]["content"] == "question 4" else None
+        )
+        with pytest.raises(SystemExit) as exited:
+            run_with(server, data, tmp_path / "out", max_retries=1)
+        assert exited.value.code == 1
+        assert [row["id"] for row in rows_in(tmp_path / "out")] == [0, 1, 2, 3, *range(5, 12)]
+        output = capsys.readouterr().out
+        assert "1 conversations failed; start again to retry them" in output
+        assert "in.jsonl:5: HTTP 500" in output
+        server.fault_for = lambda _: None
+        num_before = len(server.bodies)
+        rows = run_with(server, data, tmp_path / "out")
+    assert [row["id"] for row in rows] == list(range(12))
+    assert len(server.bodies) == num_before + 1
+
+
+def test_a_dead_server_stops_the_run_early(tmp_path: Path) -> None:
+    data = chats(tmp_path / "in.jsonl", num_rows=200)
+    with ChatServer() as server:
+        server.fault_for = lambda _: (503, {})
+        with pytest.raises(InputError, match="8 conversations in a row failed"):
+            run_with(server, data, tmp_path / "out", max_retries=0)
+        assert server.bodies == []
+    with pytest.raises(InputError, match=r"endpoint=http.*ConnectError.*\(2 attempts\)"):
+        run_with(server, data, tmp_path / "out", max_retries=1)
+
+
+def test_a_refused_row_stops_or_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = chats(tmp_path / "in.jsonl")
+    with ChatServer() as server:
+        server.fault_for = lambda body: (
+            (400, {}) if body["messages"][-1]["content"] == "question 4" else None
+        )
+        with pytest.raises(InputError, match=r"in\.jsonl:5: HTTP 400.*data\.on_bad_row=skip"):
+            run_with(server, data, tmp_path / "out")
+        rows = run_with(server, data, tmp_path / "out", on_bad_row=OnBadRow.skip)
+    assert [row["id"] for row in rows] == [0, 1, 2, 3, *range(5, 12)]
+    assert "1 conversations left out, refused:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "hint"), [(401, "api_key_env"), (403, "may not use"), (404, "usually ends in /v1")]
+)
+def test_the_key_is_sent_and_never_shown(
+    status: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    data = chats(tmp_path / "in.jsonl")
+    with ChatServer() as server:
+        run_with(server, data, tmp_path / "out")
+        assert server.keys == {f"Bearer {KEY}"}
+        server.fault_for = lambda _: (status, {})
+        with pytest.raises(InputError, match=hint) as refused:
+            run_with(server, data, tmp_path / "out2")
+    shown = capsys.readouterr()
+    assert KEY not in str(refused.value) + shown.out + shown.err
+    for path in (tmp_path / "out").rglob("*"):
+        assert KEY not in path.read_text()
+
+
+def test_truncated_and_empty_answers_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"]}, {"turns": ["silence?"]}])
+    with ChatServer() as server:
+        server.finish_reason = lambda body: "length" if len(body["messages"]) > 1 else "stop"
+        server.reply = lambda body: "" if "silence" in str(body) else "yes"
+        (row,) = run_with(server, data, tmp_path / "out")
+        assert row["truncated_turns"] == [1]
+        server.reply = lambda _: None
+        with pytest.raises(SystemExit):
+            run_with(server, data, tmp_path / "out2", max_retries=0)
+    output = capsys.readouterr().out
+    assert "1 of them hold an answer cut off at max_new_tokens=512" in output
+    assert "1 conversations left out, nothing was answered" in output
+    assert "the reply's content is NoneType" in output
+
+
+def test_sampling_sends_a_seed_per_row_and_turn(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"]}, {"turns": ["a?"]}])
+    with ChatServer() as server:
+        run_with(server, data, tmp_path / "out", temperature=0.7)
+        first = sorted(body["seed"] for body in server.bodies)
+        run_with(server, data, tmp_path / "out2", temperature=0.7, concurrency=1)
+        assert sorted(body["seed"] for body in server.bodies[3:]) == first
+        assert len(set(first)) == 3
+        run_with(server, data, tmp_path / "out3")
+        assert "seed" not in server.bodies[-1]
+
+
+def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    data = chats(tmp_path / "in.jsonl", num_rows=60)
+    out_dir = tmp_path / "out"
+    with ChatServer(delay_s=0.05) as server:
+        command = [
+            sys.executable, str(ROOT / "scripts/regenerate.py"), f"data.path={data}",
+            f"endpoint={server.url}", f"out_dir={out_dir}", "concurrency=4", "temperature=0.5",
+        ]  # fmt: skip
+        process = commands.Command(command, tmp_path, dict(os.environ))
+        written = out_dir / "conversations.jsonl"
+        deadline = time.monotonic() + 60
+        while not (written.exists() and written.read_bytes().count(b"\n") >= 12):
+            assert process.poll() is None, "ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        before = written.read_text()
+        assert before.count("\n") < 60
+        with written.open("a") as file:
+            file.write('{"id": 59, "messages": [{"ro')
+        server.delay_s = 0.0
+        time.sleep(0.1)
+        num_asked = len(server.bodies)
+        rows = run_with(server, data, out_dir, temperature=0.5)
+        num_resumed = len(server.bodies) - num_asked
+        clean = run_with(server, data, tmp_path / "clean", temperature=0.5)
+    assert [row["id"] for row in rows] == list(range(60))
+    assert rows == clean
+    kept = [json.loads(line) for line in before.splitlines()]
+    done_turns = sum(len(row["messages"]) // 2 for row in kept)
+    assert num_resumed == 80 - done_turns
+
+
+def test_another_setting_is_refused(tmp_path: Path) -> None:
+    data = chats(tmp_path / "in.jsonl")
+    with ChatServer() as server:
+        run_with(server, data, tmp_path / "out")
+        for changes, match in [
+            ({"temperature": 0.5}, r"temperature was 0\.0, is 0\.5"),
+            ({"max_new_tokens": 7}, "max_new_tokens was 512, is 7"),
+            ({"seed": 1}, "seed was 0, is 1"),
+            ({"model": "other"}, "model was 'toy', is 'other'"),
+        ]:
+            with pytest.raises(InputError, match=match):
+                run_with(server, data, tmp_path / "out", **changes)
+        data.write_text(data.read_text().replace("question 1", "query 1"))
+        with pytest.raises(InputError, match="data_sha256 was"):
+            run_with(server, data, tmp_path / "out")
+        (tmp_path / "out/manifest.json").unlink()
+        with pytest.raises(InputError, match="of unknown origin"):
+            run_with(server, data, tmp_path / "out")
+
+
+def test_journal_recovers_and_guards_its_rows(tmp_path: Path) -> None:
+    rows = [{"id": 2, "a": "é"}, {"id": 0, "a": "b"}]
+    with Journal(tmp_path, {"seed": 0}) as journal:
+        journal.append(rows)
+        journal.append([{"id": 2, "a": "again"}])
+        with pytest.raises(InputError, match="another process is writing here"):
+            Journal(tmp_path, {"seed": 0})
+    path = tmp_path / "conversations.jsonl"
+    whole = path.read_bytes()
+    for torn in (b'{"id": 5', b'{"id": 5, "a": "\xc3', b"\0\0\0\n"):
+        path.write_bytes(whole + torn)
+        with Journal(tmp_path, {"seed": 0}) as journal:
+            assert (journal.done, journal.num_torn) == ({0, 2}, len(torn))
+        assert path.read_bytes() == whole
+    with Journal(tmp_path, {"seed": 0}) as journal:
+        assert journal.finish() == [rows[1], rows[0]]
+    path.write_bytes(b"garbage\n" + whole)
+    # Holds the traceback, and so the journal that was refused, which must not hold the folder.
+    with pytest.raises(InputError, match=r"conversations\.jsonl:1: not a row") as refused:
+        Journal(tmp_path, {"seed": 0})
+    path.write_bytes(whole)
+    with Journal(tmp_path, {"seed": 0}) as journal:
+        assert journal.done == {0, 2}
+    assert refused.tb is not None
+
+
+def test_retry_after() -> None:
+    assert retry_after_s(None) == 0
+    assert retry_after_s("1.5") == 1.5
+    assert retry_after_s("soon") == 0
+    assert 8 < retry_after_s(formatdate(time.time() + 10, usegmt=True)) <= 10
+
+
+def test_bad_settings_are_named(tmp_path: Path) -> None:
+    text = write_rows(tmp_path / "text.jsonl", [{"text": "no question"}])
+    good = chats(tmp_path / "in.jsonl")
+
+    def refused(match: str, data: Path = good, **settings: Any) -> None:
+        own = {"data": DataConfig(path=str(data)), "out_dir": str(tmp_path / "out")}
+        with pytest.raises(InputError, match=match):
+            regenerate.main(RegenerateRun(**own, **settings))
+
+    refused("plain text has no questions", text)
+    refused("concurrency=0: must be above 0", concurrency=0)
+    refused("temperature=-1: must be at least 0", temperature=-1)
+    refused("endpoint is not set", model="toy")
+    server = {"endpoint": "http://localhost:8000/v1"}
+    refused("plain=true: says how answers are written in process", plain=True, **server)
+    named = DataConfig(path=str(good), chat_template_kwargs={"chat_template": "rag"})
+    with pytest.raises(InputError, match="by the template that it was started with"):
+        RegenerateRun(data=named, **server)
+    refused("must be like http://localhost", endpoint="localhost:8000")
+    refused("must not hold a password", endpoint="http://me:pw@localhost/v1", model="toy")
+    refused("no such file", tmp_path / "missing.jsonl")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,94 @@
+"""What regenerated rows hold besides answers: tools, calls, where a conversation ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.settings.common import DataConfig
+from conf.settings.regenerate import RegenerateRun
+from data.rows.records import load_records
+from scripts import regenerate
+from tests.chat_server import ChatServer
+from tests.chats import assistant, rows_in, user, write_rows
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "Oslo"}}}
+RESULT = {"role": "tool", "content": "Sunny"}
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def run(server: ChatServer, folder: Path, rows: list[dict]) -> list[dict]:
+    data = DataConfig(
+        path=str(write_rows(folder / "in.jsonl", rows)),
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    out_dir = folder / "out"
+    regenerate.main(RegenerateRun(data=data, endpoint=server.url, out_dir=str(out_dir)))
+    return rows_in(out_dir)
+
+
+def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
+    function = {"name": "look", "arguments": json.dumps({"at": "Oslo"})}
+
+    class Server(ChatServer):
+        def answer(self, body: dict) -> dict:
+            called = {"id": "c1", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [called]}
+            return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    own = {"tools": [LOOK], "chat_template_kwargs": {"style": "dry"}}
+    row = {"messages": [user("a"), assistant("x"), user("b")], **own}
+    with Server() as server:
+        (found,) = run(server, tmp_path, [row])
+    assert {key: found[key] for key in own} == own
+    assert found["messages"][1] == {
+        "role": "assistant", "content": "", "tool_calls": [CALL | {"id": "c1"}],
+    }  # fmt: skip
+    first, second = sorted(server.bodies, key=lambda body: len(body["messages"]))
+    assert first["tools"] == [LOOK]
+    assert first["chat_template_kwargs"] == {"enable_thinking": False, "style": "dry"}
+    assert "return_token_ids" not in first
+    assert second["messages"][1]["tool_calls"][0]["function"] == function
+
+
+@pytest.mark.parametrize("arguments", ["", None, "null", {}, "{}"])
+def test_a_call_without_arguments_is_kept(tmp_path: Path, arguments: object) -> None:
+    class Server(ChatServer):
+        def answer(self, body: dict) -> dict:
+            called = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+            message = {"role": "assistant", "content": None, "tool_calls": [called]}
+            return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    with Server() as server:
+        (found,) = run(server, tmp_path, [{"messages": [user("a")], "tools": [LOOK]}])
+    (call,) = found["messages"][1]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": {}}
+
+
+@pytest.mark.parametrize(("reason", "cut"), [("stop", []), ("length", [0]), ("abort", [0])])
+def test_an_answer_that_the_target_had_not_ended_is_named(
+    tmp_path: Path, reason: str, cut: list[int]
+) -> None:
+    with ChatServer() as server:
+        server.finish_reason = lambda _: reason
+        (found,) = run(server, tmp_path, [{"turns": ["a"]}])
+    assert found["truncated_turns"] == cut
+    (record,) = load_records(str(tmp_path / "out" / "conversations.jsonl")).records
+    assert record.cut_off == frozenset({1} if cut else ())
+
+
+def test_a_conversation_ends_before_a_result_that_no_answer_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = assistant("") | {"tool_calls": [CALL]}
+    row = {"messages": [user("a"), calls, RESULT, assistant("b"), user("c"), assistant("d")]}
+    with ChatServer() as server:
+        (found,) = run(server, tmp_path, [row])
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant"]
+    assert "1 of them end early, before the result of a tool" in capsys.readouterr().out

@@ -1,0 +1,263 @@
+"""Faults that change no text are found by what a head accepts, and mended."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import block_heads
+import peagle_heads
+import pytest
+import torch
+from chats import assistant, user, write_rows
+from toys import noisy_head, packed, save_target
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.eagle import EagleConfig, EagleForm
+from conf.settings.repair import RepairRun
+from data.templates.chat import Encoder
+from eval.decode.engine import NoDraft, decode
+from heads.eagle.head import EagleHead
+from heads.kinds import load_head
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from scripts import repair
+from train.eagle import EagleObjective
+from train.peagle import PEagleObjective
+
+QUESTIONS = [f"{word}, how are you {n} today?" for n, word in enumerate(("hello", "there", "you"))]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and questions."""
+    folder = tmp_path_factory.mktemp("repair")
+    # Weights so large that its answers are not one word again and again.
+    save_target(folder / "target", num_hidden_layers=6, initializer_range=0.1)
+    write_rows(
+        folder / "prompts.jsonl", [{"messages": [user(q), assistant("fine")]} for q in QUESTIONS]
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
+
+
+def trained(target: Target, objective: Any, num_updates: int = 80) -> Any:
+    """On the very answers that are replayed."""
+    encoder = Encoder(target.tokenizer, None)
+    prompts = [encoder.prompt([user(each)], None, {}) for each in QUESTIONS]
+    documents = [each + decode(target, NoDraft(), each, TOKENS).token_ids for each in prompts]
+    batch = objective.indexed(packed(documents, min(map(len, prompts))))
+    scale = objective.weights / objective.counts(batch).clamp_min(1)
+    batch = objective.prepare(batch)
+    parameters = [each for each in objective.head.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(parameters, 3e-3)
+    for _ in range(num_updates):
+        optimizer.zero_grad()
+        objective(batch, scale).total.backward()
+        optimizer.step()
+    return objective.head.eval()
+
+
+def block(name: str) -> Callable[[Target], Any]:
+    def made(target: Target) -> Any:
+        config = block_heads.settings_of(name, layers=[2, 4])
+        head = block_heads.fresh(target, config)
+        return trained(target, block_heads.objective_of(head, target, config))
+
+    return made
+
+
+def eagle(target: Target) -> Any:
+    config = EagleConfig(form=EagleForm.eagle3, num_steps=3, layers=[2, 4], norm_output=True)
+    head = EagleHead.from_target(target, config, DraftVocab.everything(target.vocab_size), seed=0)
+    return trained(target, EagleObjective(head, target, config))
+
+
+def peagle(target: Target) -> Any:
+    config = peagle_heads.settings_of(layers=[2, 4], draft_vocab_size=None)
+    head = peagle_heads.fresh(target, config)
+    return trained(target, PEagleObjective(head, target, config))
+
+
+MAKERS = {
+    "dflash": block("dflash"),
+    "dflash2": block("dflash2"),
+    "dspark": block("dspark"),
+    "eagle3": eagle,
+    "peagle": peagle,
+}
+
+
+@pytest.fixture(scope="module")
+def heads(folder: Path, target: Target) -> Callable[[str], Path]:
+    """Folders of heads, made once."""
+
+    def of(name: str) -> Path:
+        path = folder / name
+        if not path.exists():
+            MAKERS[name](target).save(path, {"made": "here"})
+        return path
+
+    return of
+
+
+def settings(folder: Path, head: Path, out_dir: Path, **changes: Any) -> RepairRun:
+    own = {
+        "target": TargetConfig(path=str(folder / "target")),
+        "data": DataConfig(path=str(folder / "prompts.jsonl")),
+        "head": HeadRef(path=str(head)),
+        "max_new_tokens": TOKENS,
+        "out_dir": str(out_dir),
+    }
+    return RepairRun(**{**own, **changes})
+
+
+def rewritten(path: Path, fault: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads(path.read_text())
+    fault(config)
+    path.write_text(json.dumps(config))
+
+
+def one_up(layers: list[int]) -> None:
+    layers[:] = [each + 1 for each in layers]
+
+
+def dflash_layers(config: dict[str, Any]) -> None:
+    one_up(config["dflash_config"]["target_layer_ids"])
+
+
+def dflash_mask(config: dict[str, Any]) -> None:
+    config["dflash_config"]["mask_token_id"] = 7
+
+
+def dspark_anchor(config: dict[str, Any]) -> None:
+    config["sample_from_anchor"] = not config["sample_from_anchor"]
+
+
+def dspark_layers(config: dict[str, Any]) -> None:
+    one_up(config["target_layer_ids"])
+
+
+def eagle_layers(config: dict[str, Any]) -> None:
+    one_up(config["eagle_aux_hidden_state_layer_ids"])
+    config["eagle_config"] = {}
+
+
+def eagle_output(config: dict[str, Any]) -> None:
+    config["norm_output"] = not config["norm_output"]
+
+
+def theta(config: dict[str, Any]) -> None:
+    config["rope_parameters"]["rope_theta"] = 3.0
+
+
+slow = pytest.mark.slow
+THETA = "the target's RoPE (default, theta 10000)"
+LAYERS = "hidden states [2, 4], not [3, 5]"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "words"),
+    [
+        pytest.param("dflash", dflash_layers, LAYERS, marks=slow),  # one of two below
+        pytest.param("dspark", dspark_anchor, "sample_from_anchor=true", marks=slow),
+        ("eagle3", eagle_output, "norm_output=true"),
+        pytest.param("dflash", theta, THETA, marks=slow),
+        pytest.param("dflash2", theta, THETA, marks=slow),
+        pytest.param("dspark", dspark_layers, LAYERS, marks=slow),
+        pytest.param("eagle3", eagle_layers, LAYERS, marks=slow),
+        pytest.param("peagle", eagle_layers, LAYERS, marks=slow),
+    ],
+)
+def test_a_fault_is_named_and_mended(
+    folder: Path,
+    heads: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    fault: Callable[[dict[str, Any]], None],
+    words: str,
+) -> None:
+    shutil.copytree(heads(name), tmp_path / "broken")
+    rewritten(tmp_path / "broken/config.json", fault)
+    repair.main(settings(folder, tmp_path / "broken", tmp_path / "out"))
+    whole, mended = load_head(str(heads(name))), load_head(str(tmp_path / "out/head"))
+    assert shown(mended) == shown(whole)
+    for key, tensor in whole.tensors().items():
+        assert tensor.equal(mended.tensors()[key]), key
+    record = json.loads((tmp_path / "out/head/headsmith.json").read_text())
+    assert record["repaired"] == words
+    rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
+    assert rows[0] == {"reading": "as its files say", "tau": rows[0]["tau"], "more": 0.0,
+                       "more_ci95": [0.0, 0.0]}  # fmt: skip
+    best = max(rows, key=lambda row: row["tau"])
+    assert best["reading"] == words
+    assert best["more_ci95"][0] > 0
+
+
+def shown(head: Any) -> dict[str, Any]:
+    return vars(head.config) | {"llama": head.config.llama.to_dict()}
+
+
+def test_a_right_head_is_left_alone(
+    folder: Path,
+    heads: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    repair.main(settings(folder, heads("dflash"), tmp_path / "out"))
+    assert "the files are right as they are" in capsys.readouterr().out
+    assert not (tmp_path / "out/head").exists()
+    rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
+    names = [row["reading"] for row in rows]
+    assert names[:4] == [
+        "as its files say",
+        "hidden states [1, 3], not [2, 4]",
+        "hidden states [3, 5], not [2, 4]",
+        "hidden states [2, 3], not [2, 4]",
+    ]
+    assert {"causal=true", "features in the order [4, 2]"} < set(names)
+    assert all(row["more"] < 0 for row in rows[1:4])
+
+
+def test_readings_are_as_long_as_the_shortest(
+    folder: Path, heads: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A block of 5 that begins behind its anchor drafts 4."""
+    repair.main(settings(folder, heads("dspark"), tmp_path / "out"))
+    rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
+    assert rows[1]["reading"] == "sample_from_anchor=false"
+    assert 4 < rows[0]["tau"] <= 5
+    assert rows[1]["tau"] < rows[0]["tau"]
+
+
+def test_two_faults_are_found_one_after_the_other(
+    folder: Path, heads: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def both(config: dict[str, Any]) -> None:
+        dflash_layers(config)
+        theta(config)
+
+    shutil.copytree(heads("dflash"), tmp_path / "broken")
+    rewritten(tmp_path / "broken/config.json", both)
+    repair.main(settings(folder, tmp_path / "broken", tmp_path / "out"))
+    assert "the files should say" in capsys.readouterr().out
+    mended = load_head(str(tmp_path / "out/head"))
+    assert shown(mended) == shown(load_head(str(heads("dflash"))))
+
+
+def test_what_cannot_be_repaired_is_refused(folder: Path, target: Target, tmp_path: Path) -> None:
+    noisy_head(target).save(tmp_path / "medusa")
+    with pytest.raises(InputError, match="Medusa head has no setting that its files could get"):
+        repair.main(settings(folder, tmp_path / "medusa", tmp_path / "out"))
+    with pytest.raises(InputError, match=r"temperature=0\.5: greedy texts are replayed; set 0"):
+        settings(folder, tmp_path / "medusa", tmp_path / "out", temperature=0.5)
+    with pytest.raises(InputError, match=r"tree=.*: chains are replayed; leave it unset"):
+        settings(folder, tmp_path / "medusa", tmp_path / "out", tree=[[0]])

@@ -1,0 +1,348 @@
+"""The loop in one process, on a toy objective: order, stopping, resuming, refusals."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from conf.command.launch import check_launch
+from conf.errors import InputError
+from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
+from heads.storage import save_head
+from train import schedule
+from train.batch.rows import NOISE_SEEDS
+from train.loop import command, loop
+from train.loop.job import Job, Outcome
+from train.loss.losses import Batch, Sums
+from train.objective import Objective
+from train.parallel import checkpoint, launch, processes
+
+T, D = 6, 4
+
+
+class ToyHead(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(D, 1)
+
+    def output_heads(self) -> list[Tensor]:
+        return []
+
+    embeddings = output_heads
+
+    def save(self, folder: Path, provenance: dict) -> None:
+        save_head(folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance})
+
+
+class ToyObjective(Objective):
+    """Squared error with noise, so that resuming has random draws to get right."""
+
+    measures = ("top1", "top5")
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.head = ToyHead()
+        self.weights = torch.tensor([0.5])
+        self.noise = noise
+
+    def counts(self, batch: Batch) -> Tensor:
+        return batch["loss_mask"].sum()[None].float()
+
+    def prepare(self, batch: Batch) -> Batch:
+        draws = []
+        for seed in batch.get(NOISE_SEEDS, [0] * len(batch["x"])):
+            generator = torch.Generator().manual_seed(seed)
+            draws.append(self.noise * torch.randn(T, D, generator=generator))
+        return {**batch, "x": batch["x"] + torch.stack(draws)}
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        error = (self.head(batch["x"]).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
+        positive = ((batch["x"][..., 0] > 0) & (batch["loss_mask"] > 0)).sum()
+        terms = [error.sum(), batch["loss_mask"].sum(), positive, torch.zeros(())]
+        return Sums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
+
+
+def rows(number: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(T, D, generator=generator),
+            "loss_mask": torch.rand(T, generator=generator) < 0.7,
+            "document_ids": torch.zeros(T, dtype=torch.int64),
+            "position_ids": torch.arange(T),
+        }
+        for _ in range(number)
+    ]
+
+
+def settings(**changes: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {
+        "max_steps": 6, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 0.05,
+        "warmup_steps": 2, "eval_steps": 3, "num_eval_sequences": 3, "save_steps": 2,
+        "log_steps": 1, "dtype": Dtype.float32, "schedule": Schedule.wsd,
+    }  # fmt: skip
+    return TrainConfig(**{**defaults, **changes})
+
+
+def fit(out_dir: Path, config: TrainConfig, noise: float = 0.0, **changes: Any) -> Outcome:
+    job = Job(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
+    return loop.fit(processes.start(config), replace(job, **changes))
+
+
+def weights(out_dir: Path) -> dict[str, list[float]]:
+    tensors = load_file(out_dir / "head" / "head.safetensors")
+    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+
+
+def lines(out_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: Path) -> None:
+    padded = rows(7)
+    for row in padded:
+        row["document_ids"][-1] = -1
+    whole = [{**row, "loss_mask": row["document_ids"] >= 0} for row in padded]
+    objective = ToyObjective()
+    objective.learns_prompts = True
+    fit(tmp_path / "prompts", settings(), train=padded, objective=objective)
+    fit(tmp_path / "whole", settings(), train=whole)
+    fit(tmp_path / "answers", settings(), train=padded)
+    assert weights(tmp_path / "prompts") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "prompts") != weights(tmp_path / "answers")
+    found, expected = (
+        [line for line in lines(tmp_path / name) if "eval/loss" in line]
+        for name in ("prompts", "whole")
+    )
+    assert [line["eval/loss"] for line in found] == [line["eval/loss"] for line in expected]
+
+
+def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
+    outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5})
+    assert outcome.finished
+    assert outcome.evaluation["eval/tau"] == 1.5
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-000004", "step-000006"]
+    assert (tmp_path / "head" / "headsmith.json").is_file()
+    train = [line for line in lines(tmp_path) if "train/loss" in line]
+    assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
+    assert train[-1]["train/loss"] < train[0]["train/loss"]
+    assert train[-1]["train/tokens"] == 6 * 4 * T
+
+
+def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> None:
+    class Seeded(ToyObjective):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds: list[int] = []
+
+        def prepare(self, batch: Batch) -> Batch:
+            self.seeds += batch.get(NOISE_SEEDS, ())  # a batch held out has none
+            return super().prepare(batch)
+
+    drawn = []
+    for size in (1, 4):
+        objective = Seeded()
+        fit(tmp_path / str(size), settings(micro_batch_size=size), objective=objective)
+        drawn.append(objective.seeds)
+    wanted = {(step, i) for step in range(6) for i in schedule.sequences(step, 4, 7, seed=0)}
+    assert len(set(drawn[0])) == len(wanted) > 20
+    assert drawn[0] == drawn[1]
+    first = schedule.sequences(0, 4, 7, seed=0)
+    assert drawn[0][:4] == [schedule.draw_seed(0, 0, index) for index in first]
+
+
+def test_steps_are_adamws(tmp_path: Path) -> None:
+    """Three by hand, each on all four sequences of its batch."""
+    changes = {"adam_beta2": 0.5, "weight_decay": 0.1, "max_grad_norm": None}
+    config = settings(max_steps=3, schedule=Schedule.constant, **changes)
+    fit(tmp_path, config)
+    head, data = ToyHead(), rows(7)
+    moments = {
+        name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in head.state_dict().items()
+    }
+    for step, rate in enumerate([0.025, 0.05, 0.05]):
+        picked = [data[i] for i in schedule.sequences(step, 4, 7, seed=0)]
+        errors = [(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked]
+        head.zero_grad()
+        (0.5 * torch.cat(errors).mean()).backward()
+        for name, parameter in head.named_parameters():
+            first, second = moments[name]
+            first.mul_(0.9).add_(0.1 * parameter.grad)
+            second.mul_(0.5).add_(0.5 * parameter.grad**2)
+            mean, square = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.5 ** (step + 1))
+            update = mean / (square.sqrt() + 1e-8) + 0.1 * parameter.detach()
+            parameter.data.sub_(rate * update)
+    for name, parameter in head.state_dict().items():
+        assert weights(tmp_path)[name] == pytest.approx(parameter.flatten().tolist(), rel=1e-4)
+
+
+def test_first_loss_is_the_mean_over_the_supervised_tokens_of_the_step(tmp_path: Path) -> None:
+    fit(tmp_path, settings())
+    data = rows(7)
+    picked = [data[i] for i in schedule.sequences(0, 4, 7, seed=0)]
+    head = ToyHead()
+    errors = torch.cat([(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked])
+    assert lines(tmp_path)[0]["train/loss"] == pytest.approx(0.5 * errors.mean().item(), rel=1e-5)
+
+
+def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
+    for size in (1, 2, 4):
+        fit(tmp_path / str(size), settings(micro_batch_size=size))
+    for size in ("1", "2"):
+        for name, expected in weights(tmp_path / "4").items():
+            assert weights(tmp_path / size)[name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+    fit(tmp_path / "straight", settings(), noise=0.3)
+    objective = ToyObjective(0.3)
+    prepare, prepared = objective.prepare, []
+
+    def interrupt(batch: Batch) -> Batch:
+        prepared.append(batch)
+        if len(prepared) == 5:  # in the third step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prepare(batch)
+
+    objective.prepare = interrupt
+    out_dir = tmp_path / "stopped"
+    stopped = fit(out_dir, settings(), objective=objective)
+    assert (stopped.finished, stopped.step) == (False, 3)
+    assert not (out_dir / "head").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    torch.manual_seed(12345)
+    assert fit(out_dir, settings(resume="auto"), noise=0.3).finished
+    assert weights(out_dir) == weights(tmp_path / "straight")
+    assert [line["step"] for line in lines(out_dir) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_damaged_newest_checkpoint_still_gives_the_same_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, settings())
+    before, log = weights(tmp_path), lines(tmp_path)
+    (tmp_path / "checkpoints/step-000006/head.safetensors").write_bytes(b"x")
+    fit(tmp_path, settings(resume="auto"))
+    assert "step-000006 is damaged" in capsys.readouterr().out
+    assert weights(tmp_path) == before
+    assert [line["step"] for line in lines(tmp_path)] == [line["step"] for line in log]
+
+
+def test_resume_auto_with_nothing_there_starts_fresh(tmp_path: Path) -> None:
+    assert fit(tmp_path / "new", settings(resume="auto")).step == 6
+
+
+def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, settings())
+    with pytest.raises(InputError, match="packed sequences was 7, is 5"):
+        fit(tmp_path, settings(resume="auto"), train=rows(5))
+    with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
+        fit(tmp_path, settings(resume="auto", learning_rate=0.1))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, InputError, KeyError, torch.OutOfMemoryError])
+def test_an_evaluation_that_fails_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    fit(tmp_path / "straight", settings())
+    there: list[list[str]] = []
+
+    def fail(_head: Any) -> dict[str, float]:
+        there.append(sorted(p.name for p in tmp_path.glob("out/*/*") if p.is_dir()))
+        there[-1] += [p.name for p in tmp_path.glob("out/head")]
+        raise error("on another device")
+
+    outcome = fit(tmp_path / "out", settings(save_steps=3), evaluate=fail)
+    assert (outcome.finished, outcome.evaluation) == (True, {})
+    assert there == [["step-000003"], ["step-000003", "step-000006", "head"]]
+    assert weights(tmp_path / "out") == weights(tmp_path / "straight")
+    assert not [line for line in lines(tmp_path / "out") if "eval/loss" in line]
+    said = capsys.readouterr().err
+    assert said.count("the evaluation failed in process 0, training goes on") == 2
+    assert f"{error.__name__}: " in said
+    assert "in fail\n    raise error" in said
+    command.print_end(outcome, tmp_path)
+    assert (
+        capsys.readouterr().out.strip().endswith("head; its last evaluation failed, as said above")
+    )
+
+
+def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:
+    def interrupt(_head: Any) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, settings(), evaluate=interrupt)
+
+
+def test_a_norm_that_is_not_finite_names_step_and_sequences(tmp_path: Path) -> None:
+    class Steep(ToyObjective):
+        def forward(self, batch: Batch, scale: Tensor) -> Sums:
+            sums = super().forward(batch, scale)
+            return sums._replace(total=sums.total * 1e30)
+
+    config = settings(save_steps=1)
+    drawn = schedule.sequences(0, 4, 7, seed=0)
+    with pytest.raises(InputError, match="the gradient's norm is not finite at step 1") as caught:
+        fit(tmp_path, config, objective=Steep())
+    assert str(drawn) in str(caught.value)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_full_disk_in_training_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, written = checkpoint.save_file, []
+
+    def fills_up(tensors: dict[str, Tensor], path: Path) -> None:
+        written.append(path)
+        if len(written) > 3:
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", fills_up)
+    with pytest.raises(InputError, match=r"step-000004.*No space left"):
+        fit(tmp_path, settings())
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_batch_that_does_not_divide() -> None:
+    with pytest.raises(InputError, match="batch_size=4 is not divisible by 1 processes x"):
+        processes.start(settings(micro_batch_size=3))
+    with pytest.raises(InputError, match="set a multiple of 6"):
+        launch.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
+    with pytest.raises(InputError, match="float16 is not trained in"):
+        processes.start(settings(dtype=Dtype.float16))
+
+
+def test_processes_that_do_not_see_each_other() -> None:
+    check_launch({}, 1)
+    check_launch({"WORLD_SIZE": "2", "MASTER_PORT": "1", "ACCELERATE_MIXED_PRECISION": "no"}, 2)
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        with pytest.raises(InputError, match=f"{name}=2, but only 1 process"):
+            check_launch({name: "2"}, 1)
+    silent = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "MASTER_ADDR": "x"}
+    with pytest.raises(InputError, match="asked for several processes and started one"):
+        check_launch(silent, 1)
+
+
+def test_out_dir_that_holds_something(tmp_path: Path) -> None:
+    launch.check_out_dir(tmp_path, None)
+    launch.check_out_dir(tmp_path / "new", None)
+    (tmp_path / "a").write_text("")
+    with pytest.raises(InputError, match=r"is not empty.*train\.resume=auto"):
+        launch.check_out_dir(tmp_path, None)
+    launch.check_out_dir(tmp_path, "auto")
+    with pytest.raises(InputError, match="is a file"):
+        launch.check_out_dir(tmp_path / "a", None)
+    with pytest.raises(InputError, match="no such folder; allowed: auto"):
+        launch.check_out_dir(tmp_path / "new", "latest")

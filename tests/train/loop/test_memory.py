@@ -1,0 +1,214 @@
+"""The estimate of a run's memory: by hand, against what lives, and when it is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import peagle_heads
+import pytest
+import torch
+from block_heads import fresh, objective_of, settings_of
+from torch.profiler import ProfilerActivity, profile
+from toys import random_target
+
+from conf.errors import InputError
+from conf.settings.common import Optimizer, TrainConfig
+from conf.settings.eagle import EagleConfig
+from conf.settings.medusa import Labels, MedusaConfig
+from heads.eagle.head import EagleHead
+from heads.medusa.head import MedusaHead
+from heads.vocab import DraftVocab
+from scripts.bench import memory as bench_memory
+from train.blocks.objective import BlockObjective
+from train.eagle import EagleObjective
+from train.loop import memory
+from train.loss import fused, pieces
+from train.loss.sizes import Setting
+from train.medusa import MedusaObjective
+from train.objective import Objective
+from train.peagle import PEagleObjective
+
+ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
+V, H = 96, 64  # of the toy target
+TRAINED = 4 * 2 * (H * H + H + V * H)  # two Medusa heads of one block and a projection
+
+BLOCKS = ("dflash", "dflash, reduced", "dflash2", "dspark", "dspark, gated", "dspark, rnn")
+
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 896, "head_dim": 64, "num_attention_heads": 4,
+    "vocab_size": 4000, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def medusa(**sizes: int) -> MedusaObjective:
+    target = random_target(**sizes)
+    return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
+
+
+def hard(**sizes: int) -> MedusaObjective:
+    target = random_target(**sizes)
+    config = MedusaConfig(labels=Labels.hard)
+    return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, config)
+
+
+def eagle(**sizes: int) -> EagleObjective:
+    target, settings = random_target(num_hidden_layers=4, **sizes), EagleConfig(num_steps=3)
+    settings.layers = [1, 2, 3]
+    vocab = DraftVocab(torch.arange(target.vocab_size // 3), target.vocab_size)
+    return EagleObjective(EagleHead.from_target(target, settings, vocab, 0), target, settings)
+
+
+def blocks(kind: str) -> Callable[..., BlockObjective]:
+    def make(**sizes: int) -> BlockObjective:
+        target, settings = random_target(num_hidden_layers=4, **sizes), settings_of(kind)
+        settings.num_anchors = 64
+        if settings.draft_vocab_size is not None:
+            settings.draft_vocab_size = target.vocab_size // 3
+        return objective_of(fresh(target, settings), target, settings)
+
+    return make
+
+
+def peagle(**sizes: int) -> PEagleObjective:
+    target, settings = random_target(num_hidden_layers=4, **sizes), peagle_heads.settings_of()
+    settings.draft_vocab_size, settings.num_anchors = target.vocab_size // 3, 200
+    return PEagleObjective(peagle_heads.fresh(target, settings), target, settings)
+
+
+def test_parts_of_one_process_by_hand() -> None:
+    parts = memory.estimate(medusa(), ONE)
+    assert parts is not None
+    assert parts["head"] == parts["gradients"] == TRAINED
+    assert parts["optimizer"] == 2 * TRAINED
+    assert parts["hidden states"] == 512 * H * 4
+    # The states, and of each head what its block keeps twice and what it projects.
+    assert parts["activations of the head"] == 512 * H * 4 + 2 * 512 * H * (2 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "head", "optimizer"),
+    [("DDP", 1, 2), ("FSDP2", 1.25, 0.5), ("ZeRO-1", 1.25, 0.5), ("ZeRO-2", 1.25, 0.5),
+     ("ZeRO-3", 1.5, 0.5)],
+)  # fmt: skip
+def test_what_four_processes_hold(strategy: str, head: float, optimizer: float) -> None:
+    parts = memory.estimate(medusa(), replace(ONE, strategy=strategy, num_processes=4))
+    assert parts is not None
+    assert parts["head"] == head * TRAINED
+    assert parts["gradients"] == TRAINED
+    assert parts["optimizer"] == optimizer * TRAINED
+
+
+def test_muon_holds_one_state_of_a_matrix_and_averages_come_on_top() -> None:
+    blocks = 4 * 2 * H * H
+    muon = replace(ONE, train=TrainConfig(optimizer=Optimizer.muon, average_decay=0.9))
+    parts = memory.estimate(medusa(), muon)
+    assert parts is not None
+    assert parts["optimizer"] == 2 * TRAINED - blocks + TRAINED
+    parts = memory.estimate(medusa(), replace(muon, strategy="FSDP2", num_processes=2))
+    assert parts is not None
+    assert parts["optimizer"] == (3 * TRAINED - blocks) // 2
+
+
+def test_on_cuda_states_of_the_next_micro_batch_wait_beside_these() -> None:
+    here, ahead = memory.estimate(eagle(), ONE), memory.estimate(eagle(), replace(ONE, cuda=True))
+    assert here is not None
+    assert ahead is not None
+    assert here["hidden states"] == 512 * (1 + 3) * H * 4
+    assert ahead["hidden states"] == 2 * here["hidden states"]
+
+
+def test_copies_are_counted_where_the_dtype_is_another() -> None:
+    found = memory.estimate(hard(), replace(ONE, dtype=torch.bfloat16))
+    assert found is not None
+    assert found["copies in train.dtype"] == 2 * (2 * H * H + V * H)  # of one projection
+    found = memory.estimate(medusa(), replace(ONE, dtype=torch.bfloat16))
+    assert found is not None
+    assert found["copies in train.dtype"] == 2 * (2 * H * H + 2 * V * H)
+    assert "copies in train.dtype" not in (memory.estimate(medusa(), ONE) or {})
+
+
+def test_an_objective_without_a_formula_has_no_estimate() -> None:
+    objective = Objective()
+    objective.head, objective.target = medusa().head, medusa().target
+    assert memory.estimate(objective, ONE) is None
+
+
+RELATED = ("dflash", "dflash2", "dspark, gated")
+"""To blocks that are asked often."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        hard,
+        medusa,
+        eagle,
+        peagle,
+        *(
+            pytest.param(blocks(kind), marks=pytest.mark.slow if kind in RELATED else [], id=kind)
+            for kind in BLOCKS
+        ),
+    ],
+)
+def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
+    """Beyond weights, gradients of the micro batch before, and moments, which lie there."""
+    objective = make(**WIDE)
+    length = ONE.tokens
+    row = torch.arange(length)[None]
+    batch = {
+        "input_ids": row, "position_ids": row, "document_ids": torch.zeros_like(row),
+        "loss_mask": torch.ones_like(row),
+    }  # fmt: skip
+    batch = dict(objective.prepare(objective.indexed(batch)))
+    for _ in range(2):  # the first makes what stays
+        objective.zero_grad(set_to_none=False)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            objective(batch, objective.weights).total.backward()
+    live = peak = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    parts = memory.estimate(objective, ONE) or {}
+    before = ("target", "head", "gradients", "optimizer", "hidden states")
+    estimated = sum(size for name, size in parts.items() if name not in before)
+    assert estimated == pytest.approx(peak, rel=0.1)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> None:
+    parts = {"target": 16_100_000_000, "head": 8_000_000_000}
+    memory.check(parts, 24_100_000_000)
+    with pytest.raises(InputError) as refused:
+        memory.check(parts, 24_000_000_000)
+    said = str(refused.value)
+    assert "in GB: target 16.1, head 8.0 = 24.1 of 24.0: that cannot fit" in said
+    for key in (
+        "train.micro_batch_size", "data.max_length", "head.draft_vocab_size",
+        "target.quantization", "data.features", "fsdp2.yaml",
+    ):  # fmt: skip
+        assert key in said
+
+
+def test_a_micro_batch_counts_all_its_tokens() -> None:
+    accelerator = type("Launch", (), {"device": torch.device("cpu"), "num_processes": 2})()
+    config = TrainConfig(micro_batch_size=3)
+    setting = Setting.of(config, 100, "FSDP2", accelerator)
+    assert setting == Setting(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
+
+
+def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
+    table = bench_memory.large(256)
+    assert [column.header for column in table.columns][1:3] == ["eagle1\nDDP", "eagle1\nFSDP2"]
+    assert table.row_count > 5
+
+
+@pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
+def test_a_piece_has_rows_for_a_whole_gpu_within_a_bound(width: int) -> None:
+    size, of_cpu = (fused.piece_bytes(width, cpu) for cpu in (False, True))
+    rows = pieces.rows_of(size, 4 * width)
+    assert rows >= 520 or 255 * 2**20 < size <= fused.MOST_PIECE_BYTES
+    assert 5 * size < 1.4e9
+    if width > 100_000:
+        chunk = pieces.rows_of(fused.CHUNK_BYTES, 2 * width)
+        assert len(pieces.balanced(0, chunk, rows)) == 4
+    assert of_cpu == fused.CPU_PIECE_BYTES

@@ -1,0 +1,197 @@
+"""What may change when a run continues, and what may not: each refusal names its key."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import packed, random_target
+
+from conf.errors import InputError
+from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
+from conf.settings.eagle import Divergence, EagleConfig, StepNormalizer, TokenNormalizer
+from conf.settings.medusa import Labels, MedusaConfig
+from conf.settings.medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run
+from heads.eagle.head import EagleHead
+from heads.medusa.adapted import AdaptedMedusa
+from heads.medusa.head import MedusaHead
+from heads.target_model.adapter import Adapter
+from heads.vocab import DraftVocab
+from tests.train.loop.test_loop import fit, rows, settings, weights
+from tests.train.loop.test_loop import lines as metrics
+from train.eagle import EagleObjective
+from train.loop import loop, resume
+from train.loop.job import Job
+from train.medusa import MedusaObjective
+from train.medusa2 import Medusa2Objective
+from train.parallel import processes
+
+EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)
+
+
+def eagle_job(out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0) -> Job:
+    target = random_target(num_hidden_layers=6)
+    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(vocab_seed))
+    vocab = DraftVocab.choose(counts, head.draft_vocab_size, [0])
+    objective = EagleObjective(EagleHead.from_target(target, head, vocab, seed=0), target, head)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 90, (24,), generator=generator).tolist() for _ in range(4)]
+    data = [{name: each[0] for name, each in packed([text]).items()} for text in texts]
+    return Job(train, LogConfig(), 0, out_dir, objective, data, data[:1])
+
+
+@pytest.fixture(scope="module")
+def eagle_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of EAGLE-3."""
+    out_dir = tmp_path_factory.mktemp("eagle")
+    train = settings(max_steps=4, save_steps=2, warmup_steps=1)
+    loop.fit(processes.start(train), eagle_job(out_dir, train, EAGLE))
+    return out_dir / "checkpoints/step-000002"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("head.divergence", Divergence.tv), ("head.step_decay", 0.5), ("head.noise", 0.1),
+        ("head.step_normalizer", StepNormalizer.mean), ("head.detach_features", True),
+        ("head.token_normalizer", TokenNormalizer.supervised), ("head.top_k_weight", 1.0),
+        ("train.max_grad_norm", 0.5), ("train.warmup_steps", 2), ("train.batch_size", 2),
+        ("train.weight_decay", 0.1), ("train.adam_beta2", 0.95),
+    ],
+)  # fmt: skip
+def test_an_eagle_run_does_not_go_on_as_another(
+    eagle_run: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    group, name = key.split(".")
+    train = settings(max_steps=4, save_steps=2, warmup_steps=1, resume=str(eagle_run))
+    head = EAGLE
+    if group == "head":
+        head = replace(head, **{name: value})
+    else:
+        train = replace(train, **{name: value})
+    written = getattr(value, "value", value)
+    with pytest.raises(
+        InputError, match=rf"another way: {key} was .*, is '?{written}'?\. Continue"
+    ):
+        loop.fit(processes.start(train), eagle_job(tmp_path, train, head))
+
+
+def test_nor_with_a_head_of_another_kind(eagle_run: Path, tmp_path: Path) -> None:
+    train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run), learning_rate=0.3)
+    said = r"another way: kind of head was 'EagleHead', is '\w+'\. Continue"
+    with pytest.raises(InputError, match=said):
+        fit(tmp_path, train)
+
+
+def test_nor_with_other_draft_tokens(eagle_run: Path, tmp_path: Path) -> None:
+    train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run))
+    with pytest.raises(InputError, match="another way: checksum of the draft vocabulary was "):
+        loop.fit(processes.start(train), eagle_job(tmp_path, train, EAGLE, vocab_seed=1))
+
+
+def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path) -> None:
+    train = settings(
+        max_steps=4, warmup_steps=1, resume=str(eagle_run), eval_steps=1, num_eval_sequences=1,
+        num_replay_prompts=3, save_steps=1, num_checkpoints=1, log_steps=2, micro_batch_size=1,
+        dtype=Dtype.bfloat16, compile=False,
+    )  # fmt: skip
+    assert loop.fit(processes.start(train), eagle_job(tmp_path, train, EAGLE)).finished
+
+
+def test_every_setting_of_the_loop_is_compared_or_known_to_be_harmless() -> None:
+    """A setting that is added must be put on one side."""
+    found = {key.removeprefix("train.") for key in resume.settings("train", TrainConfig())}
+    harmless = {*resume.ONLY_WATCHED, *resume.ONLY_ROUNDED}
+    assert not found & harmless
+    assert found | harmless == {each.name for each in fields(TrainConfig)}
+    assert {"learning_rate", "schedule", "warmup_steps", "max_grad_norm", "max_steps"} <= found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "allowed"),
+    [
+        (Schedule.constant, 6, True),
+        (Schedule.wsd, 6, True),  # of 12, the last half decays
+        (Schedule.wsd, 8, False),
+        (Schedule.cosine, 2, True),  # the warm-up is over, and nothing else begun
+        (Schedule.cosine, 4, False),
+    ],
+)
+def test_more_steps_go_on_if_those_done_are_the_same(
+    schedule: Schedule, step: int, allowed: bool
+) -> None:
+    made = settings(max_steps=12, schedule=schedule, decay_fraction=0.5)
+    longer = replace(made, max_steps=24)
+    then, now = (resume.settings("train", each) for each in (made, longer))
+    if allowed:
+        assert resume.check(Path("a"), then, now, longer, step) == []
+        return
+    with pytest.raises(InputError, match=r"train\.max_steps was 12, is 24\. Continue"):
+        resume.check(Path("a"), then, now, longer, step)
+
+
+def test_a_constant_rate_may_begin_to_decay_at_any_step(tmp_path: Path) -> None:
+    """The checkpoint of step 4 goes on to 6 steps, of which the last two decay."""
+    constant = {"schedule": Schedule.constant, "max_steps": 100}
+    stopped = settings(save_steps=4, num_checkpoints=9, **constant)
+    decaying = {"schedule": Schedule.wsd, "max_steps": 6, "decay_fraction": 0.34}
+    fit(tmp_path / "straight", settings(**decaying))
+    fit(tmp_path / "out", replace(stopped, max_steps=4))
+    saved = tmp_path / "out/checkpoints/step-000004"
+    fit(tmp_path / "decayed", settings(resume=str(saved), **decaying))
+    assert weights(tmp_path / "decayed") == weights(tmp_path / "straight")
+    late = {**decaying, "decay_fraction": 0.9}
+    with pytest.raises(InputError, match=r"max_steps was 4, is 6|schedule was 'constant'"):
+        fit(tmp_path / "late", settings(resume=str(saved), **late))
+
+
+def test_a_longer_run_equals_one_that_was_long_from_the_start(tmp_path: Path) -> None:
+    wsd = {"schedule": Schedule.wsd, "decay_fraction": 0.5}
+    fit(tmp_path / "straight", settings(max_steps=12, **wsd))
+    fit(tmp_path / "longer", settings(max_steps=6, save_steps=3, **wsd))
+    # From before the decay of the short one.
+    resume = str(tmp_path / "longer/checkpoints/step-000003")
+    fit(tmp_path / "longer", settings(max_steps=12, resume=resume, **wsd))
+    assert weights(tmp_path / "longer") == weights(tmp_path / "straight")
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, settings())
+    state = tmp_path / "checkpoints/step-000004/state.json"
+    content = json.loads(state.read_text())
+    for key in ("train.schedule", "train.max_grad_norm"):
+        del content["run"][key]
+    state.write_text(json.dumps(content))
+    assert fit(tmp_path, settings(resume=str(state.parent))).finished
+    said = capsys.readouterr().out
+    assert "of an earlier version: not compared are train.max_grad_norm, train.schedule" in said
+    assert [line["step"] for line in metrics(tmp_path) if "train/loss" in line][-1] == 6
+    with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
+        fit(tmp_path, settings(resume=str(state.parent), learning_rate=0.1), train=rows(7))
+
+
+def test_medusa_heads_and_medusa_2_bring_all_of_their_settings() -> None:
+    target = random_target()
+    config = MedusaConfig(path="elsewhere", labels=Labels.soft, loss_decay=0.5)
+    heads = MedusaHead.from_target(target, 3, 1)
+    assert MedusaObjective(heads, target, config).resume_settings == {
+        "head.num_heads": 4, "head.num_layers": 1, "head.labels": "soft", "head.loss_decay": 0.5,
+        "head.teacher_temperature": 0.6, "head.off_path_weight": 0.2,
+    }  # fmt: skip
+    run = Medusa2Run(
+        head=config,
+        adapter=AdapterConfig(rank=2),
+        joint=JointConfig(heads_only_steps=10, heads_schedule=HeadsSchedule.sine),
+    )
+    adapter = Adapter(target, run.adapter, seed=0)
+    found = Medusa2Objective(AdaptedMedusa(heads, adapter), target, run).resume_settings
+    expected = {
+        "head.labels": "soft", "adapter.rank": 2, "adapter.dropout": 0.05, "joint steps": 990,
+        "joint.heads_only_steps": 10, "joint.heads_schedule": "sine", "train.micro_batch_size": 1,
+    }  # fmt: skip
+    assert expected.items() <= found.items()
+    assert "head.path" not in found

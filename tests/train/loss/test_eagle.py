@@ -1,0 +1,316 @@
+from math import exp, log
+
+import pytest
+import torch
+from toys import eagle_head, packed, random_target, texts
+
+from conf.errors import InputError
+from conf.settings.eagle import (
+    Divergence,
+    EagleConfig,
+    EagleForm,
+    EagleRun,
+    StepNormalizer,
+    TokenNormalizer,
+)
+from heads.eagle.branches import Branches, causal_rows
+from heads.layers.documents import Documents
+from heads.vocab import DraftVocab
+from train.batch.rows import DOCUMENTS, NOISE_SEEDS
+from train.eagle import EagleObjective, make_head
+from train.loss.divergences import Pair, Softmax, divergence, top_k, total_variation
+from train.loss.eagle import step_weights
+from train.loss.losses import Sums
+from train.loss.teachers import HiddenTeacher, TargetProbs
+
+# Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
+P = torch.tensor([[0.4, 0.2, 0.2]]).log()
+Q = torch.tensor([[0.5, 0.25, 0.25]]).log()
+ALPHA = 0.4 + 0.2 + 0.2
+# Renormalised over the draft vocabulary p is (.5, .25, .25), which q is too; r is not.
+R = torch.tensor([[0.25, 0.5, 0.25]]).log()
+R_ALPHA = 0.25 + 0.2 + 0.2
+R_KL = 0.5 * log(2) - 0.25 * log(2)
+# The middle of p and r is (.375, .375, .25).
+R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
+
+
+def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> Pair:
+    return TargetProbs.of(log_p.argmax(-1), log_p.exp()).pair(torch.tensor([0]), Softmax.of(log_q))
+
+
+@pytest.mark.parametrize(
+    ("kind", "q", "expected"),
+    [
+        (Divergence.kl, Q, 0.0),
+        (Divergence.kl, R, R_KL),
+        (Divergence.rkl, Q, 0.0),
+        (Divergence.rkl, R, R_KL),  # p and r are one another's mirror image
+        (Divergence.js, Q, 0.0),
+        (Divergence.js, R, R_JS),
+        (Divergence.tv, Q, 1 - ALPHA),
+        (Divergence.tv, R, 1 - R_ALPHA),
+        (Divergence.nla, Q, -log(ALPHA)),
+        (Divergence.nla, R, -log(R_ALPHA)),
+        (Divergence.hybrid, Q, (1 - exp(-3 * ALPHA)) * (1 - ALPHA)),
+        (
+            Divergence.hybrid,
+            R,
+            exp(-3 * R_ALPHA) * R_KL + (1 - exp(-3 * R_ALPHA)) * (1 - R_ALPHA),
+        ),
+    ],
+)
+def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
+    found = divergence(kind, pair(P, q), eta=3.0, want_grad=False)
+    assert found.loss.item() == pytest.approx(expected, abs=1e-6)
+    assert found.grad is None
+
+
+def test_the_mix_of_the_hybrid_loss_has_no_gradient() -> None:
+    found = divergence(Divergence.hybrid, pair(P, R), eta=3.0, want_grad=True)
+    mix = exp(-3 * R_ALPHA)
+    q, p = R.exp(), P.exp() / 0.8
+    below = (q <= P.exp()).float()
+    of_tv = -q * (below - (q * below).sum())  # d(1 - alpha) / d logits
+    torch.testing.assert_close(found.grad, mix * (q - p) + (1 - mix) * of_tv)
+    torch.testing.assert_close(total_variation(pair(P, R), True).grad, of_tv)
+
+
+def test_top_k_loss_by_hand() -> None:
+    both = pair(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.3, 0.5]]).log())
+    expected = -(0.5 * log(0.2) + 0.3 * log(0.3))
+    assert top_k(both, 2, False).loss.item() == pytest.approx(expected)
+    assert top_k(both, 10, False).loss.item() == pytest.approx(expected - 0.2 * log(0.5))
+
+
+def test_step_weights() -> None:
+    config = EagleConfig(num_steps=3, step_decay=0.5)
+    assert step_weights(config).tolist() == [1.0, 0.5, 0.25]
+    config.step_normalizer = StepNormalizer.mean
+    assert step_weights(config).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_steps": 0}, r"head\.num_steps=0"),
+        ({"regression_weight": 1.0}, r"head\.regression_weight=1\.0: an EAGLE-3 head"),
+        ({"divergence_weight": 0.0}, r"every loss has weight 0"),
+        ({"noise": -1.0}, r"head\.noise=-1\.0"),
+        ({"form": EagleForm.eagle1, "fc_norm": True}, r"head\.fc_norm: an EAGLE-1 head has none"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EagleConfig(**changes)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    batch = packed(texts(target, 3, 9))
+    return target, batch
+
+
+def run(objective: EagleObjective, batch: dict, only: int | None = None) -> Sums:
+    """The sums of a batch, with the total of all steps or `only` one."""
+    scale = torch.ones(len(objective.weights))
+    if only is not None:
+        scale = torch.zeros_like(scale)
+        scale[only] = 1.0
+    return objective(objective.prepare(objective.indexed(batch)), scale)
+
+
+def literal_sums(
+    head, target, batch, config: EagleConfig, temperature: float = 1.0
+) -> list[list[float]]:
+    """The sums row by row: every token's chain is run on its own."""
+    where = Documents.of(batch["document_ids"])
+    output = target.read(batch["input_ids"], batch["position_ids"], where, head.taps)
+    ids, mask = batch["input_ids"][0], batch["loss_mask"][0]
+    documents = batch["document_ids"][0]
+    hidden = output.hidden_states[0]
+    text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
+    drafted = head.vocab.ids.tolist()
+    sums = [[0.0] * 4 for _ in range(config.num_steps)]
+    for t in range(len(ids)):
+        row = torch.tensor([t])
+        branches = Branches(text.keys[None], text.values[None], causal_rows(where, row))
+        outputs = head.unroll(text, ids, row, branches)
+        for d in range(1, config.num_steps + 1):
+            out = next(outputs)
+            end = t + 1 + d
+            if end >= len(ids) or documents[end] != documents[t] or not mask[end]:
+                continue
+            p = (target.logits(hidden[t + d]) / temperature).softmax(-1)
+            q = head.logits(out)[0].softmax(-1)
+            best = int(p.argmax())
+            inside = p[drafted]
+            alpha = float(torch.minimum(inside, q).sum())
+            loss = 0.0
+            if best in drafted:
+                renormed = inside / inside.sum()
+                kl = float((renormed * (renormed.log() - q.log())).sum())
+                loss = config.divergence_weight * kl
+                if config.regression_weight:
+                    gap = (out[0] - hidden[t + d]).abs()
+                    near = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
+                    loss += config.regression_weight * float(near)
+            agrees = drafted[int(q.argmax())] == best
+            for place, value in enumerate((loss, 1.0, float(agrees), alpha)):
+                sums[d - 1][place] += value
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("form", "num_ids", "more"),
+    [
+        (EagleForm.eagle3, None, {}),
+        (EagleForm.eagle3, 40, {"fc_norm": True, "norm_output": True}),
+        (EagleForm.eagle1, None, {"divergence_weight": 0.1}),
+    ],
+)
+def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_ids, more) -> None:
+    target, batch = setting
+    head = eagle_head(target, form, num_ids, num_updates=10, **more)
+    config = EagleConfig(form=form, num_steps=4, **more)
+    config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
+    objective = EagleObjective(head, target, config)
+    scale = torch.tensor([1.0, 0.5, 0.25, 2.0])
+    for training, temperature in ((True, 0.6), (False, 1.0)):
+        objective.train(training)
+        with torch.no_grad():
+            total, found = objective(objective.prepare(objective.indexed(batch)), scale)
+            expected = torch.tensor(literal_sums(head, target, batch, config, temperature))
+        assert total.item() == pytest.approx(float((scale * expected[:, 0]).sum()), rel=1e-4)
+        torch.testing.assert_close(found.T, expected, rtol=1e-4, atol=1e-4)
+        assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
+
+
+def counts(objective: EagleObjective, batch: dict) -> torch.Tensor:
+    return objective.counts(objective.indexed(batch))
+
+
+def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
+    config = EagleConfig(num_steps=4)
+    assert counts(EagleObjective(head, target, config), batch).tolist() == [39.0] * 4
+    config.token_normalizer = TokenNormalizer.supervised
+    assert counts(EagleObjective(head, target, config), batch).tolist() == [27, 27, 27, 24]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"), [(True, [33, 30, 27, 24]), (False, [27, 27, 27, 24])]
+)
+def test_training_learns_of_prompts_too_if_told(setting, prompts: bool, expected: list) -> None:
+    """Three documents of 13 tokens, 9 of each answers."""
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
+    normalizer = TokenNormalizer.supervised
+    config = EagleConfig(num_steps=4, token_normalizer=normalizer, learn_prompts=prompts)
+    objective = EagleObjective(head, target, config)
+    assert objective.counts(objective.training_batch(batch)).tolist() == expected
+
+
+@pytest.mark.parametrize(("has_bias", "temperature"), [(False, 1.0), (True, 1.0), (False, 0.25)])
+def test_the_teacher_says_what_the_target_says(has_bias: bool, temperature: float) -> None:
+    target = random_target(num_hidden_layers=4)
+    plain = target.output_head
+    target.output_head = torch.nn.Linear(64, 96, bias=has_bias)
+    target.output_head.weight = plain.weight
+    assert target.has_plain_head is not has_bias
+    vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
+    hidden = torch.randn(4, 64)
+    expected = (target.logits(hidden) / temperature).log_softmax(-1)
+    known = HiddenTeacher(target, vocab, hidden, temperature).chunk(1, 4)
+    assert known.best.equal(expected[1:].argmax(-1))
+    at = torch.tensor([2, 0, 2])
+    found = known.pair(at, Softmax.of(torch.zeros(3, 3))).p
+    torch.testing.assert_close(found, expected[1 + at][:, vocab.ids].exp())
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_detached_features_cut_the_gradient_between_steps(setting, detach: bool) -> None:
+    """With the loss of the second step alone, the first step's output head input is reached
+    through its features only."""
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle1, num_updates=10)
+    config = EagleConfig(form=EagleForm.eagle1, num_steps=2, detach_features=detach)
+    objective = EagleObjective(head, target, config)
+    whole = torch.autograd.grad(run(objective, batch, 1).total, head.layer.mlp.down_proj.weight)[0]
+    config.detach_features = True
+    cut = torch.autograd.grad(run(objective, batch, 1).total, head.layer.mlp.down_proj.weight)[0]
+    assert torch.allclose(whole, cut) is detach
+
+
+def test_noise_is_added_while_training_only(setting) -> None:
+    target, _ = setting
+    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
+    objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2))
+    features, where = torch.zeros(96, 8), Documents.of(torch.tensor([[0] * 64 + [1] * 32]))
+
+    def noisy(*seeds: int, train: bool = True) -> torch.Tensor:
+        batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
+        return objective.train(train)._noisy(features, batch)
+
+    long, short = noisy(3).split([64, 32])
+    # As wide as the original's is on each document alone.
+    assert 0.7 < long.abs().max() <= 0.5 * 0.2 * 512 / 64
+    assert 1.4 < short.abs().max() <= 0.5 * 0.2 * 512 / 32
+    assert noisy(3).equal(noisy(3))
+    assert not noisy(3).equal(noisy(4))
+    assert noisy(5, train=False).equal(features)
+
+
+def test_noise_of_a_sequence_is_the_same_in_any_company(setting) -> None:
+    target, _ = setting
+    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
+    objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2)).train()
+
+    def noisy(*seeds: int) -> torch.Tensor:
+        where = Documents.of(torch.zeros(len(seeds), 16, dtype=torch.int64))
+        batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
+        return objective._noisy(torch.zeros(16 * len(seeds), 8), batch)
+
+    assert noisy(3, 4).equal(torch.cat([noisy(3), noisy(4)]))
+
+
+def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> None:
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
+    empty = {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
+    sums = run(EagleObjective(head, target, EagleConfig(num_steps=2)), empty)
+    sums.total.backward()
+    assert sums.terms[1].tolist() == [0, 0]
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_an_eagle1_head_over_a_quantised_output_head_is_refused() -> None:
+    target = random_target()
+    target.output_head = torch.nn.Module()
+    target.output_head.weight = torch.zeros(96, 64, dtype=torch.int8)
+    data = type("Packed", (), {"token_counts": lambda _, size: torch.ones(size, dtype=torch.int64)})
+    config = EagleRun(head=EagleConfig(form=EagleForm.eagle1))
+    with pytest.raises(InputError, match="its output head is quantised"):
+        make_head(config, target, data())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(Divergence))
+def test_a_compiled_loss_is_the_same(setting, kind: Divergence) -> None:
+    target, batch = setting
+    head = eagle_head(target, EagleForm.eagle3, 40, num_updates=1)
+    config = EagleConfig(num_steps=3, divergence=kind, top_k_weight=0.5)
+    objective = EagleObjective(head, target, config)
+    plain = run(objective, batch)
+    leaf = head.layer.mlp.down_proj.weight
+    (expected,) = torch.autograd.grad(plain.total, leaf)
+    objective.compile_parts()
+    compiled = run(objective, batch)
+    (found,) = torch.autograd.grad(compiled.total, leaf)
+    torch.testing.assert_close(compiled.terms, plain.terms, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

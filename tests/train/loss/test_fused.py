@@ -1,0 +1,418 @@
+"""Fused losses against the naive formula: all logits at once, gradients by autograd, float64."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import random_target
+
+from conf.settings.eagle import Divergence, EagleConfig
+from heads.layers.projection import Projection
+from heads.vocab import DraftVocab
+from train.batch.rows import SortedIndices
+from train.loss import fused, pieces
+from train.loss.divergences import (
+    MIN_ALPHA,
+    Pair,
+    Softmax,
+    negative_log_alpha,
+    total_variation,
+)
+from train.loss.eagle import EagleCriterion
+from train.loss.fused import Part, fused_linear
+from train.loss.losses import TextTeacher, text_criterion
+from train.loss.teachers import HiddenTeacher, TargetProbs, TopKTeacher
+
+NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
+DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+class Exact:
+    """A teacher in float64 whose table is written down."""
+
+    def __init__(self, vocab: DraftVocab, log_p: Tensor) -> None:
+        self.vocab, self.whole = vocab, log_p
+        self.num_rows, self.row_bytes = len(log_p), log_p[0].nbytes
+
+    def chunk(self, begin: int, end: int) -> TargetProbs:
+        rows = self.whole[begin:end]
+        return TargetProbs.of(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
+
+
+def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+    """[M] the loss as the papers write it."""
+    q, full = logits.softmax(-1), whole_p[:, ids]
+    p = full / full.sum(-1, keepdim=True)
+    alpha = torch.minimum(full, q).sum(-1)
+    kl = (p * (p.log() - q.log())).sum(-1)
+    middle = (p + q) / 2
+    mix = torch.exp(-config.lk_eta * alpha.detach())
+    of_kind = {
+        Divergence.kl: kl,
+        Divergence.rkl: (q * (q.log() - p.log())).sum(-1),
+        Divergence.js: 0.5 * (p * (p / middle).log() + q * (q / middle).log()).sum(-1),
+        Divergence.tv: 1 - alpha,
+        Divergence.nla: -alpha.log(),
+        Divergence.hybrid: mix * kl + (1 - mix) * (1 - alpha),
+    }
+    best = p.topk(config.top_k).indices
+    top = -(p.gather(1, best) * q.gather(1, best).log()).sum(-1)
+    loss = config.divergence_weight * of_kind[config.divergence] + config.top_k_weight * top
+    return torch.where(torch.isin(whole_p.argmax(-1), ids), loss, 0.0)
+
+
+def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """Of leaves whose gradients are empty, or hold what a fused loss has put there."""
+    total.backward()
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+def sorted_indices(rows: Tensor) -> SortedIndices:
+    return SortedIndices(rows, rows)
+
+
+@pytest.fixture(params=[(1, 1), (4, 3), (1000, 2), (1000, 1000)])
+def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a chunk of float64 logits, and of a piece."""
+    chunk, piece = request.param
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * chunk)
+    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * VOCAB * piece)
+    monkeypatch.setattr(fused, "TILE_BYTES", 4 * WIDTH * 5)
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+@pytest.mark.parametrize("kind", list(Divergence))
+@pytest.mark.parametrize(("scale", "cap", "top_k_weight"), [(1.0, None, 0.0), (0.5, 3.0, 0.7)])
+def test_loss_and_gradients_are_those_of_the_naive_formula(
+    kind: Divergence, scale: float, cap: float | None, top_k_weight: float
+) -> None:
+    config = EagleConfig(divergence=kind, top_k_weight=top_k_weight, top_k=4, divergence_weight=0.6)
+    hidden = random(NUM_STUDENTS, WIDTH, seed=0).requires_grad_()
+    weight = random(len(DRAFTED), WIDTH, seed=1).requires_grad_()
+    bias = random(len(DRAFTED), seed=2)
+    log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
+    scales = random(NUM_STUDENTS, seed=4)
+    rows = torch.randint(NUM_ROWS, (NUM_STUDENTS,), generator=torch.Generator().manual_seed(5))
+    rows = rows.sort().values
+    vocab = DraftVocab(DRAFTED, VOCAB)
+
+    part = Part(hidden, Projection(weight, bias, scale, cap), sorted_indices(rows), scales)
+    total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
+
+    logits = scale * (hidden @ weight.T + bias)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    loss = naive(config, log_p.exp()[rows], DRAFTED, logits)
+    expected = (scales * loss).sum()
+    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    pairs = zip(gradients(total, hidden, weight), gradients(expected, hidden, weight), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert found[1].sum() == (DRAFTED[logits.argmax(-1)] == log_p[rows].argmax(-1)).sum()
+
+
+def pair_of(p: list[float], q: list[float]) -> Pair:
+    likely, said = (torch.tensor([row], dtype=torch.float64) for row in (p, q))
+    logits, nothing = said.log(), torch.zeros(1, dtype=torch.float64)
+    return Pair(likely, likely.sum(-1), nothing, Softmax(logits, said, nothing))
+
+
+def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
+    # With a third of [0.5, 0, 1] each, as p is as likely as q, less and more: by the mean 0.45.
+    found = total_variation(pair_of([0.5, 0.25, 0.25], [0.5, 0.3, 0.2]), want_grad=True)
+    assert found.loss.tolist() == pytest.approx([0.05])
+    assert found.grad is not None
+    assert found.grad[0].tolist() == pytest.approx([-0.05 * 0.5, 0.45 * 0.3, -0.55 * 0.2])
+
+
+def test_acceptance_too_small_to_take_the_logarithm_of_pulls_no_more() -> None:
+    for alpha, pulled in ((MIN_ALPHA / 2, 0.0), (MIN_ALPHA * 2, 1.0)):
+        found = negative_log_alpha(pair_of([1.0, 0.0], [alpha, 1 - alpha]), want_grad=True)
+        assert found.loss.tolist() == pytest.approx([-math.log(max(alpha, MIN_ALPHA))])
+        assert found.grad is not None
+        expected = [-pulled * (1 - alpha), pulled * (1 - alpha)]
+        assert found.grad[0].tolist() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+def test_hard_labels_and_several_projections() -> None:
+    """Medusa: two heads with weights of their own over the same text."""
+    labels = torch.randint(VOCAB, (NUM_ROWS,), generator=torch.Generator().manual_seed(0))
+    parts, leaves, expected = [], [], torch.zeros((), dtype=torch.float64)
+    for number in range(2):
+        hidden = random(7, WIDTH, seed=number).requires_grad_()
+        weight = random(VOCAB, WIDTH, seed=10 + number).requires_grad_()
+        rows = torch.arange(7) + 2 * number
+        scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
+        parts.append(Part(hidden, Projection(weight), sorted_indices(rows), scales))
+        leaves += [hidden, weight]
+        loss = F.cross_entropy(hidden @ weight.T, labels[rows], reduction="none")
+        expected = expected + (scales * loss).sum()
+    total, found = fused_linear(parts, TextTeacher(labels), text_criterion)
+    torch.testing.assert_close(total, expected)
+    for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert [tuple(each.shape) for each in found] == [(3, 7), (3, 7)]
+
+
+def hard_parts(widths: list[int]) -> tuple[list[Part], list[Tensor]]:
+    """A part over 7 rows of the text for each width of its logits; all that has a gradient."""
+    parts, leaves = [], []
+    for number, width in enumerate(widths):
+        hidden = random(7, WIDTH, seed=number).requires_grad_()
+        weight = random(width, WIDTH, seed=10 + number).requires_grad_()
+        scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
+        rows = sorted_indices(torch.arange(7) + number)
+        parts.append(Part(hidden, Projection(weight), rows, scales))
+        leaves += [hidden, weight]
+    return parts, leaves
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+def test_what_is_compiled_is_the_comparison_of_several_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def compiled(*args: object) -> object:
+        sizes.append(len(args[3]))
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+    labels = torch.arange(NUM_ROWS) % 5
+    parts, leaves = hard_parts([VOCAB, VOCAB])
+    total, found = fused_linear(parts, TextTeacher(labels), text_criterion)
+    expected = [total.detach(), *found, *gradients(total, *leaves)]
+    assert sizes == []
+    total, found = fused_linear(parts, TextTeacher(labels), text_criterion, compiled=True)
+    got = [total.detach(), *found, *gradients(total, *leaves)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    most = fused.CPU_PIECE_BYTES // (4 * VOCAB)
+    assert 1 not in sizes and max(sizes, default=0) <= most
+    assert bool(sizes) == (min(most, fused.CPU_CHUNK_BYTES // (8 * VOCAB)) > 1)
+
+
+def test_logits_of_all_chunks_lie_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each width; gradients are not asked for, and not carried back."""
+    kept: list[Tensor] = []
+
+    def compiled(*args: object) -> object:
+        assert args[4] is False
+        kept.append(args[3])
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * 7)
+    parts, _ = hard_parts([VOCAB, VOCAB, VOCAB - 2, VOCAB])
+    labels = torch.arange(NUM_ROWS) % 5
+    with torch.no_grad():
+        fused_linear(parts, TextTeacher(labels), text_criterion, compiled=True)
+    assert len(kept) == 4
+    places = [each.untyped_storage().data_ptr() for each in kept]
+    assert places[0] == places[1] == places[3] != places[2]
+
+
+def test_slices_are_few_and_alike() -> None:
+    assert pieces.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert pieces.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
+    assert pieces.balanced(5, 5, 3) == []
+    assert [pieces.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    (first, second), (_, weight, hidden, _) = hard_parts([VOCAB, VOCAB])
+    weight.requires_grad_(False)
+    hidden.requires_grad_(False)
+    total, _ = fused_linear([first, second], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
+    total.backward()
+    assert weight.grad is None and hidden.grad is None
+    assert first.hidden.grad is not None and second.projection.weight.grad is not None
+
+
+def test_under_autocast_logits_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.dtype] = []
+
+    def compiled(*args: object) -> object:
+        found.append(args[3].dtype)
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+    hidden, weight = random(7, WIDTH, seed=0).float(), random(VOCAB, WIDTH, seed=1).float()
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(7)), torch.ones(7))
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+            fused_linear([part], TextTeacher(torch.arange(7)), text_criterion, compiled=True)
+    assert found == [torch.bfloat16, torch.float32]
+
+
+def bucketed(config: EagleConfig, kept: Tensor, p: Tensor, rest: Tensor, logits: Tensor) -> Tensor:
+    """The naive loss over the kept ids and one more that stands for all others."""
+    q = logits.softmax(-1)
+    q_kept = q.gather(1, kept)
+    q = torch.cat([q_kept, 1 - q_kept.sum(-1, keepdim=True)], dim=1)
+    whole = torch.cat([p, rest], dim=1)
+    return naive(config, whole, torch.arange(whole.shape[1]), q.log())
+
+
+@pytest.mark.parametrize("kind", list(Divergence))
+def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Divergence) -> None:
+    config = EagleConfig(divergence=kind, top_k=4)
+    hidden = random(NUM_ROWS, WIDTH, seed=0).requires_grad_()
+    weight = random(VOCAB, WIDTH, seed=1).requires_grad_()
+    kept = random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1).topk(4)
+    vocab = DraftVocab.everything(VOCAB)
+    # What was kept is float32, and so is the rest's mass.
+    log_probs = kept.values.float()
+    teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
+    part = Part(
+        hidden, Projection(weight), sorted_indices(torch.arange(NUM_ROWS)), torch.ones(NUM_ROWS)
+    )
+    total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
+    p = log_probs.double().exp()
+    rest = 1 - p.sum(-1, keepdim=True)
+    loss = bucketed(config, kept.indices, p, rest, hidden @ weight.T)
+    torch.testing.assert_close(total, loss.sum(), rtol=1e-6, atol=1e-6)
+    found, expected = (gradients(each, hidden, weight) for each in (total, loss.sum()))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_ids_outside_the_draft_vocabulary_are_left_out_of_a_top_k_teacher() -> None:
+    vocab = DraftVocab(torch.tensor([1, 3, 5]), 8)
+    ids = torch.tensor([[3, 0, 5], [7, 6, 0]])
+    probs = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]])
+    log_q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]).log()
+    known = TopKTeacher(vocab, ids, probs.log()).chunk(0, 2)
+    found = known.pair(torch.tensor([0, 1]), Softmax.of(log_q))
+    # Row 0: 3 and 5 are kept, .2 is left for id 1. Row 1: all of .1 is spread as q is.
+    expected = torch.tensor([[0.2, 0.5, 0.1], [0.02, 0.03, 0.05]])
+    torch.testing.assert_close(found.p, expected)
+    torch.testing.assert_close(found.mass, expected.sum(-1))
+    torch.testing.assert_close(found.p_log_p, (expected * expected.log()).sum(-1))
+    assert known.best.tolist() == [3, 7]
+
+
+def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> None:
+    vocab = DraftVocab(torch.tensor([0, 1]), 3)
+    log_p = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -1.0, -9.0]]).double()
+    hidden = random(2, WIDTH, seed=0).requires_grad_()
+    weight = random(2, WIDTH, seed=1)
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(2)), torch.ones(2))
+    criterion = EagleCriterion(EagleConfig(), vocab)
+    total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
+    (grad,) = gradients(total, hidden)
+    assert torch.isfinite(total)
+    assert found[0, 0] == 0
+    assert not grad[0].any()
+    assert grad[1].any()
+
+
+def test_a_top_k_teacher_takes_its_rest_for_one_id_at_another_temperature() -> None:
+    vocab = DraftVocab.everything(4)
+    log_probs = torch.tensor([[0.6, 0.2]]).log()
+    known = TopKTeacher(vocab, torch.tensor([[2, 0]]), log_probs, temperature=0.5).chunk(0, 1)
+    found = known.pair(torch.tensor([0]), Softmax.of(torch.tensor([[0.1, 0.3, 0.5, 0.1]]).log()))
+    # Squares of .6, .2 and the rest's .2 are 9 to 1 to 1; ids 1 and 3 share as the student does.
+    expected = torch.tensor([[1 / 11, 0.75 / 11, 9 / 11, 0.25 / 11]])
+    torch.testing.assert_close(found.p, expected)
+
+
+def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[Tensor]]:
+    target = random_target()
+    vocab = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    states = random(40, target.hidden_size, seed=0).float()
+    teacher = HiddenTeacher(target, vocab, states)
+    hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
+    weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
+    weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(40)), torch.ones(40))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
+    return total, gradients(total, hidden, weight)
+
+
+@pytest.mark.usefixtures("rows_per_chunk")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_near_float32_and_gradients_have_their_tensors_dtype(autocast: bool) -> None:
+    exact, exact_grads = loss_of_a_target(torch.float32, False)
+    total, grads = loss_of_a_target(torch.bfloat16, autocast)
+    assert total.item() == pytest.approx(exact.item(), rel=0.02)
+    wanted = [torch.bfloat16, torch.float32 if autocast else torch.bfloat16]
+    assert [grad.dtype for grad in grads] == wanted
+    for grad, expected in zip(grads, exact_grads, strict=True):
+        assert (grad.float() - expected).norm() < 0.05 * expected.norm()
+
+
+class _Largest(TorchDispatchMode):
+    """The largest number of elements that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        given = func(*args, **(kwargs or {}))
+        for each in given if isinstance(given, tuple | list) else [given]:
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return given
+
+
+def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rows, width, vocab_size = 512, 8, 1024
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * vocab_size * 32)
+    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * vocab_size * 8)
+    vocab = DraftVocab.everything(vocab_size)
+    hidden = random(num_rows, width, seed=0).float().requires_grad_()
+    weight = random(vocab_size, width, seed=1).float().requires_grad_()
+    with _Largest() as largest:
+        target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
+        teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
+        part = Part(
+            hidden, Projection(weight), sorted_indices(torch.arange(num_rows)), torch.ones(num_rows)
+        )
+        total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
+        total.backward()
+    assert largest.numel == 32 * vocab_size
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
+    """A number times it would be another loss, whose gradients are not those found."""
+    (part,), (_, weight) = hard_parts([VOCAB])
+    weight.requires_grad_(trained)
+
+    def total() -> Tensor:
+        return fused_linear([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)[0]
+
+    for scaled in (2 * total(), total() / 4, total() + total().detach() * total()):
+        with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
+            scaled.backward()
+    (total() + total()).backward()
+    again = total()
+    again.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
+        again.backward()
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
+    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(4)), torch.ones(4))
+    with torch.no_grad():
+        total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
+    assert not total.requires_grad
+    assert not found.requires_grad

@@ -1,0 +1,276 @@
+"""Sums, masks and labels of the Medusa loss, with numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from heads.layers.projection import Projection
+from train.batch.rows import SUPERVISION, Batch, Supervision, Unrolled, indexed, supervised
+from train.loss import fused
+from train.loss.losses import SoftLabels, medusa_loss, medusa_weights
+from train.loss.ranking import fast_argmax, fast_topk, hits
+from train.loss.teachers import TargetProbs
+
+
+class Heads(nn.Module):
+    """Heads whose logits for token v are a row of a table, times the state, times 1 + k."""
+
+    def __init__(self, num_heads: int, vocab: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(num_heads, vocab, 3, generator=generator)
+        self.table = nn.ParameterList(nn.Parameter(each) for each in drawn)
+
+    def states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * (1 + k)
+
+    def projection(self, k: int) -> Projection:
+        return Projection(self.table[k])
+
+
+class Given:
+    """A teacher whose logits are written down: [P, V]."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.p = logits.softmax(-1)
+        self.num_rows, self.row_bytes = len(logits), logits[0].nbytes
+
+    def chunk(self, begin: int, end: int) -> TargetProbs:
+        return TargetProbs.of(self.p[begin:end].argmax(-1), self.p[begin:end])
+
+
+ONES = torch.ones(3)
+
+
+def packed(mask: list[int], documents: list[int]) -> Batch:
+    length = len(mask)
+    batch = {
+        "input_ids": torch.arange(length)[None] % 5,
+        "loss_mask": torch.tensor([mask], dtype=torch.bool),
+        "document_ids": torch.tensor([documents]),
+    }
+    return indexed(batch, 4)
+
+
+def random_batch(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    batch = {
+        "input_ids": torch.randint(0, 5, (num_rows, 12), generator=generator),
+        "loss_mask": torch.rand(num_rows, 12, generator=generator) < 0.6,
+        "document_ids": torch.tensor([[0] * 5 + [1] * 5 + [-1] * 2] * num_rows),
+    }
+    return torch.randn(num_rows, 12, 3, generator=generator), batch
+
+
+def test_mask_is_that_of_the_predicted_token() -> None:
+    batch = packed([0, 0, 0, 1, 1, 0], [0] * 6)
+    assert supervised(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
+    assert supervised(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
+    assert supervised(batch, 5).int().tolist() == [[0] * 6]
+    assert batch[SUPERVISION].counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+
+
+def test_no_head_predicts_across_documents_or_into_padding() -> None:
+    batch = packed([1] * 8, [0, 0, 0, 1, 1, 1, -1, -1])
+    assert supervised(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
+    assert supervised(batch, 2).int().tolist() == [[0] * 8]
+
+
+def test_shorter_than_a_head_looks_ahead() -> None:
+    assert packed([1, 1], [0, 0])[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_hand_computed_cross_entropy() -> None:
+    head = Heads(2, 5)
+    with torch.no_grad():
+        for table in head.table:
+            table.zero_()
+        head.table[0][2, 0] = math.log(4.0)  # p(2) = 4/8 at hidden [1, 0, 0]
+        head.table[1][3, 0] = math.log(2.0) / 2  # p(3) = 2/6
+    hidden = torch.tensor([[[1.0, 0, 0]] * 4])
+    batch = packed([1, 1, 1, 1], [0] * 4)  # tokens 0 1 2 3
+    sums = medusa_loss(head, hidden, batch, ONES)
+    # Head 1 at 0 and 1 predicts tokens 2 and 3; head 2 at 0 predicts token 3.
+    expected = [math.log(2.0) + math.log(8.0), math.log(3.0)]
+    loss, tokens, top1, top5 = sums.terms.tolist()
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert (tokens, top1, top5) == ([2.0, 1.0], [1.0, 1.0], [2.0, 1.0])
+    assert sums.total.item() == pytest.approx(sum(expected), abs=1e-6)
+    halved = medusa_loss(head, hidden, batch, torch.tensor([0.5, 0.0]))
+    assert halved.total.item() == pytest.approx(expected[0] / 2, abs=1e-6)
+
+
+def test_weights() -> None:
+    assert medusa_weights(3, 0.8).tolist() == pytest.approx([0.8, 0.64, 0.512])
+
+
+def test_soft_labels_come_from_the_targets_prediction_of_the_same_token() -> None:
+    """Teacher logits are the hidden state itself, so each position is recognisable."""
+    head = Heads(2, 3)
+    with torch.no_grad():
+        for table in head.table:
+            table.copy_(torch.eye(3))
+    hidden = torch.tensor([[[0.0, 0, 0], [1.0, 0, 0], [0, 2.0, 0], [0, 0, 3.0], [0, 0, 0]]])
+    batch = packed([0, 0, 0, 1, 0], [0] * 5)  # only token 3 is in the mask
+    batch["input_ids"] %= 3
+    assert batch[SUPERVISION].places.tolist() == [2]
+    sums = medusa_loss(head, hidden, batch, ONES, SoftLabels(Given(hidden[0, [2]])))
+    # The target at position 2 predicts token 3; so do head 1 at 1 and head 2 at 0.
+    p = torch.tensor([0.0, 2.0, 0.0]).softmax(0)
+    first = (p * (p.log() - torch.tensor([1.0, 0, 0]).log_softmax(0))).sum()
+    second = (p * (p.log() - torch.tensor([0.0, 0, 0]).log_softmax(0))).sum()
+    assert sums.terms[0].tolist() == pytest.approx([first.item(), second.item()], abs=1e-6)
+
+
+def test_drafts_behind_what_the_target_would_not_have_chosen_weigh_less() -> None:
+    head = Heads(2, 3)
+    batch = packed([0, 1, 1, 1, 1], [0] * 5)
+    batch["input_ids"] = torch.tensor([[0, 1, 2, 0, 1]])
+    # Of the tokens 1 2 0 1 that are learnt, the target would have chosen 1, 0 and the last 1.
+    teacher = Given(5.0 * torch.eye(3)[[1, 1, 0, 1]])
+    hidden = torch.ones(1, 5, 3)
+    found = medusa_loss(head, hidden, batch, torch.tensor([1.0, 10.0]), SoftLabels(teacher, 0.2))
+    alike = medusa_loss(head, hidden, batch, torch.ones(2), SoftLabels(teacher))
+    assert found.terms.equal(alike.terms)  # which are reported as they are
+    # States and tables are alike everywhere, so rows differ by the teacher's first choice alone.
+    chose = torch.tensor([1, 0, 1])  # of what head 1 drafts from tokens 0, 1 and 2
+    kl = {}
+    for k in range(2):
+        log_q = (head.table[k].detach() @ torch.ones(3) * (1 + k)).log_softmax(0)
+        p = teacher.p[[2, 0]]  # by choice: 0, 1
+        kl[k] = (p * (p.log() - log_q)).sum(-1)
+    # Head 1: behind 1 | 2 | 0. Head 2: behind 1 2 | 2 0.
+    first = torch.tensor([1.0, 0.2, 1.0]) @ kl[0][chose]
+    second = torch.tensor([0.2, 0.2]) @ kl[1][torch.tensor([0, 1])]
+    assert found.total.item() == pytest.approx((first + 10 * second).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
+    groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.loss.ranking._by_groups", lambda _: groups)
+    logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    top1, top5 = hits(logits, torch.tensor([0, 1]))
+    assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])
+    assert hits(torch.zeros(8, 8), torch.arange(8))[1].sum() == 5.0
+    six = torch.tensor([[6.0, 5, 4, 3, 2, 1]] * 2)
+    assert hits(six, torch.tensor([4, 5]))[1].tolist() == [1.0, 0.0]
+
+
+def test_places_and_answers_of_every_depth_by_hand() -> None:
+    """Documents a b c d | e f; c, d and f are in the mask."""
+    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
+    assert learnt.places.tolist() == [1, 2, 4]  # b, c and e come before them
+    # Depth 1 predicts c from a and d from b; depth 2 predicts d from a.
+    assert [rows.places.tolist() for rows in learnt.depths] == [[1, 2, 4], [0, 1], [0], [], []]
+    answers = [rows.answers.host.tolist() for rows in learnt.depths]
+    assert answers == [[0, 1, 2], [0, 1], [1], [], []]
+
+
+def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
+    learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
+    found = Unrolled.of(Supervision(learnt.places, learnt.depths[:3]))
+    assert found.drafts.tolist() == [0, 1]
+    # Step 0 gives rows 0 and 1, step 1 rows 2 and 3; of that, row 3 (from b, depth 2) is nothing.
+    assert found.rows.places.tolist() == [0, 1, 2]
+    assert found.rows.answers.host.tolist() == [0, 1, 1]
+    assert found.steps.tolist() == [0, 0, 1]
+    assert found.by_step.tolist() == [0, 1, 2]
+    assert found.sizes == (2, 1)
+
+
+def test_rows_return_to_their_steps() -> None:
+    _, batch = random_batch(3)
+    found = Unrolled.of(indexed(batch, 3)[SUPERVISION])
+    answers = found.rows.answers.host
+    assert answers.diff().min() >= 0
+    steps = found.steps[found.by_step]
+    assert steps.tolist() == [step for step, n in enumerate(found.sizes) for _ in range(n)]
+    for step, part in enumerate(answers[found.by_step].split(found.sizes)):
+        assert part.equal(indexed(batch, 3)[SUPERVISION].depths[1 + step].answers.host)
+
+
+def test_with_nothing_to_learn_one_token_drafts() -> None:
+    found = Unrolled.of(packed([0] * 4, [0] * 4)[SUPERVISION])
+    assert found.drafts.tolist() == [0]
+    assert found.sizes == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("columns", [5, 64, 640, 1000])
+def test_rankings_by_groups_are_those_of_torch(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Of few values, so that there are ties.
+    logits = torch.randint(12, (40, columns), generator=generator).float()
+    assert fast_argmax(logits).equal(logits.argmax(-1))
+    values, places = fast_topk(logits, 5)
+    assert values.equal(logits.topk(5).values)
+    assert logits.gather(1, places).equal(values)
+    assert all(len(set(row)) == 5 for row in places.tolist())
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_chunks_and_batching_do_not_change_sums_or_gradients(
+    soft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, batch = random_batch(4)
+    projection = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+
+    def run(parts: list[slice], rows_per_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * 5 * rows_per_chunk)
+        monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 5)
+        head = Heads(3, 5)
+        total = torch.zeros(4, 3)
+        for part in parts:
+            piece = indexed({name: value[part] for name, value in batch.items()}, 3)
+            places = piece[SUPERVISION].places
+            logits = hidden[part].flatten(0, 1)[places] @ projection
+            labels = SoftLabels(Given(logits), off_path_weight=0.5) if soft else None
+            sums = medusa_loss(head, hidden[part], piece, ONES, labels)
+            sums.total.backward()
+            total += sums.terms
+        return total, torch.stack([table.grad for table in head.table])
+
+    whole = run([slice(0, 4)], 1000)
+    for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
+        for expected, found in zip(whole, other, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert whole[0][1].tolist() == indexed(batch, 3)[SUPERVISION].counts[1:].tolist()
+
+
+def test_drafts_far_from_the_path_are_not_learnt() -> None:
+    """Head k weighs a fifth for each of its k tokens before that came otherwise, twice at most."""
+    hidden = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(0))
+    batch = packed([1] * 6, [1] * 6)
+    says = torch.tensor([1, 2, 0, 0, 0])  # after each: right twice, then wrong
+    logits = 3 * torch.nn.functional.one_hot(says, 5).float()
+    head = Heads(3, 5)
+    sums = medusa_loss(head, hidden, batch, ONES, SoftLabels(Given(logits), off_path_weight=0.2))
+    sums.total.backward()
+    grads = [table.grad.clone() for table in head.table]
+    # Of head 1 at 0 to 3 after 0, 0, 1, 1 strays, head 2 at 0 to 2 after 0, 1, 2, head 3 at 0
+    # and 1 after 1, 2.
+    shares = {1: [1.0, 1.0, 0.2, 0.2], 2: [1.0, 0.2, 0.0], 3: [0.2, 0.0]}
+    assert sums.terms[1].tolist() == [4.0, 2.0, 1.0]
+    total, said = torch.zeros(()), logits.softmax(-1)
+    for k, mine in shares.items():
+        for place, share in enumerate(mine):
+            states = head.states(k - 1, hidden[0, place])
+            log_q = (head.table[k - 1] @ states).log_softmax(-1)
+            p = said[place + k]
+            total = total + share * (p * (p.log() - log_q)).sum()
+    torch.testing.assert_close(sums.total, total)
+    theirs = torch.autograd.grad(total, [*head.table])
+    for mine_grad, their_grad in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(mine_grad, their_grad)
+
+
+def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
+    head = Heads(2, 5)
+    sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)
+    sums.total.backward()
+    assert all(table.grad is not None for table in head.table)
+    assert sums.terms[0].tolist() == [0.0, 0.0]

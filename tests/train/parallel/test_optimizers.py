@@ -1,0 +1,259 @@
+"""Muon against torch's own and against singular values; who updates what; averages of weights."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads.processor
+from conf.errors import InputError
+from conf.settings.common import Dtype, Optimizer, Schedule, TrainConfig
+from heads.processor import Processor, tell_if_slow
+from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
+from tests.train.loop.test_memory import eagle, medusa
+from tests.train.parallel.test_placement import UNIT, batch, layout, one_step, placed, values
+from train.objective import Objective
+from train.parallel import processes
+from train.parallel.muon import COEFFICIENTS, Muon, orthogonalized
+from train.parallel.optimizers import make_optimizers, state_keys
+from train.parallel.placement import Placement, place
+
+__all__ = ["layout"]
+SHAPES = ((6, 4), (4, 6), (5, 5))
+
+
+def moved(kind: Any, steps: int = 3, **given: Any) -> list[list[float]]:
+    """What some matrices are after steps with the same gradients."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = kind([{"params": matrices}], lr=0.1, weight_decay=0.3, **given)
+    for each in matrices:
+        optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+    for _ in range(steps):
+        for each in matrices:
+            each.grad = torch.randn(each.shape, generator=generator)
+        optimizer.step()
+    return [each.flatten().tolist() for each in matrices]
+
+
+def test_muon_in_bfloat16_is_torchs() -> None:
+    assert moved(Muon, dtype=torch.bfloat16) == moved(torch.optim.Muon)
+
+
+def test_muon_in_float32_differs_by_its_rounding_alone() -> None:
+    for mine, theirs in zip(moved(Muon, dtype=torch.float32), moved(torch.optim.Muon), strict=True):
+        assert mine != theirs
+        assert mine == pytest.approx(theirs, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("products", "dtype", "expected"),
+    [
+        ([], Dtype.bfloat16, torch.float32), ([], Dtype.auto, torch.float32),
+        (["avx512_bf16"], Dtype.bfloat16, torch.bfloat16),
+        (["amx_bf16"], Dtype.auto, torch.float32),
+    ],
+)  # fmt: skip
+def test_muon_iterates_in_the_dtype_of_the_run_where_the_processor_has_its_products(
+    products: list[str], dtype: Dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = Processor("a CPU", "AVX512", frozenset(products))
+    monkeypatch.setattr(heads.processor, "this_processor", lambda: processor)
+    rates = {"learning_rate": 0.4, "adam_learning_rate": 0.1}
+    config = TrainConfig(optimizer=Optimizer.muon, dtype=dtype, **rates)
+    (muon,) = (each for each in make_optimizers(medusa(), config) if isinstance(each, Muon))
+    assert muon.dtype is expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_go_through_the_polynomial_and_vectors_stay(shape: tuple) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    left, found, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = found / found.norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        found = a * found + b * found**3 + c * found**5
+    torch.testing.assert_close(orthogonalized(matrix), left @ found.diag() @ right)
+    assert found[:-1].min() > 0.6
+    assert found.max() < 1.3
+
+
+def test_a_matrix_without_gradient_stays_and_zeros_do_no_harm() -> None:
+    still, zero = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
+    muon = Muon([{"params": [still, zero]}], torch.float32, lr=0.1, weight_decay=0.5)
+    muon.state[zero]["momentum_buffer"] = torch.zeros(2, 3)
+    zero.grad = torch.zeros(2, 3)
+    muon.step()
+    assert still.equal(torch.ones(2, 3))
+    torch.testing.assert_close(zero.detach(), torch.full((2, 3), 0.95))
+
+
+def updated(objective: Objective) -> dict[str, list[tuple[set[str], float, float]]]:
+    """By optimizer, its groups: parameters, share of the rate, weight decay."""
+    names = {id(each): name for name, each in objective.head.named_parameters()}
+    rates = {"learning_rate": 0.4, "adam_learning_rate": 0.1}
+    config = TrainConfig(optimizer=Optimizer.muon, weight_decay=0.1, **rates)
+    found = {}
+    for optimizer in make_optimizers(objective, config):
+        groups = optimizer.param_groups
+        found[type(optimizer).__name__] = [
+            ({names[id(p)] for p in g["params"]}, g["rate"], g["weight_decay"]) for g in groups
+        ]
+    return found
+
+
+def test_muon_has_the_matrices_between_states_and_adamw_the_rest() -> None:
+    parts = updated(eagle(vocab_size=120))
+    ((muon, rate, decay),) = parts["Muon"]
+    assert (rate, decay) == (1.0, 0.1)
+    layer = [f"layer.self_attn.{each}_proj.weight" for each in "qkvo"]
+    layer += [f"layer.mlp.{each}_proj.weight" for each in ("gate", "up", "down")]
+    assert muon == {"fc.weight", *layer}
+    ((adamw, rate, decay),) = parts["AdamW"]
+    assert (rate, decay) == (0.25, 0.1)
+    norms = [f"layer.{each}.weight" for each in (
+        "hidden_norm", "input_layernorm", "post_attention_layernorm",
+    )]  # fmt: skip
+    assert adamw == {"lm_head.weight", "norm.weight", *norms}
+    parts = updated(medusa())
+    assert parts["Muon"][0][0] == {"heads.0.0.linear.weight", "heads.1.0.linear.weight"}
+    assert {"heads.0.1.weight", "heads.0.0.linear.bias"} < parts["AdamW"][0][0]
+
+
+def test_without_muon_all_is_adamws_at_the_whole_rate() -> None:
+    objective = eagle()
+    (adamw,) = make_optimizers(objective, TrainConfig(optimizer=Optimizer.adamw))
+    (group,) = adamw.param_groups
+    assert len(group["params"]) == len(list(objective.head.parameters()))
+    assert group["rate"] == 1.0
+
+
+def test_what_a_checkpoint_holds_of_each_parameter() -> None:
+    head = eagle().head
+    head.lm_head.requires_grad_(False)
+    keys = state_keys(head, TrainConfig(optimizer=Optimizer.muon, average_decay=0.9))
+    assert keys["fc.weight"] == ("momentum_buffer", "average")
+    assert keys["norm.weight"] == ("exp_avg", "exp_avg_sq", "average")
+    assert "lm_head.weight" not in keys
+    plain = state_keys(head, TrainConfig(optimizer=Optimizer.adamw))
+    assert set(plain.values()) == {("exp_avg", "exp_avg_sq")}
+
+
+MUON = {"optimizer": Optimizer.muon, "adam_learning_rate": 0.025}
+"""Half of `settings`'s own rate."""
+
+
+def test_steps_are_those_of_both_optimizers(layout: type[Placement]) -> None:
+    placement, plain = placed(**MUON), ToyObjective()
+    muon = Muon([plain.head.weight], torch.float32, lr=0.1, weight_decay=0.1)
+    muon.state[plain.head.weight]["momentum_buffer"] = torch.zeros(1, 4)
+    adamw = torch.optim.AdamW([plain.head.bias], lr=0.05, weight_decay=0.1, fused=True)
+    for row in range(3):
+        plain(batch(row), UNIT).total.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        one_step(placement, row)
+        muon.step(), adamw.step()
+        plain.zero_grad()
+    with placement.gathered():
+        for name, theirs in plain.head.named_parameters():
+            assert placement.head.get_parameter(name).equal(theirs), name
+
+
+def test_both_optimizers_and_averages_are_restored(layout: type[Placement]) -> None:
+    changes = {**MUON, "average_decay": 0.9}
+    saved = placed(**changes)
+    for row in range(2):
+        one_step(saved, row)
+    tensors = saved.tensors()
+    assert sorted(tensors.state) == [
+        "bias.average", "bias.exp_avg", "bias.exp_avg_sq", "weight.average",
+        "weight.momentum_buffer",
+    ]  # fmt: skip
+    config = settings(weight_decay=0.1, **changes)
+    objective = ToyObjective()
+    objective.head.load_state_dict(tensors.head)
+    restored = place(processes.start(config), objective, config)
+    restored.restore(2, tensors.state)
+    one_step(saved, 3), one_step(restored, 3)
+    assert values(restored) == values(saved)
+
+
+def test_averages_move_by_their_decay_and_are_seen_in_averaged_alone(
+    layout: type[Placement],
+) -> None:
+    placement = placed(average_decay=0.25)
+    seen: list[Tensor] = []
+    for number in range(3):
+        placement.backward(placement.objective(batch(number), UNIT).total)
+        placement.clip(number)
+        placement.step(learning_rate=0.1, number=number)
+        with placement.gathered():
+            seen.append(placement.head.weight.detach().clone())
+    average = ToyObjective().head.weight.detach()
+    for decay, weight in zip((1 / 10, 2 / 11, 0.25), seen, strict=True):
+        average = decay * average + (1 - decay) * weight
+    with placement.averaged():
+        torch.testing.assert_close(placement.head.weight.detach(), average)
+    with placement.gathered():
+        assert placement.head.weight.equal(seen[-1])
+
+
+def test_the_average_is_what_is_evaluated_and_saved(tmp_path: Path) -> None:
+    """By hand from the weights after each step of a run that keeps none."""
+    after = []
+    for steps in (1, 2, 3):
+        config = settings(max_steps=steps, warmup_steps=0, schedule=Schedule.constant)
+        fit(tmp_path / str(steps), config)
+        after.append(torch.tensor(weights(tmp_path / str(steps))["weight"]))
+    shown: list[list[float]] = []
+
+    def evaluate(head: nn.Linear) -> dict[str, float]:
+        shown.append(head.weight.flatten().tolist())
+        return {}
+
+    config = settings(
+        max_steps=3, warmup_steps=0, schedule=Schedule.constant, average_decay=0.5
+    )  # fmt: skip
+    fit(tmp_path / "average", config, evaluate=evaluate)
+    average = ToyObjective().head.weight.detach().flatten()
+    for decay, weight in zip((1 / 10, 2 / 11, 3 / 12), after, strict=True):
+        average = decay * average + (1 - decay) * weight
+    assert weights(tmp_path / "average")["weight"] == pytest.approx(average.tolist(), rel=1e-5)
+    assert shown == [weights(tmp_path / "average")["weight"]]
+
+
+@pytest.mark.parametrize("change", [MUON, {"average_decay": 0.5}], ids=["muon", "average"])
+def test_a_run_goes_on_only_with_the_optimizer_it_began_with(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    fit(tmp_path / "straight", settings(**change))
+    fit(tmp_path / "out", settings(max_steps=6, save_steps=3, **change))
+    saved = tmp_path / "out/checkpoints/step-000003"
+    again = settings(resume=str(saved), **change)
+    fit(tmp_path / "again", again)
+    assert weights(tmp_path / "again") == weights(tmp_path / "straight")
+    with pytest.raises(InputError, match=r"in another way: train\.(optimizer|average_decay) was "):
+        fit(tmp_path / "other", settings(resume=str(saved)))
+
+
+def test_muon_under_deepspeed_is_refused_by_name() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
+    with pytest.raises(InputError, match=r"train\.optimizer=muon: DeepSpeed .* fsdp2\.yaml"):
+        processes._set_up_deepspeed(accelerator, settings(optimizer=Optimizer.muon))
+
+
+def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
+    tell_if_slow.cache_clear()
+    processes.start(settings(dtype=Dtype.auto))
+    assert capsys.readouterr().err == ""
+    processes.start(settings(dtype=Dtype.bfloat16))
+    assert capsys.readouterr().err == (
+        "train.dtype=bfloat16: products of many rows will be slow, as a CPU, AVX2 imitates them; "
+        "set train.dtype=float32\n"
+    )

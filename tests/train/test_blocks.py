@@ -1,0 +1,367 @@
+"""Anchors, weights and losses of block drafters, against sums written out."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed.utils as moving
+import torch.nn.functional as F  # noqa: N812
+from block_heads import KINDS, block_head, fresh, objective_of, settings_of
+from exports import config_of
+from torch import Tensor
+from toys import packed, random_target, texts, tokenizer
+
+from conf.errors import InputError
+from conf.settings.blocks import BlockConfig, SlotWeights
+from conf.settings.dflash import DFlashConfig
+from conf.settings.eagle import Divergence
+from conf.settings.export import ExportFormat
+from eval.parity.gate import check_parity
+from heads.blocks.config import default_layers, mask_token
+from heads.export.golden import golden
+from heads.export.writer import export_head
+from heads.layers.projection import Projection
+from heads.target_model.model import Target
+from train.batch.rows import (
+    NOISE_SEEDS,
+    SUPERVISION,
+    UNROLLED,
+    SortedIndices,
+    Unrolled,
+    indexed,
+    moved,
+)
+from train.blocks.objective import END, FIRST, architecture, drawn
+from train.dflash2 import make_head
+from train.loss import fused
+from train.loss.blocks import dpace_weights, slot_weights
+from train.loss.fused import LowRank, Part, fused_linear
+from train.loss.losses import TextTeacher, text_criterion
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
+def test_weights_fall_with_depth() -> None:
+    found = slot_weights(BlockConfig(slot_gamma=2.0), 3)
+    assert found.tolist() == pytest.approx([1.0, 0.60653066, 0.36787944])
+
+
+def test_weights_of_a_block_that_gives_what_it_can() -> None:
+    """D-PACE: with chances .5, .2 and .8 of three drafts and half of certainty added."""
+    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    unrolled = Unrolled.of(learnt, [torch.tensor([1, 5])] * 3)
+    # Rows are the first block's three drafts and the one that the second learns.
+    log_q = torch.tensor([0.5, 0.2, 0.8, 0.4]).log()
+    found = dpace_weights(log_q, unrolled, 0.5)
+    first, second, third = 0.75, 0.75 * 0.6, 0.75 * 0.6 * 0.9
+    expected = [first + second + third, second + third, third, 0.7]
+    assert found.tolist() == pytest.approx(expected)
+    assert dpace_weights(log_q, unrolled, 1.0).tolist() == [3.0, 2.0, 1.0, 1.0]
+    assert slot_weights(BlockConfig(slot_weights=SlotWeights.dpace), 3).tolist() == [1.0] * 3
+
+
+def test_default_features_are_in_even_steps() -> None:
+    # Outputs of layers 1, 9, 17, 25 and 33 of 36, as the authors of DFlash and DSpark say.
+    assert default_layers(36, 5) == (2, 10, 18, 26, 34)
+    assert default_layers(8, 5) == (2, 3, 4, 5, 6)
+    assert default_layers(36, 1) == (19,)
+    with pytest.raises(InputError, match=r"head\.layers is unset and the target has 3 layers"):
+        default_layers(3, 5)
+
+
+def test_anchors_are_drawn_by_sequence() -> None:
+    places = torch.tensor([1, 2, 5, 9, 10, 11, 14, 17, 19])
+    assert drawn(places, 10, 9, (0, 0)).equal(places)
+    few = drawn(places, 10, 2, (7, 8))
+    assert len(few) == 4
+    assert few.tolist() == sorted(few.tolist())
+    assert set(few.tolist()) <= set(places.tolist())
+    assert (few < 10).sum() == 2
+    # Alike in any company, others with another seed.
+    assert drawn(places[4:] - 10, 10, 2, (8,)).add(10).equal(few[2:])
+    others = {tuple(drawn(places, 10, 2, (7, seed))[2:].tolist()) for seed in range(20)}
+    assert len(others) > 3
+
+
+def test_only_some_tokens_draft() -> None:
+    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    found = Unrolled.of(learnt, [torch.tensor([1, 5])] * 3)
+    assert found.drafts.tolist() == [1, 5]
+    # From 1 all of x3, x4, x5; from 5 x7 alone. Rows lie in the order of the answers 2, 3, 4, 6.
+    assert found.sizes == (2, 1, 1)
+    assert found.rows.places.tolist() == [0, 2, 4, 1]
+    assert found.steps.tolist() == [0, 1, 2, 0]
+    assert found.tokens.tolist() == [1, 1, 1, 5]
+    assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 4, 6]
+
+
+def test_tokens_may_draft_less_deep_than_others() -> None:
+    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    found = Unrolled.of(learnt, [torch.tensor(each) for each in ([1, 2, 5], [1, 5], [5])])
+    # From 1 x3 and x4, from 2 x4 alone, from 5 x7 alone: what lies behind the text nobody learns.
+    assert found.sizes == (3, 1, 0)
+    assert found.rows.places.tolist() == [0, 1, 3, 2]
+    assert found.steps.tolist() == [0, 0, 1, 0]
+    assert found.tokens.tolist() == [1, 2, 1, 5]
+    assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 3, 6]
+
+
+def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Target) -> None:
+    """DDP and FSDP2 bring arguments to their device, and FSDP2 casts floats, before `forward`."""
+    config = settings_of("dflash")
+    objective = objective_of(fresh(target, config), target, config)
+    whole = objective.indexed(packed(texts(target, 2, 40)))
+    batch = moved(whole, lambda tensor: tensor.to("meta"))
+    # As DDP does with what is not on its device, of which the meta device is one.
+    (((found,),), _) = moving._to_kwargs((batch,), {}, torch.device("meta"), False)
+    for after in (found, moving._apply_to_tensors(lambda tensor: tensor, found)):
+        for name in (FIRST, END):
+            assert after[name].device.is_meta
+            assert not after[name].host.is_meta
+            assert after[name].host.equal(whole[name].host)
+        answers = after[UNROLLED].rows.answers
+        assert answers.host.equal(whole[UNROLLED].rows.answers.host)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (0.5, 3.0)])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_a_low_rank_addition_behind_scale_and_cap(
+    scale: float, cap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 11 * rows)
+    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * 11 * 4)
+    hidden, weight = random(9, 6, seed=0), random(11, 6, seed=1)
+    states, more = random(9, 2, seed=2), random(11, 2, seed=3)
+    leaves = [each.requires_grad_() for each in (hidden, weight, states, more)]
+    labels = torch.randint(11, (9,), generator=torch.Generator().manual_seed(4))
+    scales = random(9, seed=5)
+    indices = SortedIndices(torch.arange(9), torch.arange(9))
+    part = Part(
+        hidden, Projection(weight, None, scale, cap), indices, scales, LowRank(states, more)
+    )
+    total, (found,) = fused_linear([part], TextTeacher(labels), text_criterion)
+    total.backward()
+    mine = [each.grad.clone() for each in leaves]
+    logits = scale * (hidden @ weight.T)
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) + states @ more.T
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(found[0], loss.detach())
+    theirs = torch.autograd.grad((scales * loss).sum(), leaves)
+    for each, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(each, expected)
+
+
+def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[Tensor, list[float]]:
+    """The total, slot by slot and anchor by anchor, with all logits there are; learnt drafts."""
+    head, config, target = objective.head, objective.config, objective.target
+    ids, unrolled = batch["input_ids"].flatten(), batch[UNROLLED]
+    last = batch["hidden_states"].flatten(0, 1)
+    learnt = [set(rows.places.tolist()) for rows in batch[SUPERVISION].depths]
+    weights = pace(objective, batch, outputs.detach(), learnt)
+    said = (target.logits(last) / config.teacher_temperature).softmax(-1)
+    total, counts = torch.zeros(()), [0.0] * outputs.shape[1]
+    for number, anchor in enumerate(unrolled.drafts.tolist()):
+        state = None
+        for slot in range(outputs.shape[1]):
+            slot_output = outputs[number, slot][None]
+            before = ids[anchor + 1 + slot : anchor + 2 + slot]
+            if anchor not in learnt[1 + slot]:
+                continue
+            logits, state = head.step(head.logits(slot_output), slot_output, before, state)
+            log_q = logits[0].log_softmax(-1)
+            place = anchor + 1 + slot
+            p = said[place][head.vocab.ids]
+            loss = config.divergence_weight * (p / p.sum() * ((p / p.sum()).log() - log_q)).sum()
+            label = head.vocab.to_draft(ids[place + 1][None])[0]
+            if label >= 0:
+                loss = loss - config.text_weight * log_q[label]
+            if getattr(head, "confidence_head", None) is not None:
+                alpha = torch.minimum(log_q.exp(), p).sum().detach()
+                sure = head.confidence(slot_output, before)[0]
+                loss = loss + F.binary_cross_entropy_with_logits(sure, alpha)
+            # Of the tokens that it does not see; those in no loss mask were given to the target.
+            between = [n for n in range(anchor + 1, place) if n in learnt[0]]
+            strays = sum(int(said[n].argmax() != ids[n + 1]) for n in between)
+            share = config.off_path_weight**strays
+            if share >= 0.05:
+                counts[slot] += 1
+                total = total + scale[slot] * share * weights[number][slot] * loss
+    return total, counts
+
+
+def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) -> Any:
+    """What each draft of each block weighs beside the scale of its slot."""
+    head, config, slots = objective.head, objective.config, range(outputs.shape[1])
+    anchors, ids = batch[UNROLLED].drafts.tolist(), batch["input_ids"].flatten()
+    if config.slot_weights is SlotWeights.decay:
+        return [[1.0] * len(slots)] * len(anchors)
+    found = []
+    for number, anchor in enumerate(anchors):
+        state, reached, chances = None, 1.0, []
+        for slot in slots:
+            mine, before = outputs[number, slot][None], ids[anchor + 1 + slot : anchor + 2 + slot]
+            if anchor not in learnt[1 + slot]:
+                chances.append(0.0)
+                continue
+            logits, state = head.step(head.logits(mine), mine, before, state)
+            column = int(head.vocab.to_draft(ids[anchor + 2 + slot][None])[0])
+            q = 0.0 if column < 0 else float(logits.detach()[0].softmax(-1)[column])
+            reached *= config.slot_smoothing + (1 - config.slot_smoothing) * q
+            chances.append(reached)
+        found.append([sum(chances[slot:]) for slot in slots])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("dflash", SlotWeights.dpace),
+        ("dflash, reduced", SlotWeights.decay),
+        ("dspark", SlotWeights.decay),
+        ("dspark, rnn", SlotWeights.dpace),
+    ],
+)
+def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
+    target: Target, name: str, weights: SlotWeights
+) -> None:
+    config = settings_of(
+        name, off_path_weight=0.2, teacher_temperature=0.8, num_anchors=7, slot_weights=weights,
+        slot_smoothing=0.3,
+    )  # fmt: skip
+    objective = objective_of(fresh(target, config), target, config)
+    documents = texts(target, 2, 12)
+    for place, token in ((8, 40), (9, 41), (10, 42)):  # that the target would not have said
+        documents[0][place] = documents[1][place] = token
+    batch = {**packed(documents), NOISE_SEEDS: (5,)}
+    batch = objective.prepare(objective.training_batch(batch))
+    assert len(batch[UNROLLED].drafts) == 7
+    scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
+    sums = objective(batch, scale)
+    sums.total.backward()
+    trained = {n: p for n, p in objective.head.named_parameters() if p.requires_grad}
+    mine = {name: each.grad.clone() for name, each in trained.items()}
+    expected, counts = naive(objective, batch, objective._outputs(batch), scale)
+    torch.testing.assert_close(sums.total, expected, rtol=1e-4, atol=1e-4)
+    theirs = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
+    for (each, found), given in zip(mine.items(), theirs, strict=True):
+        wanted = torch.zeros_like(found) if given is None else given
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=each)
+    assert sums.terms[1].tolist() == counts
+    assert sum(counts) < objective.counts(batch).sum()
+
+
+def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
+    config = settings_of("dflash", num_anchors=3)
+    objective = objective_of(fresh(target, config), target, config)
+    batch = packed(texts(target, 2, 12))
+    found = [
+        objective.training_batch({**batch, NOISE_SEEDS: (seed,)})[UNROLLED].drafts.tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_head_learns_what_it_measures(target: Target) -> None:
+    """alpha, which the confidence is to say, and its own words of it."""
+    head = block_head(target, "dspark", num_updates=40)
+    config = settings_of("dspark")
+    objective = objective_of(head, target, config).eval()
+    batch = objective.prepare(objective.indexed(packed(texts(target, 6, 40))))
+    outputs = objective._outputs(batch)
+    said = objective.rows(head.confidence(outputs, objective._before(batch)), batch[UNROLLED])
+    sums = objective(batch, objective.weights).terms
+    alpha = sums[3].sum() / sums[1].sum()
+    assert abs(said.sigmoid().mean() - alpha) < 0.1
+    assert 0.1 < alpha < 0.95
+
+
+class Data:
+    """Of which a token is used once."""
+
+    def __init__(self, used: int) -> None:
+        self.used = used
+
+    def token_counts(self, size: int) -> Tensor:
+        return F.one_hot(torch.tensor(self.used), size)
+
+
+class Crowded:
+    """A tokenizer none of whose tokens is to spare."""
+
+    eos_token_id = 2
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __len__(self) -> int:
+        return 10_000
+
+
+def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
+    target = random_target(num_hidden_layers=4, vocab_size=300)
+    assert mask_token(target, None) == 299
+    assert mask_token(target, 17) == 17
+    with pytest.raises(InputError, match=r"mask_token_id=300: must be from 0 to 299"):
+        mask_token(target, 300)
+    with pytest.raises(InputError, match=r"mask_token_id=2 ends texts"):
+        mask_token(target, 2)
+    target.tokenizer = tokenizer()
+    assert mask_token(target, None) == len(tokenizer())  # which leaves rows to spare
+    full = random_target(num_hidden_layers=4, vocab_size=len(tokenizer()))
+    full.tokenizer = tokenizer()
+    assert mask_token(full, None) == 0  # <pad>
+    full.tokenizer = Crowded()
+    with pytest.raises(InputError, match=r"mask_token_id is unset and target\.path=llama has no"):
+        mask_token(full, None)
+    with pytest.raises(InputError, match=r"mask_token_id=17: the data use it 1 times"):
+        architecture(DFlashConfig(mask_token_id=17), target, Data(17), sample_from_anchor=False)
+    with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):
+        architecture(DFlashConfig(layers=[4]), target, Data(1), sample_from_anchor=False)
+
+
+def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> None:
+    """Engines add what follows a token to the logits that the file tells them to make."""
+    target = random_target(num_hidden_layers=4, vocab_size=300)
+    target.model.config.update({"logits_scaling": 4.0, "final_logit_softcapping": 2.0})
+    head = make_head(settings_of("dflash2"), target, Data(17), seed=0)  # type: ignore[arg-type]
+    head.save(tmp_path / "head")
+    written = config_of(tmp_path / "head")["dflash_config"]
+    assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)
+    outputs = torch.randn(5, target.hidden_size)
+    assert head.logits(outputs).equal(target.logits(outputs))
+    assert head.projection() == target.projection
+    export_head(head, ExportFormat.vllm, golden(head, target, 5), tmp_path / "export", {})
+    check_parity(tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 1}, "head.block_size=1: must be at least 2"),
+        ({"text_weight": 0.0}, "head.text_weight: every loss has weight 0"),
+        ({"draft_vocab_size": 9}, "head.draft_vocab_size=9: needs head.own_output_head=true"),
+        ({"off_path_weight": 1.5}, "head.off_path_weight=1.5: must be from 0 to 1"),
+        ({"slot_smoothing": -0.1}, "head.slot_smoothing=-0.1: must be from 0 to 1"),
+        ({"num_anchors": 0}, "head.num_anchors=0: must be above 0"),
+    ],
+)
+def test_settings_that_make_no_head_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        BlockConfig(**changes, divergence=Divergence.kl)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_fresh_weights_are_alike_for_a_seed(target: Target, name: str) -> None:
+    """Whatever else has been drawn, in this process or another."""
+    first, second = (fresh(target, settings_of(name)).state_dict() for _ in range(2))
+    for key, tensor in first.items():
+        assert tensor.equal(second[key]), key

@@ -1,0 +1,263 @@
+"""Medusa-2: the loss by hand, who learns when, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from toys import noisy_head, packed, random_target, save_target
+
+from conf.errors import InputError
+from conf.settings.common import DataConfig, Quantization, TargetConfig, TrainConfig
+from conf.settings.medusa import Labels, MedusaConfig
+from conf.settings.medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
+from heads.medusa.adapted import AdaptedMedusa
+from heads.target_model.adapter import Adapter
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
+from train import medusa2
+from train.batch.rows import NOISE_SEEDS, Batch, indexed
+from train.loss.heldout import HeldoutLoss
+from train.medusa2 import Medusa2Objective, heads_weight
+
+CPU = torch.device("cpu")
+TEXT = [5, 9, 17, 40, 8, 61, 23, 77, 31, 5]
+UNIT = torch.ones(3)
+
+
+def objective_of(target: Target, changed: bool = True, **joint: Any) -> Medusa2Objective:
+    """Two heads and an adapter which, if `changed`, has learnt something; joint from step 2."""
+    config = Medusa2Run(
+        head=MedusaConfig(num_heads=2, labels=Labels.hard),
+        adapter=AdapterConfig(rank=4, alpha=8, dropout=0.0),
+        joint=JointConfig(**{"heads_only_steps": 2, "target_loss": TargetLoss.text, **joint}),
+        train=TrainConfig(max_steps=6, warmup_steps=0),
+    )
+    head = noisy_head(target, 2)
+    adapter = Adapter(target, config.adapter, seed=0)
+    if changed:
+        change(adapter)
+    return Medusa2Objective(AdaptedMedusa(head, adapter), target, config)
+
+
+def change(adapter: Adapter) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for name, factor in adapter.factors.items():
+        if "lora_B" in name:
+            factor.data.normal_(std=0.1, generator=generator)
+
+
+def batch() -> Batch:
+    return with_seed(7)
+
+
+def with_seed(seed: int) -> Batch:
+    return {**indexed(packed([TEXT]), 2), NOISE_SEEDS: (seed,)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (HeadsSchedule.constant, [0.2, 0.2, 0.2, 0.2, 0.2]),
+        (HeadsSchedule.sine, [0.2, 0.0, 0.0765367, 0.1414214, 0.1847759]),
+    ],
+)
+def test_the_weight_of_the_heads_over_the_joint_steps(
+    schedule: HeadsSchedule, expected: list[float]
+) -> None:
+    config = JointConfig(heads_weight=0.2, heads_schedule=schedule)
+    assert [heads_weight(config, s, 4) for s in range(-1, 4)] == pytest.approx(expected, abs=1e-7)
+
+
+def test_the_target_counts_from_the_first_joint_step() -> None:
+    objective = objective_of(random_target())
+    weights = [objective.begin(step).tolist() for step in (0, 1, 2, 5)]
+    heads = pytest.approx([0.16, 0.128])
+    assert [w[0] for w in weights] == [0.0, 0.0, 1.0, 1.0]
+    assert all(w[1:] == heads for w in weights)
+    assert objective.weights.tolist() == [1.0, *weights[0][1:]]
+    assert objective.counts(batch()).tolist() == [6.0, 6.0, 6.0]
+    assert objective.depth == 2
+
+
+def test_joint_loss_by_hand() -> None:
+    """Tokens 4.. are learnt; the target says them from 3 on, head k from 3 - k on."""
+    target = random_target()
+    objective = objective_of(target)
+    text = torch.tensor(TEXT)
+    found = target.model(input_ids=text[None], output_hidden_states=True)
+    hidden, heads = found.hidden_states[-1][0], objective.head.heads
+    expected = [cross_entropy(found.logits[0, 3:-1], text[4:], reduction="sum")]
+    for k in (1, 2):
+        logits = heads.head_logits(k - 1, hidden[3 - k : -1 - k])
+        expected.append(cross_entropy(logits, text[4:], reduction="sum"))
+    scale = objective.begin(2)
+    sums = objective(objective.prepare(batch()), scale)
+    torch.testing.assert_close(sums.terms[0], torch.stack(expected).detach())
+    assert sums.terms[1].tolist() == [6.0, 6.0, 6.0]
+    total = expected[0] + 0.16 * expected[1] + 0.128 * expected[2]
+    torch.testing.assert_close(sums.total, total)
+    parameters = list(objective.head.parameters())
+    by_hand = torch.autograd.grad(total, parameters)
+    sums.total.backward()
+    found = tuple(parameter.grad for parameter in parameters)
+    torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=1e-4)
+
+
+def test_self_distillation_by_hand() -> None:
+    """KL(without adapter || with it) over the learnt tokens only."""
+    target, bare = random_target(), random_target()
+    objective = objective_of(target, target_loss=TargetLoss.self)
+    text = torch.tensor([TEXT])
+    p = bare.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
+    q = target.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
+    objective.begin(2)
+    found = objective(batch(), UNIT).terms[0, 0]
+    torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
+    assert found > 0.1
+
+
+def test_soft_labels_are_the_targets_own_without_the_adapter() -> None:
+    target, bare = random_target(), random_target()
+    objective = objective_of(target)
+    objective.soft = True
+    text = torch.tensor([TEXT])
+    hidden = target.model(input_ids=text, output_hidden_states=True).hidden_states[-1][0]
+    p = (bare.model(input_ids=text).logits[0, 3:-1] / 0.6).log_softmax(-1)
+    q = objective.head.heads.head_logits(0, hidden[2:-2]).log_softmax(-1)
+    objective.begin(2)
+    found = objective(batch(), UNIT).terms[0, 1]
+    torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
+
+
+def test_an_untrained_adapter_has_nothing_to_unlearn() -> None:
+    objective = objective_of(random_target(), changed=False, target_loss=TargetLoss.self)
+    objective.begin(2)
+    assert objective(batch(), UNIT).terms[0, 0].abs() < 1e-5
+
+
+def test_switched_off_the_target_is_what_it_was() -> None:
+    target, bare = random_target(), random_target()
+    adapter = objective_of(target).head.adapter
+    expected = bare.read_text(TEXT).hidden_states
+    with adapter.off():
+        assert target.read_text(TEXT).hidden_states.equal(expected)
+    assert not target.read_text(TEXT).hidden_states.allclose(expected, atol=1e-2)
+
+
+def learnt(objective: Medusa2Objective, step: int) -> dict[str, bool]:
+    """Which parts get a gradient in a step."""
+    scale = objective.begin(step)
+    objective.zero_grad()
+    objective(batch(), scale).total.backward()
+    parts = objective.head.named_children()
+    return {name: all(bool(p.grad.any()) for p in part.parameters()) for name, part in parts}
+
+
+def test_who_learns_when() -> None:
+    target = random_target()
+    objective = objective_of(target)
+    assert learnt(objective, 1) == {"heads": True, "adapter": False}
+    assert all(p.grad.eq(0).all() for p in objective.head.adapter.parameters())
+    assert learnt(objective, 2) == {"heads": True, "adapter": True}
+    mine = {id(p) for p in objective.head.parameters()}
+    others = [p for p in target.model.parameters() if id(p) not in mine]
+    assert len(others) == len(list(random_target().model.parameters()))
+    assert not any(p.requires_grad or p.grad is not None for p in others)
+
+
+def test_gradients_reach_the_adapter_of_a_quantised_target(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = save_target(tmp_path / "t", intermediate_size=128)
+    gradients = []
+    for kind in (Quantization.none, Quantization.int8):
+        target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
+        objective = objective_of(target)
+        objective(batch(), objective.begin(2)).total.backward()
+        grads = [p.grad.flatten() for p in objective.head.adapter.parameters()]
+        gradients.append(torch.cat(grads))
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.95
+    target = load_target(TargetConfig(path=str(folder), quantization=Quantization.nf4), CPU)
+    with pytest.raises(InputError, match=r"in 4 bits: bitsandbytes gives no gradient"):
+        objective_of(target)
+
+
+def test_dropout_is_drawn_for_the_sequence() -> None:
+    objective = objective_of(random_target())
+    for dropout in objective.head.adapter.dropouts:
+        dropout["default"] = torch.nn.Dropout(0.5)
+    objective.begin(2)
+    first, again = (objective(batch(), UNIT).total for _ in range(2))
+    other = objective(with_seed(8), UNIT).total
+    assert first == again != other
+    objective.eval()
+    without = objective(batch(), UNIT).total
+    assert without == objective(with_seed(8), UNIT).total != first
+
+
+def test_the_targets_own_loss_before_and_after() -> None:
+    target, bare = random_target(), random_target()
+    adapter = Adapter(target, AdapterConfig(rank=4, dropout=0.0), seed=0)
+    rows = [{name: column[0] for name, column in packed([TEXT]).items()}] * 3
+    measure = HeldoutLoss(target, adapter, rows, 2)
+    text = torch.tensor(TEXT)
+    losses = []
+    for model in (bare.model, target.model):
+        if model is target.model:
+            assert measure()["target_change_percent"] == 0.0
+            change(adapter)
+        logits = model(input_ids=text[None]).logits[0, 3:-1]
+        losses.append(float(cross_entropy(logits, text[4:]).detach()))
+    assert measure() == {
+        "target_loss_before": pytest.approx(losses[0], rel=1e-5),
+        "target_loss": pytest.approx(losses[1], rel=1e-5),
+        "target_change_percent": pytest.approx(100 * (losses[1] / losses[0] - 1), rel=1e-3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["q_proj", "lm_head"], r"adapter\.modules=.*\['lm_head'\] is one of the ends"),
+        (["q_prj"], r"adapter\.modules=\['q_prj'\]: .*not found"),
+    ],
+)
+def test_modules_that_cannot_be_adapted(modules: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Adapter(random_target(), AdapterConfig(modules=modules), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdapterConfig(rank=0), r"adapter\.rank=0: must be above 0"),
+        (lambda: AdapterConfig(dropout=1.0), r"adapter\.dropout=1\.0: must be from 0"),
+        (lambda: JointConfig(heads_only_steps=-1), r"joint\.heads_only_steps=-1: must be"),
+        (
+            lambda: Medusa2Run(joint=JointConfig(heads_only_steps=1000)),
+            r"joint\.heads_only_steps=1000 leaves no joint step of train\.max_steps=1000",
+        ),
+        (lambda: Medusa2Run(data=DataConfig(features="store")), r"data\.features=store: the"),
+        (lambda: Medusa2Run(target=TargetConfig(adapter="lora")), r"scripts/merge_adapter\.py"),
+        (lambda: Medusa2Run(target=TargetConfig(device_map="auto")), r"device_map=auto: .*one dev"),
+    ],
+)
+def test_settings_that_make_no_sense(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_untrained_heads_come_first() -> None:
+    assert Medusa2Run().joint.heads_only_steps == 500
+    assert Medusa2Run(head=MedusaConfig(path="head")).joint.heads_only_steps == 0
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_strategies_that_cut_parameters_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(InputError, match=r"train/medusa2\.py does not run under .*ddp\.yaml"):
+        medusa2.main(Medusa2Run())
