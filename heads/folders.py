@@ -9,7 +9,8 @@ from urllib.request import getproxies
 
 from conf.errors import InputError
 from conf.paths import here
-from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.head import HeadRef
+from conf.settings.target import TargetConfig
 
 PROVENANCE = "headsmith.json"
 """Beside a head: how it was made."""

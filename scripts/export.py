@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch
 
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.folders import PROVENANCE

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.settings.common import Dtype
+from conf.settings.target import Dtype
 from heads.storage import write_folder
 from heads.target_model.load import load_model, load_tokenizer, resolve_dtype
 from heads.target_model.saved_adapter import merged, with_adapter

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from conf.command.journal import ROWS_NAME, Journal
 from conf.command.statement import stated
 from conf.errors import InputError
-from conf.settings.common import Form, OnBadRow
+from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_unset
 from data.rows.records import Records, load_data
 from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.settings.common import Dtype, TargetConfig
+from conf.settings.target import Dtype, TargetConfig
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
 from heads.layers.documents import Documents

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from conf.settings.common import TrainConfig
+from conf.settings.training import TrainConfig
 from data.features.layout import HIDDEN
 from train import medusa
 from train.loop import command, evaluation, loop

@@ -7,7 +7,8 @@ from typing import Any
 from toys import save_target
 
 from conf.settings.capture import CaptureRun
-from conf.settings.common import DataConfig, Dtype, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.target import Dtype, TargetConfig
 from scripts.capture import capture
 
 NUM_LAYERS = 4

@@ -19,9 +19,12 @@ from toys import save_target
 
 from conf.errors import InputError
 from conf.settings.calibrate import CalibrateRun
-from conf.settings.common import DataConfig, HeadRef, Schedule, TargetConfig, TrainConfig
+from conf.settings.data import DataConfig
 from conf.settings.export import ExportFormat, ExportRun
+from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
+from conf.settings.target import TargetConfig
+from conf.settings.training import Schedule, TrainConfig
 from eval import acceptance, calibrate, speedup
 from eval.compare.names import known_methods
 from eval.decode.engine import Request, decode, decode_many

@@ -16,7 +16,9 @@ from doors import COMMANDS
 from conf import paths as places
 from conf.command.journal import Journal
 from conf.errors import InputError
-from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.head import HeadRef
+from conf.settings.target import TargetConfig
 from data.rows.sources import check_data, find_source
 from heads.folders import check_head, check_target
 from heads.storage import locate

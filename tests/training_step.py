@@ -12,9 +12,10 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from toys import random_model
 
-from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
 from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.medusa import MedusaConfig
+from conf.settings.target import Dtype
+from conf.settings.training import LogConfig, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
 from data.templates.chat import Sample
 from heads.eagle.head import EagleHead

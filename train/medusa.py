@@ -16,8 +16,8 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.settings.common import Schedule
 from conf.settings.medusa import Labels, MedusaConfig
+from conf.settings.training import Schedule
 from data.features.layout import HIDDEN
 from data.features.reader import TrainingData
 from heads.medusa.head import MedusaHead

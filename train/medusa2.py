@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from conf.errors import InputError
-from conf.settings.common import Optimizer
 from conf.settings.medusa import Labels
 from conf.settings.medusa2 import HeadsSchedule, JointConfig, TargetLoss
+from conf.settings.training import Optimizer
 from data.features.layout import HIDDEN
 from data.prepared.pack import PackedDataset
 from heads.medusa.adapted import AdaptedMedusa

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from conf.errors import InputError
-from conf.settings.common import Optimizer, Schedule
+from conf.settings.training import Optimizer, Schedule
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.rows import SUPERVISION, Batch, indexed
 from train.batch.states import with_states

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from conf.settings.common import Schedule, TrainConfig
+from conf.settings.training import Schedule, TrainConfig
 
 
 def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:

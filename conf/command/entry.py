@@ -39,7 +39,7 @@ class Command(Generic[Config]):
 
     Attributes:
         doc: the script's docstring, which `--help` begins with.
-        schema: the dataclass from `conf.settings.common` or a neighbour that its `main` takes.
+        schema: the dataclass of `conf.settings` that its `main` takes.
         name: of the command.
         recipes: of `conf/head/` that its heads may have, first the one that argv need not name.
         check: refuses, without heavy imports, what the settings name and is not there.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.common import not_negative, positive
+from conf.settings.checks import not_negative, positive
 from conf.settings.eagle import Divergence
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from conf.settings.common import positive
-from conf.settings.measure import MeasureRun, tree_settings, unset
+from conf.settings.checks import positive, unset
+from conf.settings.measure import MeasureRun, tree_settings
 
 
 @dataclass

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.common import DataRun, not_negative, positive
+from conf.settings.checks import not_negative, positive
+from conf.settings.data import DataRun
 
 
 class StateFormat(Enum):

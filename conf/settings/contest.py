@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, DataRun, positive
+from conf.settings.checks import positive
+from conf.settings.data import DataConfig, DataRun
 
 
 class ContestPart(Enum):

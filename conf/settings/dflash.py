@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from conf.settings.blocks import BlockConfig
-from conf.settings.common import TrainRun
+from conf.settings.training import TrainRun
 
 
 @dataclass

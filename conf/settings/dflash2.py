@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
-from conf.settings.common import TrainRun, not_negative, positive
+from conf.settings.checks import not_negative, positive
+from conf.settings.training import TrainRun
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.head import HeadRef
+from conf.settings.target import TargetConfig
 
 
 class ExportFormat(Enum):

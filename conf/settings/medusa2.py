@@ -4,15 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.common import (
-    TargetConfig,
-    TrainConfig,
-    TrainRun,
-    below_one,
-    not_negative,
-    positive,
-)
+from conf.settings.checks import below_one, not_negative, positive
 from conf.settings.medusa import Labels, MedusaConfig
+from conf.settings.target import TargetConfig
+from conf.settings.training import TrainConfig, TrainRun
 
 
 class TargetLoss(Enum):

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, fields
 
 from conf.errors import InputError
-from conf.settings.common import TrainRun, positive
+from conf.settings.checks import positive
 from conf.settings.eagle import EagleConfig
+from conf.settings.training import TrainRun
 
 OTHERS = (
     "form", "norm_output", "step_normalizer", "token_normalizer", "detach_features",

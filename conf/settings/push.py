@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from conf.settings.common import HeadRef
+from conf.settings.head import HeadRef
 
 
 class Layout(Enum):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from conf.errors import InputError
-from conf.settings.common import DataRun, not_negative, positive
+from conf.settings.checks import not_negative, positive
+from conf.settings.data import DataRun
 
 
 @dataclass

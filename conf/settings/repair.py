@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from conf.errors import InputError
-from conf.settings.measure import MeasureRun, tree_settings, unset
+from conf.settings.checks import unset
+from conf.settings.measure import MeasureRun, tree_settings
 
 
 @dataclass

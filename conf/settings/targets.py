@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from conf.settings.common import positive
+from conf.settings.checks import positive
 
 
 @dataclass

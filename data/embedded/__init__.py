@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from conf.settings.common import DataRun
+from conf.settings.data import DataRun
 
 _FOLDER = Path(__file__).parent
 TARGET = str(_FOLDER / "target")

@@ -10,7 +10,7 @@ from conf.command.journal import write_whole
 from conf.command.statement import check_unchanged, flat, plain
 from conf.errors import InputError
 from conf.retries import retried
-from conf.settings.common import Form
+from conf.settings.data import Form
 from data.features.layout import Contents
 from data.features.shards import repair
 from data.prepared.pack import DataReport

@@ -30,7 +30,7 @@ from conf.command.code import code_key
 from conf.command.statement import plain
 from conf.errors import InputError
 from conf.paths import cache_dir
-from conf.settings.common import DataConfig, Form, OnBadRow
+from conf.settings.data import DataConfig, Form, OnBadRow
 from data.features.shards import SUFFIX
 from data.prepared import preparing
 from data.prepared.heartbeat import held

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form
+from conf.settings.data import DataConfig, Form
 from data.ids import Vocabulary, check_ids
 from data.prepared.dataset import Prepared, open_prepared
 from data.prepared.fit import pack

@@ -32,7 +32,7 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form
+from conf.settings.data import DataConfig, Form
 from data.features.shards import SUFFIX, file_checksum
 from data.rows.files import Row
 from data.rows.forms import to_record

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.common import Form
+from conf.settings.data import Form
 from data.rows.files import Row
 from data.rows.messages import SYSTEM, Conversation, Messages, ids_of, refuse_media, tools_of
 from data.rows.values import (

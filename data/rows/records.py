@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form, OnBadRow
+from conf.settings.data import DataConfig, Form, OnBadRow
 from data.rows.files import read_rows
 from data.rows.forms import NUM_LOOKED_AT, Record, detect, to_record
 from data.rows.messages import Messages

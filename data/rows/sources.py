@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conf.errors import InputError
 from conf.paths import here
-from conf.settings.common import DataConfig
+from conf.settings.data import DataConfig
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (".parquet", ".arrow")

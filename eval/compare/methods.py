@@ -9,8 +9,8 @@ from rich.console import Console
 
 from conf.command.journal import Journal
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
 from conf.settings.measure import SpeedupRun
+from conf.settings.target import TargetConfig
 from eval.compare.decoding import Decoding
 from eval.compare.names import BASELINES, VANILLA, known_methods, unnumbered
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer

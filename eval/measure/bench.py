@@ -17,7 +17,8 @@ from conf.command.journal import Journal, write_whole
 from conf.command.provenance import provenance
 from conf.command.statement import flat, plain
 from conf.errors import InputError
-from conf.settings.common import HeadRef, OnBadRow
+from conf.settings.data import OnBadRow
+from conf.settings.head import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_data

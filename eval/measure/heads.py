@@ -10,7 +10,7 @@ import torch
 from conf.command.journal import write_whole
 from conf.errors import InputError
 from conf.paths import here
-from conf.settings.common import HeadRef
+from conf.settings.head import HeadRef
 from conf.settings.measure import MeasureRun
 from heads.decoding.confidence import Calibration
 from heads.decoding.drafting import Drafter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.layers.projection import Projection, scaling_of
 from heads.storage import load_tensors, write_folder
 from heads.target_model import sizes

@@ -13,7 +13,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from conf.command.statement import changed, differences, stated
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE
 from heads.storage import locate
 from heads.target_model.weight_files import tensors, weight_files

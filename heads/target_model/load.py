@@ -17,7 +17,7 @@ from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from conf.command.compiler import missing
 from conf.errors import InputError
-from conf.settings.common import Dtype, Quantization, TargetConfig
+from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.processor import tell_if_slow
 from heads.target_model.decoder import EVERY_WAY
 from heads.target_model.language import language_class

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from conf.errors import InputError
-from conf.settings.common import Quantization, TargetConfig
+from conf.settings.target import Quantization, TargetConfig
 from heads.target_model.decoder import decoder_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.language import language_class

@@ -10,7 +10,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.target_model.weight_files import tensors, weight_files
 
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")

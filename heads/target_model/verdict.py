@@ -15,7 +15,7 @@ import transformers
 
 from conf.command.code import code_key
 from conf.paths import cache_dir
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.target_model.check import check_served
 from heads.target_model.identity import identify
 from heads.target_model.model import Target

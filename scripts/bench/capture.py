@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
 from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
-from conf.settings.common import DataConfig, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.target import TargetConfig
 from data.features.layout import HIDDEN, Contents
 from data.features.writer import SHARD_BYTES, Shard, Writers
 from eval.measure.processes import start

@@ -27,7 +27,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from conf.settings.common import DataConfig
+from conf.settings.data import DataConfig
 from data.prepared.pack import PackedDataset, prepare
 from eval.measure.stats import shown
 from heads.layers.documents import Documents

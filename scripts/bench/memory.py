@@ -29,7 +29,8 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
+from conf.settings.target import Dtype
+from conf.settings.training import LogConfig, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
 from data.templates.chat import Sample
 from heads.kinds import forms

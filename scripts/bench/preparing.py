@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from conf.command.clock import Stopwatch
-from conf.settings.common import DataConfig
+from conf.settings.data import DataConfig
 from data.prepared.pack import PackedDataset, prepare
 from data.prepared.preparing import num_cores
 from data.rows.records import load_records

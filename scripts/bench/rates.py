@@ -26,8 +26,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.command.entry import head_recipe
-from conf.settings.common import Optimizer, TargetConfig
 from conf.settings.eagle import EagleConfig
+from conf.settings.target import TargetConfig
+from conf.settings.training import Optimizer
 from data.embedded import CONVERSATIONS, TARGET
 from heads.target_model.load import load_target
 from heads.vocab import DraftVocab

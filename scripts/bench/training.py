@@ -35,7 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.command.clock import timed
-from conf.settings.common import Dtype, LogConfig, Optimizer, Schedule, TrainConfig
+from conf.settings.target import Dtype
+from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
 from data.templates.chat import Sample
 from heads.kinds import forms

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 
 from conf.command.statement import flat, plain
 from conf.errors import InputError
-from conf.settings.common import DataConfig, TargetConfig
 from conf.settings.contest import ContestRun
+from conf.settings.data import DataConfig
+from conf.settings.target import TargetConfig
 from heads.kinds import KINDS, forms
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,8 +27,8 @@ import json
 
 from conf.command.journal import locked
 from conf.errors import InputError
-from conf.settings.common import DataRun
 from conf.settings.contest import ContestPart
+from conf.settings.data import DataRun
 from data.embedded import fill_unset
 from eval.compare.names import check_methods
 from scripts.contest import plan, report

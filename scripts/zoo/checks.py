@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import MedusaConfig
+from conf.settings.target import TargetConfig
 from data.prepared.pack import PackedDataset
 from data.templates.chat import Sample
 from eval.decode.drafters.oracle import Oracle

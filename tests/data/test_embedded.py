@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.settings.common import DataRun
+from conf.settings.data import DataRun
 from data.embedded import CONVERSATIONS, PROMPTS, TARGET, fill_unset
 
 FOLDER = Path(TARGET).parent

@@ -8,8 +8,9 @@ from emulated.runs import forget, inputs, on_cuda, run_of, short
 
 from conf.command import compiler
 from conf.errors import InputError
-from conf.settings.common import DataConfig, TargetConfig
+from conf.settings.data import DataConfig
 from conf.settings.measure import SpeedupRun
+from conf.settings.target import TargetConfig
 from eval import speedup
 from eval.measure import bench
 from heads.target_model.load import load_target

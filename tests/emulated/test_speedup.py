@@ -7,8 +7,10 @@ import pytest
 from emulated.runs import HEADS, forget
 from toys import save_target
 
-from conf.settings.common import DataConfig, Dtype, TargetConfig
-from conf.settings.measure import SelfDraftConfig, SpeedupRun
+from conf.settings.data import DataConfig
+from conf.settings.drafting import SelfDraftConfig
+from conf.settings.measure import SpeedupRun
+from conf.settings.target import Dtype, TargetConfig
 from eval import speedup
 from eval.compare import timing
 

@@ -24,7 +24,7 @@ from emulated.runs import (
 )
 from torch import Tensor
 
-from conf.settings.common import Dtype
+from conf.settings.target import Dtype
 from data.features.layout import HIDDEN
 from heads.layers.projection import Projection
 from train.batch.rows import Batch, SortedIndices

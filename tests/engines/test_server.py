@@ -16,9 +16,11 @@ import torch
 from environments import SCRIPTS, VLLM, needs, opened
 from toys import eagle_head, save_target
 
-from conf.settings.common import DataConfig, Dtype, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
 from conf.settings.eagle import EagleForm
+from conf.settings.head import HeadRef
 from conf.settings.measure import ServeCheckRun
+from conf.settings.target import Dtype, TargetConfig
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import EngineStates, EngineTaps
 from heads.target_model.model import Taps

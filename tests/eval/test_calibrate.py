@@ -13,9 +13,11 @@ from toys import eagle_head
 
 from conf.errors import InputError
 from conf.settings.calibrate import CalibrateRun
-from conf.settings.common import HeadRef, TargetConfig
+from conf.settings.drafting import DynamicTreeConfig
 from conf.settings.eagle import EagleForm
-from conf.settings.measure import DynamicTreeConfig, SpeedupRun
+from conf.settings.head import HeadRef
+from conf.settings.measure import SpeedupRun
+from conf.settings.target import TargetConfig
 from eval import calibrate, speedup
 from eval.compare.names import known_methods
 from eval.decode.generation import Step

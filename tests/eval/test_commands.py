@@ -6,8 +6,10 @@ import torch
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
+from conf.settings.target import TargetConfig
 from eval import acceptance, speedup, tree_search
 from heads.target_model.load import load_target
 

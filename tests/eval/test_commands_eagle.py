@@ -9,10 +9,11 @@ import torch
 from toys import eagle_head, save_target
 
 from conf.errors import InputError
-from conf.settings.common import HeadRef
-from conf.settings.common import TargetConfig as Target
+from conf.settings.drafting import DynamicTreeConfig
 from conf.settings.eagle import EagleForm
-from conf.settings.measure import AcceptanceRun, DynamicTreeConfig, Mode, SpeedupRun
+from conf.settings.head import HeadRef
+from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
+from conf.settings.target import TargetConfig as Target
 from data.rows.records import load_records
 from data.templates.chat import Encoder
 from eval import acceptance, speedup

@@ -8,7 +8,8 @@ import pytest
 
 from conf.command.journal import Journal
 from conf.errors import InputError
-from conf.settings.measure import AcceptanceRun, DraftModelConfig, Mode, SpeedupRun
+from conf.settings.drafting import DraftModelConfig
+from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from eval import acceptance, speedup
 from tests.eval.test_commands import made, settings
 

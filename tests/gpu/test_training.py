@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from training_step import KINDS, differences, gradients
 
-from conf.settings.common import Dtype
+from conf.settings.target import Dtype
 from scripts.bench import training as bench_train
 from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
 from tests.train.parallel.test_placement import launched

@@ -21,7 +21,8 @@ from stores import SHARD_BYTES, captured, files, save_inputs, settings
 from conf import paths as places
 from conf.errors import InputError
 from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
-from conf.settings.common import DataConfig, Dtype
+from conf.settings.data import DataConfig
+from conf.settings.target import Dtype
 from data.features import shards as shard
 from data.features.reader import FeatureStore, restore
 from heads.layers.documents import Documents

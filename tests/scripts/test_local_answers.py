@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Dtype, OnBadRow, TargetConfig
+from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.regenerate import RegenerateRun
+from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record
 from data.templates.chat import Encoder
 from scripts import regenerate

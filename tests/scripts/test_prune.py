@@ -8,9 +8,12 @@ from safetensors.torch import load_file
 from toys import eagle_head, noisy_head, packed, random_target, save_target, texts
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.drafting import DynamicTreeConfig
 from conf.settings.eagle import EagleForm
-from conf.settings.measure import AcceptanceRun, DynamicTreeConfig, PruneRun
+from conf.settings.head import HeadRef
+from conf.settings.measure import AcceptanceRun, PruneRun
+from conf.settings.target import TargetConfig
 from eval import acceptance
 from heads.kinds import load_head
 from heads.target_model.load import load_target

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.settings.common import DataConfig
+from conf.settings.data import DataConfig
 from conf.settings.regenerate import RegenerateRun
 from data.rows.records import load_records
 from scripts import regenerate

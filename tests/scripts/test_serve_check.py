@@ -9,8 +9,10 @@ import torch
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Dtype, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.head import HeadRef
 from conf.settings.measure import ServeCheckRun
+from conf.settings.target import Dtype, TargetConfig
 from data.servers import endpoint as endpoint_module
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import accepted_lengths, ranked_drafts

@@ -8,7 +8,7 @@ import torch
 
 from conf.command.compiler import check_compile, missing
 from conf.errors import InputError
-from conf.settings.common import TrainConfig
+from conf.settings.training import TrainConfig
 from train.loop.command import LOGITS_THAT_PAY, wants_compile
 
 MILLION = 10**6

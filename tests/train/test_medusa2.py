@@ -10,9 +10,11 @@ from torch.nn.functional import cross_entropy, kl_div
 from toys import noisy_head, packed, random_target, save_target
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Quantization, TargetConfig, TrainConfig
+from conf.settings.data import DataConfig
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
+from conf.settings.target import Quantization, TargetConfig
+from conf.settings.training import TrainConfig
 from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target

@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, HeadRef, TargetConfig, TrainConfig
+from conf.settings.data import DataConfig
+from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.medusa2 import AdapterConfig, Medusa2Run, MergeAdapterRun
+from conf.settings.target import TargetConfig
+from conf.settings.training import TrainConfig
 from data.prepared.pack import prepare
 from eval import acceptance
 from heads.kinds import load_head

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.settings.common import Schedule, TrainConfig
+from conf.settings.training import Schedule, TrainConfig
 from train import schedule
 
 

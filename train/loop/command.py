@@ -13,7 +13,7 @@ from accelerate import Accelerator, DistributedType
 from conf.command.compiler import check_compile, missing
 from conf.command.provenance import provenance
 from conf.command.statement import plain, stated
-from conf.settings.common import TrainConfig, TrainRun
+from conf.settings.training import TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features.reader import FeatureStore, TrainingData
 from data.prepared.pack import DataReport, PackedDataset, prepare

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.settings.common import LogConfig, TrainConfig
+from conf.settings.training import LogConfig, TrainConfig
 from train.batch.prefetch import Dataset
 from train.loop.rounds import Rollouts
 from train.objective import Objective

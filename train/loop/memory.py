@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from conf.errors import InputError
-from conf.settings.common import TrainConfig
+from conf.settings.training import TrainConfig
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.target_model.sizes import inner_width

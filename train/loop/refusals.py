@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from conf.settings.common import TrainRun
+from conf.settings.training import TrainRun
 from eval.refusals import check_inputs
 from train.parallel.launch import check_out_dir
 

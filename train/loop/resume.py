@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.command.statement import changed, differences, plain
 from conf.errors import InputError
-from conf.settings.common import Schedule, TrainConfig
+from conf.settings.training import Schedule, TrainConfig
 from train.batch.prefetch import Dataset
 from train.loop.job import Job
 from train.schedule import rate

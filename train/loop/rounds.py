@@ -24,7 +24,7 @@ from tqdm import tqdm
 from conf.command.clock import Stopwatch
 from conf.command.statement import changed, plain
 from conf.errors import InputError
-from conf.settings.common import RolloutConfig
+from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
 from data.servers.continuations import continuations
 from data.servers.endpoint import Endpoint

@@ -3,7 +3,8 @@
 import math
 from dataclasses import replace
 
-from conf.settings.common import AUTO, Optimizer, Schedule, TrainConfig
+from conf.settings.checks import AUTO
+from conf.settings.training import Optimizer, Schedule, TrainConfig
 from train.objective import Objective
 
 WARMUP_SHARE = 0.04

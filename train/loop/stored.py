@@ -10,7 +10,8 @@ import torch
 from conf.command.statement import changed, differences, plain, stated
 from conf.errors import InputError
 from conf.settings.capture import TeacherKind
-from conf.settings.common import DataConfig, Dtype, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.target import Dtype, TargetConfig
 from data.features.manifest import ENDS, Plan
 from data.features.reader import FeatureStore
 from data.prepared.dataset import HOW

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.command.journal import write_whole
 from conf.errors import InputError
-from conf.settings.common import LogConfig, Tracker
+from conf.settings.training import LogConfig, Tracker
 from train.objective import Objective
 
 START_TIMEOUT_S = 60.0

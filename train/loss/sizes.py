@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf.settings.common import Dtype, TrainConfig
+from conf.settings.target import Dtype
+from conf.settings.training import TrainConfig
 from heads.target_model.load import resolve_dtype
 from train.loss import fused
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.common import TrainConfig
+from conf.settings.training import TrainConfig
 
 
 def check_batch(config: TrainConfig, num_processes: int) -> None:

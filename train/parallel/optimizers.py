@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.settings.common import Optimizer, TrainConfig
+from conf.settings.training import Optimizer, TrainConfig
 from heads.processor import fast_dtype
 from heads.target_model.load import resolve_dtype
 from train.objective import Objective

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from conf.settings.common import TrainConfig
+from conf.settings.training import TrainConfig
 from heads.target_model.load import resolve_dtype
 from train.parallel.checkpoint import Tensors
 from train.parallel.optimizers import AVERAGE, fresh_state, make_optimizers, state_keys

@@ -12,7 +12,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.command.launch import check_launch
 from conf.errors import InputError
-from conf.settings.common import Dtype, Optimizer, TrainConfig
+from conf.settings.target import Dtype
+from conf.settings.training import Optimizer, TrainConfig
 from heads.processor import tell_if_slow
 from heads.target_model.load import resolve_dtype
 from train.parallel.launch import check_batch

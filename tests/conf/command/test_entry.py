@@ -11,9 +11,12 @@ from commands import ROOT
 from doors import COMMANDS, WORKERS
 from omegaconf import OmegaConf
 
-from conf.settings import common as schema
-from conf.settings import measure as schema_measure
-from conf.settings import medusa as schema_medusa
+from conf.errors import InputError
+from conf.settings.data import DataConfig
+from conf.settings.measure import AcceptanceRun, SpeedupRun
+from conf.settings.medusa import MedusaConfig
+from conf.settings.target import TargetConfig
+from conf.settings.training import TrainConfig
 
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[{}]))  # repo root"
 ONE_OF_EACH_FOLDER = (
@@ -102,26 +105,26 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: schema.DataConfig(max_length=0), r"data\.max_length=0: must be above 0"),
-        (lambda: schema.DataConfig(num_proc=0), r"data\.num_proc=0: must be above 0"),
-        (lambda: schema.DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
-        (lambda: schema_medusa.MedusaConfig(num_heads=0), r"head\.num_heads=0"),
-        (lambda: schema.TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
+        (lambda: DataConfig(max_length=0), r"data\.max_length=0: must be above 0"),
+        (lambda: DataConfig(num_proc=0), r"data\.num_proc=0: must be above 0"),
+        (lambda: DataConfig(eval_fraction=1.5), r"data\.eval_fraction=1\.5: must be"),
+        (lambda: MedusaConfig(num_heads=0), r"head\.num_heads=0"),
+        (lambda: TrainConfig(max_steps=10, warmup_steps=10), r"train\.warmup_steps=10"),
         (
-            lambda: schema.TrainConfig(learning_rate="fast"),
+            lambda: TrainConfig(learning_rate="fast"),
             r"learning_rate=fast: must be above 0, o",
         ),
-        (lambda: schema.TrainConfig(adam_learning_rate=0), r"adam_learning_rate=0: .* or auto"),
-        (lambda: schema.TrainConfig(average_decay=1.0), r"train\.average_decay=1\.0: .* below 1"),
-        (lambda: schema.TargetConfig(prefill_chunk=0), r"target\.prefill_chunk=0: must be above 0"),
-        (lambda: schema.TrainConfig(num_epochs=0.0), r"train\.num_epochs=0\.0: must be above 0"),
-        (lambda: schema.TrainConfig(batch_tokens=-1), r"train\.batch_tokens=-1: must be above 0"),
-        (lambda: schema_measure.AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
-        (lambda: schema_measure.SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
+        (lambda: TrainConfig(adam_learning_rate=0), r"adam_learning_rate=0: .* or auto"),
+        (lambda: TrainConfig(average_decay=1.0), r"train\.average_decay=1\.0: .* below 1"),
+        (lambda: TargetConfig(prefill_chunk=0), r"target\.prefill_chunk=0: must be above 0"),
+        (lambda: TrainConfig(num_epochs=0.0), r"train\.num_epochs=0\.0: must be above 0"),
+        (lambda: TrainConfig(batch_tokens=-1), r"train\.batch_tokens=-1: must be above 0"),
+        (lambda: AcceptanceRun(temperature=1.0), r"temperature=1\.0: only greedy"),
+        (lambda: SpeedupRun(max_new_tokens=0), r"max_new_tokens=0: must be above 0"),
     ],
 )
 def test_checks_name_the_key_and_what_is_allowed(make, message: str) -> None:
-    with pytest.raises(schema.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         make()
 
 
@@ -176,10 +179,8 @@ def test_objects_are_given_on_the_command_line() -> None:
 
 
 def test_arguments_of_a_chat_template_are_an_object() -> None:
-    with pytest.raises(
-        schema.InputError, match=r"data.chat_template_kwargs=off: must be like \{enable"
-    ):
-        schema.DataConfig(chat_template_kwargs="off")
+    with pytest.raises(InputError, match=r"data.chat_template_kwargs=off: must be like \{enable"):
+        DataConfig(chat_template_kwargs="off")
 
 
 def test_every_setting_has_a_default() -> None:

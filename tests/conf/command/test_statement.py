@@ -12,7 +12,7 @@ from toys import save_target
 
 from conf.command.statement import changed, check_unchanged, differences, stated
 from conf.errors import InputError
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.target_model.identity import Identity, identify, weights_checksum
 from heads.target_model.load import tokenizer_of
 

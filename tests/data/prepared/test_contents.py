@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, OnBadRow
+from conf.settings.data import DataConfig, OnBadRow
 from tests.data.prepared.test_dataset import ROWS, config, contents, opened, tokenised, write
 
 __all__ = ["config", "tokenised"]

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import HfApi
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form, OnBadRow
+from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import dataset as prepared
 from data.prepared import preparing
 from data.prepared.dataset import Prepared, open_prepared

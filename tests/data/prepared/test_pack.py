@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form, OnBadRow
+from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import pack as packing
 from data.prepared.fit import pack
 from data.prepared.pack import DataReport, PackedDataset, split

@@ -16,7 +16,7 @@ import pytest
 from commands import ROOT, Command
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, OnBadRow
+from conf.settings.data import DataConfig, OnBadRow
 from data.prepared import dataset as prepared
 from data.prepared import preparing
 from data.prepared.dataset import open_prepared
@@ -31,7 +31,7 @@ STARTS = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {tests!r}]
-from conf.settings.common import DataConfig
+from conf.settings.data import DataConfig
 from data.prepared import dataset as prepared, preparing
 from data.templates.chat import Encoder
 from tests.data.prepared.test_pack import make_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from toys import tokenizer
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form, OnBadRow
+from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared.pack import prepare
 from data.rows.records import load_records
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import InputError
-from conf.settings.common import OnBadRow
+from conf.settings.data import OnBadRow
 from data.rows.files import Row, read_rows
 from data.rows.records import load_records
 from data.rows.sources import find_source

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conf.errors import InputError
-from conf.settings.common import COLUMNS, DataConfig, Form
+from conf.settings.data import COLUMNS, DataConfig, Form
 from data.rows.files import Row
 from data.rows.forms import (
     CUT_OFF,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form, OnBadRow
+from conf.settings.data import DataConfig, Form, OnBadRow
 from data.rows.records import load_data, load_records
 
 USER = {"role": "user", "content": "Hi"}

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Form
+from conf.settings.data import DataConfig, Form
 from data.prepared.dataset import open_prepared
 from data.rows.records import Record
 from data.templates.chat import Encoder

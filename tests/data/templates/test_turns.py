@@ -8,7 +8,7 @@ import pytest
 from templates import OSLO, POP_SYSTEM
 
 from conf.errors import InputError
-from conf.settings.common import Form
+from conf.settings.data import Form
 from data.rows.files import Row
 from data.rows.forms import to_record
 from data.rows.records import Record

@@ -10,9 +10,12 @@ from torch import nn
 from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.drafting import DraftModelConfig, SelfDraftConfig
 from conf.settings.eagle import EagleForm
-from conf.settings.measure import DraftModelConfig, SelfDraftConfig, SpeedupRun
+from conf.settings.head import HeadRef
+from conf.settings.measure import SpeedupRun
+from conf.settings.target import TargetConfig
 from data.templates.chat import Encoder
 from eval import speedup
 from eval.compare import methods

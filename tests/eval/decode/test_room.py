@@ -9,8 +9,10 @@ import torch
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, HeadRef, OnBadRow, TargetConfig
+from conf.settings.data import DataConfig, OnBadRow
+from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun
+from conf.settings.target import TargetConfig
 from eval.measure import bench
 from eval.measure.bench import Bench, open_bench
 from heads.target_model.load import load_target

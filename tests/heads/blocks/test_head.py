@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.errors import InputError
 from conf.settings.capture import CaptureRun
-from conf.settings.common import Dtype, TargetConfig
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.target import Dtype, TargetConfig
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.settings.common import TargetConfig
+from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.target_model import kernels
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead

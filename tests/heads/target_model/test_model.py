@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import heads.processor
 from conf.errors import InputError
-from conf.settings.common import Dtype, Quantization, TargetConfig
+from conf.settings.target import Dtype, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
 from heads.layers.documents import Documents
 from heads.processor import Processor, tell_if_slow

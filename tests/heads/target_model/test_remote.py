@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from toys import FAMILIES, random_model
 
 from conf.errors import InputError
-from conf.settings.common import Dtype, Quantization, TargetConfig
+from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.target_model.decoder import decoder_of
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import final_norm, load_remote

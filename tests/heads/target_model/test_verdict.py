@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from toys import save_target
 
 from conf.errors import InputError
-from conf.settings.common import Dtype, TargetConfig
+from conf.settings.target import Dtype, TargetConfig
 from heads.target_model import load, verdict
 from heads.target_model.check import check_served
 from heads.target_model.load import load_target

@@ -12,7 +12,7 @@ from torch import Tensor
 from toys import save_target
 
 from conf.errors import InputError
-from conf.settings.common import Quantization, TargetConfig
+from conf.settings.target import Quantization, TargetConfig
 from heads.target_model import load
 from heads.target_model.load import load_config, load_model
 from tests.eval.decode.test_engine import OWN

@@ -8,8 +8,8 @@ import yaml
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.settings.common import HeadRef
 from conf.settings.eagle import EagleForm
+from conf.settings.head import HeadRef
 from conf.settings.push import PushRun
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import EagleHead

@@ -12,10 +12,12 @@ import pytest
 import torch
 from commands import ROOT
 
-from conf.settings.common import DataConfig, HeadRef, TargetConfig
+from conf.settings.data import DataConfig
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat, ExportRun
+from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun, SpeedupRun
+from conf.settings.target import TargetConfig
 from eval import acceptance, speedup
 from heads.target_model.load import load_target
 from scripts import export

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from conf.command.launch import check_launch
 from conf.errors import InputError
-from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
+from conf.settings.target import Dtype
+from conf.settings.training import LogConfig, Schedule, TrainConfig
 from heads.storage import save_head
 from train import schedule
 from train.batch.rows import NOISE_SEEDS

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from toys import random_target
 
 from conf.errors import InputError
-from conf.settings.common import Optimizer, TrainConfig
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Labels, MedusaConfig
+from conf.settings.training import Optimizer, TrainConfig
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.vocab import DraftVocab

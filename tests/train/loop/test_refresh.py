@@ -14,9 +14,12 @@ from stores import NUM_LAYERS, captured, save_inputs
 from toys import save_target
 
 from conf.errors import InputError
-from conf.settings.common import DataConfig, Dtype, HeadRef, TargetConfig, TrainConfig
+from conf.settings.data import DataConfig
+from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import MedusaConfig, MedusaRun
+from conf.settings.target import Dtype, TargetConfig
+from conf.settings.training import TrainConfig
 from eval import acceptance
 from heads.target_model.identity import identify, told_of_another
 from heads.target_model.load import load_tokenizer

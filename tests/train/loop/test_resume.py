@@ -10,10 +10,11 @@ import torch
 from toys import packed, random_target
 
 from conf.errors import InputError
-from conf.settings.common import Dtype, LogConfig, Schedule, TrainConfig
 from conf.settings.eagle import Divergence, EagleConfig, StepNormalizer, TokenNormalizer
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run
+from conf.settings.target import Dtype
+from conf.settings.training import LogConfig, Schedule, TrainConfig
 from heads.eagle.head import EagleHead
 from heads.medusa.adapted import AdaptedMedusa
 from heads.medusa.head import MedusaHead

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from toys import noisy_head, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.common import RolloutConfig
 from conf.settings.medusa import MedusaRun
 from conf.settings.medusa2 import Medusa2Run
+from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
 from data.servers.endpoint import Endpoint
 from data.templates.chat import Sample

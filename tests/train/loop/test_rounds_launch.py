@@ -10,8 +10,10 @@ import pytest
 import torch
 from stores import save_inputs
 
-from conf.settings.common import DataConfig, RolloutConfig, Schedule, TargetConfig, TrainConfig
+from conf.settings.data import DataConfig
 from conf.settings.medusa import MedusaConfig, MedusaRun
+from conf.settings.target import TargetConfig
+from conf.settings.training import RolloutConfig, Schedule, TrainConfig
 from tests.train import test_blocks_launch as blocks
 from tests.train import test_eagle_launch as eagle
 from tests.train.parallel import test_launch as medusa

@@ -3,7 +3,7 @@
 import pytest
 
 from conf.errors import InputError
-from conf.settings.common import Optimizer, Schedule, TrainConfig
+from conf.settings.training import Optimizer, Schedule, TrainConfig
 from tests.train.loop.test_memory import eagle, medusa
 from train.loop.settle import described, settled_length, settled_optimizer
 

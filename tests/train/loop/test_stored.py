@@ -17,9 +17,11 @@ from toys import noisy_head, save_target
 
 from conf.errors import InputError
 from conf.settings.capture import StateFormat, TeacherKind
-from conf.settings.common import DataConfig, Dtype, TargetConfig, TrainConfig
+from conf.settings.data import DataConfig
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
 from conf.settings.medusa import MedusaConfig, MedusaRun
+from conf.settings.target import Dtype, TargetConfig
+from conf.settings.training import TrainConfig
 from data.features.reader import StoredDataset
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
@@ -349,7 +351,8 @@ FROM_HUB = """
 import sys
 from pathlib import Path
 from conf.errors import InputError
-from conf.settings.common import DataConfig, TargetConfig
+from conf.settings.data import DataConfig
+from conf.settings.target import TargetConfig
 from conf.settings.capture import CaptureRun
 from data.manifest import Manifest
 from scripts.capture import capture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conf.settings.common import LogConfig, Tracker
+from conf.settings.training import LogConfig, Tracker
 from tests.train.loop.test_loop import fit, lines, settings
 from train.loop import tracking
 

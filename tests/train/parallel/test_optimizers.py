@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import heads.processor
 from conf.errors import InputError
-from conf.settings.common import Dtype, Optimizer, Schedule, TrainConfig
+from conf.settings.target import Dtype
+from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.processor import Processor, tell_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conf.errors import InputError
-from conf.settings.common import LogConfig
+from conf.settings.training import LogConfig
 from tests.train import test_eagle_launch as eagle
 from tests.train.loop.test_loop import ToyObjective, rows, settings
 from tests.train.parallel.test_launch import (

@@ -1,0 +1,53 @@
+"""Settings of the target: the frozen language model."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from conf.settings.checks import positive
+
+
+class Dtype(Enum):
+    """Parameter dtype; `auto` is bfloat16 on CUDA and float32 on CPU."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Quantization(Enum):
+    """Weight quantisation of the frozen target (needs bitsandbytes)."""
+
+    none = "none"
+    int8 = "int8"
+    nf4 = "nf4"
+
+
+@dataclass
+class TargetConfig:
+    """The frozen language model that drafts are made for."""
+
+    path: str | None = None
+    """Hub id or folder; unset means the embedded default."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    dtype: Dtype = Dtype.auto
+    quantization: Quantization = Quantization.none
+    adapter: str | None = None
+    """Hub id or folder of a LoRA adapter (peft) applied to the target."""
+    device_map: str | None = None
+    """Passed to transformers, e.g. `auto`, for targets that need several devices."""
+    trust_remote_code: bool = False
+    """Run model code that the Hub repository ships."""
+    attention: str | None = None
+    """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
+    the last on GPUs alone; unset takes the first of these that changes nothing."""
+    prefill_chunk: int = 512
+    """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
+
+    def __post_init__(self) -> None:
+        positive("target", self, "prefill_chunk")
+        for name in ("path", "adapter"):  # transformers knows no ~
+            if (path := getattr(self, name)) is not None and path.startswith("~"):
+                setattr(self, name, str(Path(path).expanduser()))
