@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.calibrate import CalibrateRun
+from conf.settings.measure import CalibrateRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="calibrate.json")

@@ -6,8 +6,8 @@ from typing import Any
 
 from conf.command.launch import check_spread
 from conf.errors import InputError
-from conf.paths import check_room
-from conf.settings.head import HeadRef
+from conf.files import check_room
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun, SpeedupRun
 from data.rows.sources import check_data
 from heads.folders import check_head, check_target

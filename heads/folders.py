@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from conf.errors import InputError
-from conf.paths import here
-from conf.settings.head import HeadRef
+from conf.files import here
+from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
 PROVENANCE = "headsmith.json"

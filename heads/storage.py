@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.paths import here
-from conf.retries import retried
+from conf.files import here, retried
 from heads.folders import folder_with
 
 

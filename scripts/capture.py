@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.capture import CaptureRun
+from conf.settings.scripts import CaptureRun
 from eval.refusals import check_inputs
 
 COMMAND = Command(__doc__, CaptureRun, "capture", check=check_inputs)
@@ -31,11 +31,9 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.command.journal import locked, write_whole
 from conf.command.provenance import provenance
 from conf.errors import InputError
-from conf.paths import make_folder
-from conf.retries import retried
+from conf.files import locked, make_folder, retried, write_whole
 from data.embedded import fill_unset
 from data.features.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
 from data.features.shards import ShardIndex, file_checksum, is_whole

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.measure import CompareRun
+from conf.settings.scripts import CompareRun
 
 COMMAND = Command(__doc__, CompareRun, "compare")
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.medusa2 import MergeAdapterRun
+from conf.settings.export import MergeAdapterRun
 from scripts.refusals import check_merge
 
 COMMAND = Command(__doc__, MergeAdapterRun, "merge_adapter", check=check_merge)

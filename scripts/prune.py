@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.measure import PruneRun
+from conf.settings.scripts import PruneRun
 from scripts.refusals import check_prune
 
 COMMAND = Command(__doc__, PruneRun, "prune", check=check_prune)
@@ -27,9 +27,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conf.command.journal import write_whole
 from conf.command.provenance import provenance
 from conf.errors import InputError
+from conf.files import write_whole
 from data.embedded import fill_unset
 from data.features.layout import HIDDEN
 from data.prepared.pack import DataReport, PackedDataset, prepare

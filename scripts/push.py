@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.push import PushRun
+from conf.settings.export import PushRun
 from scripts.refusals import check_push
 
 COMMAND = Command(__doc__, PushRun, "push", check=check_push)
@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 
 from conf.errors import InputError
-from conf.settings.push import Layout
+from conf.settings.export import Layout
 from data.embedded import TARGET
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead

@@ -3,11 +3,8 @@
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.settings.contest import ContestRun
-from conf.settings.export import ExportRun
-from conf.settings.measure import PruneRun
-from conf.settings.medusa2 import MergeAdapterRun
-from conf.settings.push import PushRun
+from conf.settings.export import ExportRun, MergeAdapterRun, PushRun
+from conf.settings.scripts import ContestRun, PruneRun
 from conf.settings.target import Quantization
 from data.rows.sources import check_data
 from eval.refusals import check_inputs

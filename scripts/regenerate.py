@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.regenerate import RegenerateRun
+from conf.settings.scripts import RegenerateRun
 from eval.refusals import check_inputs
 
 COMMAND = Command(__doc__, RegenerateRun, "regenerate", check=check_inputs)

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.repair import RepairRun
+from conf.settings.scripts import RepairRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="repair.json")

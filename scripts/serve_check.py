@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.measure import ServeCheckRun
+from conf.settings.scripts import ServeCheckRun
 from eval.refusals import check_measure
 
 CHECK = partial(check_measure, result="serve_check.json")

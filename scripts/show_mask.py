@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.data import ShowMaskRun
+from conf.settings.scripts import ShowMaskRun
 
 COMMAND = Command(__doc__, ShowMaskRun, "show_mask")
 if __name__ == "__main__":

@@ -5,10 +5,7 @@ from typing import Any
 import torch
 from toys import packed, texts
 
-from conf.settings.blocks import BlockConfig
-from conf.settings.dflash import DFlashConfig
-from conf.settings.dflash2 import DFlash2Config
-from conf.settings.dspark import DSparkConfig, Markov
+from conf.settings.blocks import BlockConfig, DFlash2Config, DFlashConfig, DSparkConfig, Markov
 from conf.settings.eagle import Divergence
 from heads.blocks.config import block_config
 from heads.blocks.head import BlockHead

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from toys import packed, texts
 
-from conf.settings.peagle import PEagleConfig
+from conf.settings.eagle import PEagleConfig
 from heads.peagle.head import PEagleHead, peagle_config
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab

@@ -6,8 +6,8 @@ from typing import Any
 
 from toys import save_target
 
-from conf.settings.capture import CaptureRun
 from conf.settings.data import DataConfig
+from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
 from scripts.capture import capture
 

@@ -147,7 +147,7 @@ class Flaky:
 def test_a_folder_is_written_again_where_the_file_system_failed_once(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conf.retries.time.sleep", lambda _: None)
+    monkeypatch.setattr("conf.files.time.sleep", lambda _: None)
     monkeypatch.setattr(storage, "save_file", Flaky(number, 2))
     tensors = {"x": torch.arange(3)}
     storage.save_head(tmp_path / "head", "w.safetensors", tensors, {"config.json": {}})

@@ -18,11 +18,11 @@ from toy_head.train import ToyRun
 from toys import save_target
 
 from conf.errors import InputError
-from conf.settings.calibrate import CalibrateRun
 from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
-from conf.settings.head import HeadRef
-from conf.settings.measure import AcceptanceRun, Mode, PruneRun, SpeedupRun
+from conf.settings.measure import AcceptanceRun, CalibrateRun, Mode, SpeedupRun
+from conf.settings.scripts import PruneRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import Schedule, TrainConfig
 from eval import acceptance, calibrate, speedup

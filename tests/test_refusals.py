@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from doors import COMMANDS
 
-from conf import paths as places
+from conf import files as places
 from conf.command.journal import Journal
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 from data.rows.sources import check_data, find_source
 from heads.folders import check_head, check_target

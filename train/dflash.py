@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.dflash import DFlashRun
+from conf.settings.blocks import DFlashRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DFlashRun, "dflash", ("dflash",), check=check_training)
@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from conf.command import entry
-from conf.settings.dflash import DFlashConfig
+from conf.settings.blocks import DFlashConfig
 from data.features.reader import TrainingData
 from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.dflash2 import DFlash2Run
+from conf.settings.blocks import DFlash2Run
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DFlash2Run, "dflash2", ("dflash2",), check=check_training)
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.command import entry
 from conf.errors import InputError
-from conf.settings.dflash2 import DFlash2Config
+from conf.settings.blocks import DFlash2Config
 from data.features.reader import TrainingData
 from heads.dflash2.formats import load_dflash2
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.dspark import DSparkRun
+from conf.settings.blocks import DSparkRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DSparkRun, "dspark", ("dspark",), check=check_training)
@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.command import entry
-from conf.settings.dspark import DSparkConfig, Markov
+from conf.settings.blocks import DSparkConfig, Markov
 from data.features.reader import TrainingData
 from heads.dspark.formats import load_dspark
 from heads.dspark.head import DSparkHead, DSparkHeadConfig

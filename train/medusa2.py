@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.medusa2 import Medusa2Run
+from conf.settings.medusa import Medusa2Run
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, Medusa2Run, "medusa2", check=check_training)
@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from conf.errors import InputError
-from conf.settings.medusa import Labels
-from conf.settings.medusa2 import HeadsSchedule, JointConfig, TargetLoss
+from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
 from data.features.layout import HIDDEN
 from data.prepared.pack import PackedDataset

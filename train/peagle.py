@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.peagle import PEagleRun
+from conf.settings.eagle import PEagleRun
 from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",), check=check_training)
@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from conf.command import entry
-from conf.settings.eagle import OutputHead
-from conf.settings.peagle import PEagleConfig
+from conf.settings.eagle import OutputHead, PEagleConfig
 from data.features.reader import TrainingData
 from heads.eagle.branches import causal_rows
 from heads.peagle.formats import load_peagle

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, errors
 
 from conf.command import help as words
-from conf.command.threads import rest_while_waiting
+from conf.command.launch import rest_while_waiting
 from conf.errors import InputError
 
 RECIPES = Path(__file__).resolve().parents[1] / "head"

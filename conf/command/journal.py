@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from conf.command.statement import check_unchanged
 from conf.errors import InputError
-from conf.paths import make_folder
+from conf.files import locked, make_folder, write_whole
 
 ROWS_NAME = "conversations.jsonl"
+
+
 MANIFEST_NAME = "manifest.json"
 
 
@@ -99,16 +99,6 @@ class Journal:
             os.truncate(self.path, end)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a reader, or a crash, sees the old one or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def _lines(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields (offset after the line, row); ends before a last line that is torn.
 
@@ -153,15 +143,3 @@ def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}): choose another out_dir") from error
     check_unchanged(f"out_dir={out_dir} holds rows", before, manifest)
-
-
-def locked(path: Path) -> FileLock:
-    """Locks a file until it is released or its process ends, however it ends."""
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise InputError(f"{path.parent}: another process is writing here") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    return lock

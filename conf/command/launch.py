@@ -1,5 +1,6 @@
-"""What processes of a launch would do to each other, read from the environment it left."""
+"""Processes and threads of a launch: how they wait, and what they would do to each other."""
 
+import os
 from collections.abc import Mapping
 
 from conf.errors import InputError
@@ -71,3 +72,12 @@ def check_spread(device_map: str | None, environ: Mapping[str, str]) -> None:
 def _sizes(environ: Mapping[str, str]) -> dict[str, int]:
     """Processes of the launch, by the variable that says so."""
     return {name: int(size) for name in _SIZES if (size := environ.get(name, "")).isdigit()}
+
+
+def rest_while_waiting() -> None:
+    """Has waiting threads sleep, unless the environment says otherwise; before torch is imported.
+
+    They would spin for some milliseconds, which other processes, and the very threads that they
+    wait for, then lack: products of two threads beside busy ones took four times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

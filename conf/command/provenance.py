@@ -1,7 +1,11 @@
-"""What a head or a result was made from and with; `headsmith.json` beside a head."""
+"""Where a head or a result comes from: settings, versions, git; and checksums of code."""
 
+import ast
+import hashlib
 import subprocess
 import sys
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,3 +59,31 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def code_key(files: Iterable[Path]) -> str:
+    """A checksum of Python files, which comments, docstrings and layout do not change.
+
+    Args:
+        files: in an order of their own.
+    """
+    found = [_checksum(file.read_text(encoding="utf-8")) for file in files]
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+
+@cache
+def _checksum(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """A docstring, or words below an attribute."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )

@@ -1,11 +1,12 @@
-"""Settings that all block drafters share; `train/dflash.py` and its like add their own."""
+"""Settings of block drafters (DFlash, DFlash-2, DSpark) and of their training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
 from conf.settings.checks import not_negative, positive
 from conf.settings.eagle import Divergence
+from conf.settings.training import TrainRun
 
 
 class SlotWeights(Enum):
@@ -84,3 +85,91 @@ class BlockConfig:
                 f"head.draft_vocab_size={self.draft_vocab_size}: needs head.own_output_head=true, "
                 "as the target's has all ids"
             )
+
+
+@dataclass
+class DFlashConfig(BlockConfig):
+    """A DFlash head."""
+
+
+@dataclass
+class DFlashRun(TrainRun):
+    """`train/dflash.py`."""
+
+    head: DFlashConfig = field(default_factory=DFlashConfig)
+    out_dir: str = "outputs/dflash"
+
+
+@dataclass
+class DFlash2Config(BlockConfig):
+    """A DFlash-2 head (inco.ai/dflash2, vllm-project/vllm#52816)."""
+
+    conv_kernel_size: int = 2
+    """Rows of the block that a convolution mixes into each, its own included."""
+    conv_group_size: int = 16
+    """Channels that share the part of a convolution which depends on the row."""
+    selector_rank: int = 256
+    """Of the scores of two tokens that follow each other."""
+    selector_top_k: int = 16
+    """Tokens of a slot that the selector chooses from."""
+    selector_weight: float = 1.0
+    """Of the cross-entropy among those."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        positive("head", self, *sizes)
+        not_negative("head", self, "selector_weight")
+        if self.selector_top_k < 2:
+            raise InputError(f"head.selector_top_k={self.selector_top_k}: must be at least 2")
+        if self.own_output_head:
+            raise InputError(
+                "head.own_output_head=true: no engine has a place for one in DFlash-2; allowed: "
+                "false"
+            )
+
+
+@dataclass
+class DFlash2Run(TrainRun):
+    """`train/dflash2.py`."""
+
+    head: DFlash2Config = field(default_factory=DFlash2Config)
+    out_dir: str = "outputs/dflash2"
+
+
+class Markov(Enum):
+    """How a slot hears of the token before it."""
+
+    vanilla = "vanilla"
+    """By that token alone."""
+    gated = "gated"
+    """The same, as far as the slot's own state lets it."""
+    rnn = "rnn"
+    """By all tokens of the block so far."""
+
+
+@dataclass
+class DSparkConfig(BlockConfig):
+    """A DSpark head (arXiv 2607.05147)."""
+
+    markov_head_type: Markov = Markov.vanilla
+    markov_rank: int = 256
+    """Columns of what the token before adds to the logits."""
+    confidence_weight: float = 1.0
+    """Of the cross-entropy between a slot's confidence and the chance that it is accepted; 0 makes
+    a head without."""
+    confidence_head_with_markov: bool = True
+    """The confidence also reads the token before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("head", self, "markov_rank")
+        not_negative("head", self, "confidence_weight")
+
+
+@dataclass
+class DSparkRun(TrainRun):
+    """`train/dspark.py`."""
+
+    head: DSparkConfig = field(default_factory=DSparkConfig)
+    out_dir: str = "outputs/dspark"

@@ -39,6 +39,26 @@ class OnBadRow(Enum):
     skip = "skip"
 
 
+class StateFormat(Enum):
+    """How hidden states are stored."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    """e4m3, with a scale per token."""
+    int8 = "int8"
+    """With a scale per token."""
+
+
+class TeacherKind(Enum):
+    """What is stored of the target's last word on each token."""
+
+    hidden = "hidden"
+    """The last hidden state: any head trains from it, any loss."""
+    top_k = "top_k"
+    """The likeliest tokens and their log-probabilities: a fraction of the bytes, for heads that
+    do not read the last hidden state themselves (EAGLE-3)."""
+
+
 @dataclass
 class DataConfig:
     """Conversations to train or measure on."""
@@ -106,11 +126,3 @@ class DataRun:
 
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
-
-
-@dataclass
-class ShowMaskRun(DataRun):
-    """`scripts/show_mask.py`."""
-
-    num_samples: int = 3
-    """Conversations that are shown."""

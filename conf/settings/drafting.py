@@ -1,9 +1,22 @@
-"""Settings of the ways to draft that need no trained head, and of trees."""
+"""Settings of the ways to draft: heads, trees, and methods without a head."""
 
 from dataclasses import dataclass
 
 from conf.errors import InputError
 from conf.settings.checks import below_one, positive
+
+
+@dataclass
+class HeadRef:
+    """A trained head to load."""
+
+    path: str | None = None
+    """Folder or Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    layers: list[int] | None = None
+    """Target features that an EAGLE-3 head reads, as indices of `output_hidden_states`, for a
+    published head whose config counts them otherwise (SGLang's are one less)."""
 
 
 @dataclass

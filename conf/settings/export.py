@@ -1,9 +1,9 @@
-"""Settings of `scripts/export.py`."""
+"""Settings of what hands heads and targets on: export, push and merge."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
 
@@ -40,3 +40,45 @@ class ExportRun:
     dtype: ExportDtype = ExportDtype.float32
     out_dir: str = "outputs/export"
     """Replaced if it holds an export; otherwise it must be empty."""
+
+
+class Layout(Enum):
+    """Where a head's exports go on the Hub."""
+
+    one = "one"
+    """In subfolders of the head's repository, named after their formats."""
+    each = "each"
+    """In repositories of their own, `{repo_id}-{format}`."""
+
+
+@dataclass
+class PushRun:
+    """`scripts/push.py`."""
+
+    head: HeadRef = field(default_factory=HeadRef)
+    repo_id: str = "???"
+    """`user/name` on the Hub."""
+    exports: list[str] = field(default_factory=list)
+    """Folders that `scripts/export.py` wrote of this head, pushed with it."""
+    layout: Layout = Layout.one
+    private: bool = True
+    """Make the repository private, if it is made."""
+    publish_private_target: bool = False
+    """Push a head with `private=false` although its target is a private repository."""
+    dry_run: bool = False
+    """Write what would be uploaded to `out_dir` and stop."""
+    license: str | None = None
+    """SPDX id for the model card."""
+    measured: str | None = None
+    """Folder with `acceptance.json` / `speedup.json` to quote; unset looks beside the head."""
+    out_dir: str = "outputs/push"
+    """Folder for what would be uploaded."""
+
+
+@dataclass
+class MergeAdapterRun:
+    """`scripts/merge_adapter.py`; `target.dtype=auto` keeps the dtype of the target's files."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    out_dir: str = "outputs/merged"
+    """Folder for the merged model and its tokenizer."""

@@ -1,4 +1,4 @@
-"""Settings of what measures: acceptance, speed-up, and the search for trees."""
+"""Settings of the commands in `eval/`."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +10,7 @@ from conf.settings.data import DataRun
 from conf.settings.drafting import (
     DraftModelConfig,
     DynamicTreeConfig,
+    HeadRef,
     LookaheadConfig,
     LookupConfig,
     RecyclingConfig,
@@ -17,7 +18,6 @@ from conf.settings.drafting import (
     SuffixConfig,
     TypicalConfig,
 )
-from conf.settings.head import HeadRef
 
 
 class Mode(Enum):
@@ -177,74 +177,6 @@ class TreeSearchRun(MeasureRun):
                 raise InputError(f"{name}={values}: must be numbers above 0, rising")
 
 
-@dataclass
-class PruneRun(DataRun):
-    """`scripts/prune.py`."""
-
-    head: HeadRef = field(default_factory=HeadRef)
-    sizes: list[int] = field(default_factory=list)
-    """Ids that a pruned head can draft, rising; one head each."""
-    ranks: list[int] = field(default_factory=list)
-    """Values of `output_rank` to measure beside them, rising; any head can draft so as it is."""
-    num_sequences: int = 512
-    """Packed training sequences along whose answers the target's first choices are counted."""
-    num_replay_prompts: int = 64
-    """Held-out prompts on which tau is replayed, over the target's own text."""
-    max_new_tokens: int = 128
-    """Of that text, per prompt."""
-    depth: int | None = None
-    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
-    out_dir: str = "outputs/pruned"
-    """Folder for the pruned heads and the table."""
-    seed: int = 0
-    """Of the packing, of which conversations are held out, and of intervals."""
-
-    def __post_init__(self) -> None:
-        positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
-        for name in ("sizes", "ranks"):
-            values = getattr(self, name)
-            if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
-                raise InputError(f"{name}={values}: must be numbers above 0, rising")
-        if self.data.features is not None:
-            raise InputError(
-                f"data.features={self.data.features}: the target's own text is needed here; "
-                "leave it unset and set data.path"
-            )
-
-
-@dataclass
-class ServeCheckRun(MeasureRun):
-    """`scripts/serve_check.py`."""
-
-    endpoint: str = "???"
-    """Base URL of a vLLM or SGLang server that serves the target with the head, e.g.
-    http://localhost:8000; nobody else may use it meanwhile."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the endpoint's key, if it needs one."""
-    tolerance: float = 0.0
-    """Share of the texts that may differ, and share by which drafts and accepted tokens of a
-    depth may; 0 fits float32 on both sides."""
-    num_turns: int = 1
-    plain: bool = True
-    """The server is told to do so."""
-    depth: int | None = None
-    """Draft tokens of a chain; unset takes the server's."""
-    out_dir: str = "outputs/serve_check"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        below_one("", self, "tolerance")
-        if self.temperature:
-            raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
-        unset(tree_settings(self), "chains are compared")
-        if not self.plain or self.stop or self.ignore_eos:
-            raise InputError(
-                f"plain={self.plain}, stop={self.stop}, ignore_eos={self.ignore_eos}: the server "
-                "is asked for greedy text up to its stop tokens; leave them unset"
-            )
-        unset({"output_rank": self.output_rank}, "the server computes all logits")
-
-
 def tree_settings(run: MeasureRun) -> dict[str, Any]:
     """What a run says of trees, by key."""
     dynamic = {f"dynamic_tree.{name}": n for name, n in vars(run.dynamic_tree).items()}
@@ -252,10 +184,15 @@ def tree_settings(run: MeasureRun) -> dict[str, Any]:
 
 
 @dataclass
-class CompareRun:
-    """`scripts/compare.py`."""
+class CalibrateRun(MeasureRun):
+    """`eval/calibrate.py`."""
 
-    results: list[str] = field(default_factory=list)
-    """Folders with `acceptance.json`; a row is called after its folder."""
-    out_dir: str = "outputs/comparison"
-    """Folder for the table and the picture."""
+    num_repeats: int = 3
+    """Timed passes over the checking half of the prompts."""
+    num_turns: int = 1
+    out_dir: str = "outputs/calibrate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("", self, "num_repeats")
+        unset(tree_settings(self), "chains are calibrated")

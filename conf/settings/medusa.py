@@ -1,11 +1,11 @@
-"""Settings of `train/medusa.py`."""
+"""Settings of Medusa heads and of their training, with and without the target."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import not_negative, positive
-from conf.settings.training import TrainRun
+from conf.settings.checks import below_one, not_negative, positive
+from conf.settings.training import TrainConfig, TrainRun
 
 
 class Labels(Enum):
@@ -51,3 +51,103 @@ class MedusaRun(TrainRun):
 
     head: MedusaConfig = field(default_factory=MedusaConfig)
     out_dir: str = "outputs/medusa"
+
+
+class TargetLoss(Enum):
+    """What keeps the target good while it is adapted."""
+
+    text = "text"
+    """Cross-entropy on the data, which makes the target say what the data says."""
+    self = "self"
+    """KL from what the target says without its adapter: it stays what it was, on any data."""
+
+
+class HeadsSchedule(Enum):
+    """How the weight of the heads' losses goes over the joint steps."""
+
+    constant = "constant"
+    sine = "sine"
+    """heads_weight * sin(pi / 2 * step / steps)."""
+
+
+@dataclass
+class AdapterConfig:
+    """The LoRA (arXiv 2106.09685) that the target gets."""
+
+    rank: int = 32
+    """Of the two matrices beside each linear layer."""
+    alpha: int = 16
+    """What the adapter adds is scaled by alpha / rank."""
+    dropout: float = 0.05
+    """Of what the adapter reads."""
+    modules: list[str] | None = None
+    """Names of linear layers, e.g. [q_proj,v_proj]; unset takes all of the decoder."""
+    recompute_layers: bool = True
+    """Of each layer of the target keep the input alone, and run it again for gradients: the same
+    result with a fifth of the memory, at a third more time of a pass there and back."""
+
+    def __post_init__(self) -> None:
+        positive("adapter", self, "rank", "alpha")
+        below_one("adapter", self, "dropout")
+        if self.modules is not None and not self.modules:
+            raise InputError("adapter.modules=[]: name a linear layer, or leave it unset")
+
+
+@dataclass
+class JointConfig:
+    """The joint training of heads and adapter (arXiv 2401.10774, section 2.2.2)."""
+
+    heads_only_steps: int | None = None
+    """Optimizer steps, the first ones, that train the heads alone; unset takes half of
+    `train.max_steps` for untrained heads, none for those of `head.path`."""
+    target_loss: TargetLoss = TargetLoss.self
+    heads_weight: float = 0.2
+    """lambda_0, the weight of the heads' losses beside the target's own."""
+    heads_schedule: HeadsSchedule = HeadsSchedule.constant
+    heads_lr_multiplier: float = 4.0
+    """The heads' learning rate over `train.learning_rate`, which is the adapter's."""
+
+    def __post_init__(self) -> None:
+        positive("joint", self, "heads_weight", "heads_lr_multiplier")
+        not_negative("joint", self, "heads_only_steps")
+
+
+@dataclass
+class Medusa2Run(TrainRun):
+    """`train/medusa2.py`."""
+
+    head: MedusaConfig = field(default_factory=lambda: MedusaConfig(labels=Labels.hard))
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2.5e-4))
+    out_dir: str = "outputs/medusa2"
+
+    def __post_init__(self) -> None:
+        if self.joint.heads_only_steps is None:
+            fresh = self.head.path is None
+            self.joint.heads_only_steps = self.train.max_steps // 2 if fresh else 0
+        if self.joint.heads_only_steps >= self.train.max_steps:
+            raise InputError(
+                f"joint.heads_only_steps={self.joint.heads_only_steps} leaves no joint step of "
+                f"train.max_steps={self.train.max_steps}: lower it, or use train/medusa.py"
+            )
+        if self.data.features is not None:
+            raise InputError(
+                f"data.features={self.data.features}: the target changes, so stored states of it "
+                "do not serve; leave it unset"
+            )
+        if self.rollout.steps is not None:
+            raise InputError(
+                f"rollout.steps={self.rollout.steps}: the target changes from step to step, and "
+                "its words with it; leave it unset, or make them with scripts/regenerate.py"
+            )
+        if self.target.adapter is not None:
+            raise InputError(
+                f"target.adapter={self.target.adapter}: the target gets one of its own here; "
+                "merge this one first with scripts/merge_adapter.py"
+            )
+        if self.target.device_map is not None:
+            raise InputError(
+                f"target.device_map={self.target.device_map}: a target that is trained lies on "
+                "one device; leave it unset"
+            )

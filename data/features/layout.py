@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conf.settings.capture import StateFormat, TeacherKind
+from conf.settings.data import StateFormat, TeacherKind
 from data.features.quantise import DTYPES, LARGEST
 
 HIDDEN = "hidden_states"

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.command.journal import write_whole
 from conf.command.statement import check_unchanged, flat, plain
 from conf.errors import InputError
-from conf.retries import retried
+from conf.files import retried, write_whole
 from conf.settings.data import Form
 from data.features.layout import Contents
 from data.features.shards import repair

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from conf.settings.capture import StateFormat
+from conf.settings.data import StateFormat
 
 DTYPES = {
     StateFormat.bf16: torch.bfloat16,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from conf.errors import InputError
-from conf.retries import retried
+from conf.files import retried
 from data.features.layout import NO_PROBABILITY, SCALE, TEACHER_LOG_PROBS
 from data.features.manifest import TOKEN_COUNTS, Manifest, ShardEntry
 from data.features.quantise import decode

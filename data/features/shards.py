@@ -16,9 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from conf.command.journal import write_whole
 from conf.errors import InputError
-from conf.retries import retried
+from conf.files import retried, write_whole
 from data.features.layout import Field
 
 SUFFIX = ".safetensors"

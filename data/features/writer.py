@@ -11,7 +11,7 @@ from types import TracebackType
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.retries import retried
+from conf.files import retried
 from data.features.layout import Field
 from data.features.shards import write_shard
 

@@ -26,10 +26,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from conf.command.code import code_key
+from conf.command.provenance import code_key
 from conf.command.statement import plain
 from conf.errors import InputError
-from conf.paths import cache_dir
+from conf.files import cache_dir
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.features.shards import SUFFIX
 from data.prepared import preparing

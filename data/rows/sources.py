@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.paths import here
+from conf.files import here
 from conf.settings.data import DataConfig
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")

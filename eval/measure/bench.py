@@ -13,12 +13,13 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.command.journal import Journal, write_whole
+from conf.command.journal import Journal
 from conf.command.provenance import provenance
 from conf.command.statement import flat, plain
 from conf.errors import InputError
+from conf.files import write_whole
 from conf.settings.data import OnBadRow
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_data

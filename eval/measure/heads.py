@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from conf.command.journal import write_whole
 from conf.errors import InputError
-from conf.paths import here
-from conf.settings.head import HeadRef
+from conf.files import here, write_whole
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from heads.decoding.confidence import Calibration
 from heads.decoding.drafting import Drafter

@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from conf.command.journal import write_whole
 from conf.command.statement import flat
+from conf.files import write_whole
 from eval.measure.stats import shown
 from eval.report.figures import STEP_PARTS, step_ms
 

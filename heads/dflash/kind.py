@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from conf.settings.dflash import DFlashConfig
+from conf.settings.blocks import DFlashConfig
 from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout
 from heads.blocks.kind import BlockKind

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar
 
-from conf.settings.dflash2 import DFlash2Config
+from conf.settings.blocks import DFlash2Config
 from conf.settings.export import ExportFormat
 from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout

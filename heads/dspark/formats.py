@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from conf.settings.dspark import Markov
+from conf.settings.blocks import Markov
 from heads.blocks.formats import BlockFile, names_kind
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
 from heads.storage import locate

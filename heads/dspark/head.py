@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.settings.dspark import Markov
+from conf.settings.blocks import Markov
 from heads.blocks.config import BlockHeadConfig, causal_key, shared_keys
 from heads.blocks.head import BlockHead
 from heads.dspark.markov import ConfidenceHead, MarkovHead

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from conf.settings.dspark import DSparkConfig, Markov
+from conf.settings.blocks import DSparkConfig, Markov
 from conf.settings.export import ExportFormat
 from heads.blocks.config import block_config
 from heads.blocks.export import BlockLayout

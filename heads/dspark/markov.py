@@ -7,7 +7,7 @@ rows, H hidden, r rank, W draft vocabulary, V vocabulary.
 import torch
 from torch import Tensor, nn
 
-from conf.settings.dspark import Markov
+from conf.settings.blocks import Markov
 
 
 class MarkovHead(nn.Module):

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conf.settings.eagle import EagleForm
+from conf.settings.eagle import EagleForm, PEagleConfig
 from conf.settings.export import ExportFormat
-from conf.settings.peagle import PEagleConfig
 from heads.blocks.readings import masks
 from heads.decoding.confidence import Calibration
 from heads.decoding.sampling import Sampling, drafter_seeds

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from conf.errors import InputError
-from conf.settings.medusa2 import AdapterConfig
+from conf.settings.medusa import AdapterConfig
 from heads.folders import PROVENANCE
 from heads.storage import write_folder
 from heads.target_model.model import Target

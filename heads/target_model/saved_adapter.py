@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from conf.errors import InputError
-from conf.paths import here
+from conf.files import here
 from heads.target_model.decoder import EVERY_WAY, decoder_of
 from heads.target_model.weight_files import tensors
 

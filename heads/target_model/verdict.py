@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from conf.command.code import code_key
-from conf.paths import cache_dir
+from conf.command.provenance import code_key
+from conf.files import cache_dir
 from conf.settings.target import TargetConfig
 from heads.target_model.check import check_served
 from heads.target_model.identity import identify

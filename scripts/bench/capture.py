@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.threads import rest_while_waiting
+from conf.command.launch import rest_while_waiting
 
 rest_while_waiting()
 
@@ -29,8 +29,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
-from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
-from conf.settings.data import DataConfig
+from conf.settings.data import DataConfig, StateFormat, TeacherKind
+from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
 from data.features.layout import HIDDEN, Contents
 from data.features.writer import SHARD_BYTES, Shard, Writers

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.threads import rest_while_waiting
+from conf.command.launch import rest_while_waiting
 
 rest_while_waiting()
 

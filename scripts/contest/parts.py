@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.command.journal import write_whole
 from conf.errors import InputError
+from conf.files import write_whole
 
 MARK = "HEADSMITH_CONTEST"
 """The environment variable by which a contest knows its commands; holds its folder."""

@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from conf.command.journal import write_whole
 from conf.command.statement import check_unchanged
 from conf.errors import InputError
-from conf.settings.contest import ContestRun
+from conf.files import write_whole
+from conf.settings.scripts import ContestRun
 from data.rows.records import load_data
 from scripts.contest import parts
 from scripts.contest.parts import Part, Took

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from conf.command.statement import flat, plain
 from conf.errors import InputError
-from conf.settings.contest import ContestRun
 from conf.settings.data import DataConfig
+from conf.settings.scripts import ContestRun
 from conf.settings.target import TargetConfig
 from heads.kinds import KINDS, forms
 

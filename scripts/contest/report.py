@@ -10,9 +10,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from conf.command.journal import write_whole
 from conf.command.statement import check_unchanged
 from conf.errors import InputError
+from conf.files import write_whole
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.page import Axis
 from heads.folders import PROVENANCE

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.contest import ContestRun
+from conf.settings.scripts import ContestRun
 from scripts.refusals import check_contest
 
 COMMAND = Command(__doc__, ContestRun, "contest", check=check_contest)
@@ -25,10 +25,10 @@ if __name__ == "__main__":
 
 import json
 
-from conf.command.journal import locked
 from conf.errors import InputError
-from conf.settings.contest import ContestPart
+from conf.files import locked
 from conf.settings.data import DataRun
+from conf.settings.scripts import ContestPart
 from data.embedded import fill_unset
 from eval.compare.names import check_methods
 from scripts.contest import plan, report

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import InputError
-from conf.paths import here
+from conf.files import here
 from data.rows.sources import SUFFIXES
 from heads.kind import DraftHead, HeadFacts
 from heads.kinds import kind_of

@@ -10,8 +10,9 @@ from accelerate import PartialState
 
 from conf.command.statement import plain
 from conf.errors import InputError
-from conf.paths import here
-from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
+from conf.files import here
+from conf.settings.data import StateFormat, TeacherKind
+from conf.settings.scripts import CaptureRun
 from data.features.layout import Contents
 from data.features.manifest import Plan, Split
 from data.features.reader import SPLITS

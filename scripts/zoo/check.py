@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
 from conf.command.entry import Command
-from conf.settings.targets import TargetsRun
+from conf.settings.scripts import TargetsRun
 
 COMMAND = Command(__doc__, TargetsRun, "check")
 if __name__ == "__main__":
@@ -29,8 +29,8 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from conf.command.journal import write_whole
 from conf.errors import InputError
+from conf.files import write_whole
 from scripts.zoo.checks import check_target
 from scripts.zoo.families import NO_TARGET
 from scripts.zoo.report import counts, result, table

@@ -11,9 +11,9 @@ from toys import noisy_head, save_target, tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, SpeedupRun
-from conf.settings.regenerate import RegenerateRun
+from conf.settings.scripts import RegenerateRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainRun
 from data.features.reader import FeatureStore

@@ -22,7 +22,7 @@ import eval.decode.captured
 import eval.decode.passes
 from conf.command import entry
 from conf.settings.eagle import EagleConfig
-from conf.settings.medusa2 import Medusa2Run
+from conf.settings.medusa import Medusa2Run
 from eval.decode.capturing import Captured
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead

@@ -15,21 +15,34 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.modules.module import register_module_forward_pre_hook
 from toys import save_target
 
+from conf.settings.blocks import (
+    DFlash2Config,
+    DFlash2Run,
+    DFlashConfig,
+    DFlashRun,
+    DSparkConfig,
+    DSparkRun,
+    Markov,
+)
 from conf.settings.data import DataConfig
-from conf.settings.dflash import DFlashConfig, DFlashRun
-from conf.settings.dflash2 import DFlash2Config, DFlash2Run
-from conf.settings.dspark import DSparkConfig, DSparkRun, Markov
 from conf.settings.eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
     EagleRun,
+    PEagleConfig,
+    PEagleRun,
     StepNormalizer,
     TokenNormalizer,
 )
-from conf.settings.medusa import Labels, MedusaConfig, MedusaRun
-from conf.settings.medusa2 import AdapterConfig, JointConfig, Medusa2Run
-from conf.settings.peagle import PEagleConfig, PEagleRun
+from conf.settings.medusa import (
+    AdapterConfig,
+    JointConfig,
+    Labels,
+    Medusa2Run,
+    MedusaConfig,
+    MedusaRun,
+)
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from train import dflash, dflash2, dspark, eagle, medusa, medusa2, peagle

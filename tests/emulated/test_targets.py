@@ -22,9 +22,9 @@ from emulated.runs import (
 from emulated.test_decoding import PROMPTS, eagle_head
 from toys import noisy_head
 
-from conf.settings.capture import CaptureRun, TeacherKind
-from conf.settings.data import DataConfig
+from conf.settings.data import DataConfig, TeacherKind
 from conf.settings.eagle import EagleForm
+from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
 from data.features.reader import FeatureStore
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit

@@ -10,8 +10,8 @@ import pytest
 from commands import ROOT
 from environments import VLLM, counts_of_vllm, needs, opened
 
+from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
-from conf.settings.head import HeadRef
 from conf.settings.target import TargetConfig
 from data.embedded import PROMPTS, TARGET
 from data.rows.records import load_records

@@ -17,9 +17,9 @@ from environments import SCRIPTS, VLLM, needs, opened
 from toys import eagle_head, save_target
 
 from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
-from conf.settings.measure import ServeCheckRun
+from conf.settings.scripts import ServeCheckRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import EngineStates, EngineTaps

@@ -12,11 +12,9 @@ import torch
 from toys import eagle_head
 
 from conf.errors import InputError
-from conf.settings.calibrate import CalibrateRun
-from conf.settings.drafting import DynamicTreeConfig
+from conf.settings.drafting import DynamicTreeConfig, HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
-from conf.settings.measure import SpeedupRun
+from conf.settings.measure import CalibrateRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval import calibrate, speedup
 from eval.compare.names import known_methods

@@ -7,7 +7,7 @@ from toys import noisy_head, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, speedup, tree_search

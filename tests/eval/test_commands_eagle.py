@@ -9,9 +9,8 @@ import torch
 from toys import eagle_head, save_target
 
 from conf.errors import InputError
-from conf.settings.drafting import DynamicTreeConfig
+from conf.settings.drafting import DynamicTreeConfig, HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from conf.settings.target import TargetConfig as Target
 from data.rows.records import load_records

@@ -15,9 +15,8 @@ from peagle_heads import peagle_head
 from toys import eagle_head, noisy_head, random_target, save_target
 
 from conf.errors import InputError
-from conf.settings.drafting import DynamicTreeConfig
+from conf.settings.drafting import DynamicTreeConfig, HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search

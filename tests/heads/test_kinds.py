@@ -22,17 +22,13 @@ from torch import Tensor
 from toys import random_model, random_target, save_target, texts
 
 from conf.errors import InputError
-from conf.settings.capture import StateFormat
-from conf.settings.data import DataConfig
-from conf.settings.dflash import DFlashRun
-from conf.settings.dflash2 import DFlash2Run
-from conf.settings.drafting import DynamicTreeConfig
-from conf.settings.dspark import DSparkRun
-from conf.settings.head import HeadRef
-from conf.settings.measure import AcceptanceRun, CompareRun, Mode, PruneRun
-from conf.settings.medusa2 import MergeAdapterRun
-from conf.settings.peagle import PEagleRun
-from conf.settings.push import PushRun
+from conf.settings.blocks import DFlash2Run, DFlashRun, DSparkRun
+from conf.settings.data import DataConfig, StateFormat
+from conf.settings.drafting import DynamicTreeConfig, HeadRef
+from conf.settings.eagle import PEagleRun
+from conf.settings.export import MergeAdapterRun, PushRun
+from conf.settings.measure import AcceptanceRun, Mode
+from conf.settings.scripts import CompareRun, PruneRun
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance

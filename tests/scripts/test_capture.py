@@ -18,10 +18,10 @@ import torch
 from commands import ROOT
 from stores import SHARD_BYTES, captured, files, save_inputs, settings
 
-from conf import paths as places
+from conf import files as places
 from conf.errors import InputError
-from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
-from conf.settings.data import DataConfig
+from conf.settings.data import DataConfig, StateFormat, TeacherKind
+from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype
 from data.features import shards as shard
 from data.features.reader import FeatureStore, restore

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import InputError
-from conf.settings.measure import CompareRun
+from conf.settings.scripts import CompareRun
 from scripts import compare
 
 CHECKSUMS = ("config", "tokenizer", "template", "weights", "adapter_weights", "quantization")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
+from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
-from conf.settings.head import HeadRef
 from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE
 from heads.kinds import load_head

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from conf.settings.regenerate import RegenerateRun
+from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record
 from data.templates.chat import Encoder

@@ -9,10 +9,10 @@ from toys import eagle_head, noisy_head, packed, random_target, save_target, tex
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import DynamicTreeConfig
+from conf.settings.drafting import DynamicTreeConfig, HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
-from conf.settings.measure import AcceptanceRun, PruneRun
+from conf.settings.measure import AcceptanceRun
+from conf.settings.scripts import PruneRun
 from conf.settings.target import TargetConfig
 from eval import acceptance
 from heads.kinds import load_head

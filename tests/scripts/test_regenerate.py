@@ -13,7 +13,7 @@ from commands import ROOT
 from conf.command.journal import Journal
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from conf.settings.regenerate import RegenerateRun
+from conf.settings.scripts import RegenerateRun
 from data.servers import endpoint as endpoint_module
 from data.servers.endpoint import retry_after_s
 from scripts import regenerate

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from conf.settings.data import DataConfig
-from conf.settings.regenerate import RegenerateRun
+from conf.settings.scripts import RegenerateRun
 from data.rows.records import load_records
 from scripts import regenerate
 from tests.chat_server import ChatServer

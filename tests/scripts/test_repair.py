@@ -15,9 +15,9 @@ from toys import noisy_head, packed, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleConfig, EagleForm
-from conf.settings.head import HeadRef
-from conf.settings.repair import RepairRun
+from conf.settings.scripts import RepairRun
 from conf.settings.target import TargetConfig
 from data.templates.chat import Encoder
 from eval.decode.engine import NoDraft, decode

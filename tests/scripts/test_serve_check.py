@@ -10,8 +10,8 @@ from toys import noisy_head, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.head import HeadRef
-from conf.settings.measure import ServeCheckRun
+from conf.settings.drafting import HeadRef
+from conf.settings.scripts import ServeCheckRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers import endpoint as endpoint_module
 from eval.decode.engine import NoDraft, decode

@@ -5,7 +5,7 @@ from typing import Any
 
 from toy_head.kind import ToyHead
 
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.training import TrainRun
 from data.features.layout import HIDDEN
 from train.batch.rows import Batch

@@ -13,8 +13,7 @@ from torch import Tensor
 from toys import packed, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.blocks import BlockConfig, SlotWeights
-from conf.settings.dflash import DFlashConfig
+from conf.settings.blocks import BlockConfig, DFlashConfig, SlotWeights
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity

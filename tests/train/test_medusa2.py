@@ -11,8 +11,15 @@ from toys import noisy_head, packed, random_target, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.medusa import Labels, MedusaConfig
-from conf.settings.medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run, TargetLoss
+from conf.settings.medusa import (
+    AdapterConfig,
+    HeadsSchedule,
+    JointConfig,
+    Labels,
+    Medusa2Run,
+    MedusaConfig,
+    TargetLoss,
+)
 from conf.settings.target import Quantization, TargetConfig
 from conf.settings.training import TrainConfig
 from heads.medusa.adapted import AdaptedMedusa

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
+from conf.settings.export import MergeAdapterRun
 from conf.settings.measure import AcceptanceRun
-from conf.settings.medusa import Labels, MedusaConfig
-from conf.settings.medusa2 import AdapterConfig, Medusa2Run, MergeAdapterRun
+from conf.settings.medusa import AdapterConfig, Labels, Medusa2Run, MedusaConfig
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig
 from data.prepared.pack import prepare

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from toys import packed, random_target, texts
 
 from conf.errors import InputError
-from conf.settings.eagle import OutputHead
-from conf.settings.peagle import PEagleConfig, PEagleRun
+from conf.settings.eagle import OutputHead, PEagleConfig, PEagleRun
 from heads.target_model.model import Target
 from train.batch.rows import NOISE_SEEDS, SUPERVISION, UNROLLED, Batch
 from train.peagle import PEagleObjective, make_head

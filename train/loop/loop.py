@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
 from conf.errors import InputError
-from conf.paths import make_folder
+from conf.files import make_folder
 from heads.decoding.cache import upload
 from train import schedule
 from train.batch.prefetch import Prefetcher, on_device, stacked

@@ -9,8 +9,7 @@ import torch
 
 from conf.command.statement import changed, differences, plain, stated
 from conf.errors import InputError
-from conf.settings.capture import TeacherKind
-from conf.settings.data import DataConfig
+from conf.settings.data import DataConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig
 from data.features.manifest import ENDS, Plan
 from data.features.reader import FeatureStore

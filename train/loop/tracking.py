@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from conf.command.journal import write_whole
 from conf.errors import InputError
+from conf.files import write_whole
 from conf.settings.training import LogConfig, Tracker
 from train.objective import Objective
 

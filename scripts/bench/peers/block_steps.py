@@ -31,7 +31,7 @@ def dflash(job: StepJob, inputs: StepInputs) -> Training:
     """`train/dflash.py`, with the text left out of the loss."""
     from transformers import GenerationConfig
 
-    from conf.settings.dflash import DFlashConfig
+    from conf.settings.blocks import DFlashConfig
     from heads.blocks.config import block_config
     from heads.dflash.head import DFlashHead
     from heads.vocab import DraftVocab

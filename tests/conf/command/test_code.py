@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.command.code import code_key
+from conf.command.provenance import code_key
 
 CODE = '''"""Taps rows."""
 import math

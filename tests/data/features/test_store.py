@@ -10,8 +10,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.retries import retried
-from conf.settings.capture import CaptureRun, StateFormat, TeacherKind
+from conf.files import retried
+from conf.settings.data import StateFormat, TeacherKind
+from conf.settings.scripts import CaptureRun
 from data.features.layout import Contents
 from data.features.manifest import TOKEN_COUNTS, Manifest, Plan, ShardEntry, Split
 from data.features.quantise import decode, encode
@@ -289,7 +290,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr("conf.retries.time.sleep", lambda _: None)
+    monkeypatch.setattr("conf.files.time.sleep", lambda _: None)
 
 
 def test_an_error_that_passes_is_tried_again() -> None:
@@ -302,7 +303,7 @@ def test_an_error_that_passes_is_tried_again() -> None:
         return "done"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conf.retries.time.sleep", waits.append)
+        patch.setattr("conf.files.time.sleep", waits.append)
         assert retried(action) == "done"
         assert waits == [0.5, 1.0]
         left += [errno.EIO] * 4

@@ -9,7 +9,7 @@ from templates import Family
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.regenerate import RegenerateRun
+from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
 from data.templates.replies import read_reply

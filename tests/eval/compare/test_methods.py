@@ -11,9 +11,8 @@ from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import DraftModelConfig, SelfDraftConfig
+from conf.settings.drafting import DraftModelConfig, HeadRef, SelfDraftConfig
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
 from data.templates.chat import Encoder

@@ -10,7 +10,7 @@ from toys import noisy_head, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.target import TargetConfig
 from eval.measure import bench

@@ -13,7 +13,7 @@ from exports import config_of, toy_target
 from safetensors.torch import load_file, save_file
 
 from conf.errors import InputError
-from conf.settings.dspark import Markov
+from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.blocks.head import BlockHead

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.settings.dflash import DFlashConfig
+from conf.settings.blocks import DFlashConfig
 from heads.blocks.config import block_config
 from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead

@@ -13,8 +13,8 @@ from toys import eagle_head, noisy_head
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.errors import InputError
-from conf.settings.capture import CaptureRun
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from toys import FAMILIES, random_target
 
-from conf.settings.medusa2 import AdapterConfig
+from conf.settings.medusa import AdapterConfig
 from heads.layers.documents import Documents
 from heads.target_model.adapter import Adapter
 from heads.target_model.attention import FLASH, FUSED, PLAIN, Scores, by_document

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from toys import FAMILIES, random_target
 
-from conf.settings.medusa2 import AdapterConfig
+from conf.settings.medusa import AdapterConfig
 from heads.layers.documents import Documents
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target

@@ -12,8 +12,8 @@ from toys import CHATML, packed, random_model, save_target, tokenizer
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
+from conf.settings.export import MergeAdapterRun
 from conf.settings.medusa import MedusaConfig
-from conf.settings.medusa2 import MergeAdapterRun
 from conf.settings.target import TargetConfig
 from heads.medusa.head import MedusaHead
 from heads.target_model.load import load_target, tokenizer_of

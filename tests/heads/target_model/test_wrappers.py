@@ -13,10 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, core_model_loading
 from wrappers import WRAPPERS, save_wrapper
 
 from conf.errors import InputError
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.export import ExportFormat, ExportRun
-from conf.settings.head import HeadRef
-from conf.settings.medusa2 import MergeAdapterRun
+from conf.settings.export import ExportFormat, ExportRun, MergeAdapterRun
 from conf.settings.target import TargetConfig
 from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.generate import hf_generate

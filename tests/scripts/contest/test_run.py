@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from stores import save_inputs
 
 from conf.errors import InputError
-from conf.settings.contest import ContestPart, ContestRun, ContestTrainConfig
 from conf.settings.data import DataConfig
+from conf.settings.scripts import ContestPart, ContestRun, ContestTrainConfig
 from conf.settings.target import TargetConfig
 from scripts.contest import parts, plan, recipes
 from scripts.contest import run as contest

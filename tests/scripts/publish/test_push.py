@@ -9,9 +9,8 @@ import yaml
 from huggingface_hub import constants
 
 from conf.errors import InputError
-from conf.settings.export import ExportFormat
-from conf.settings.head import HeadRef
-from conf.settings.push import PushRun
+from conf.settings.drafting import HeadRef
+from conf.settings.export import ExportFormat, PushRun
 from data.embedded import TARGET
 from heads.export.serve import readme
 from heads.kinds import load_head

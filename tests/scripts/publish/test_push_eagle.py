@@ -8,9 +8,9 @@ import yaml
 from transformers import LlamaConfig
 
 from conf.errors import InputError
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.head import HeadRef
-from conf.settings.push import PushRun
+from conf.settings.export import PushRun
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head

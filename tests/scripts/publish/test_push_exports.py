@@ -10,10 +10,9 @@ import yaml
 from safetensors.torch import load_file
 
 from conf.errors import InputError
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from conf.settings.export import ExportFormat
-from conf.settings.head import HeadRef
-from conf.settings.push import Layout, PushRun
+from conf.settings.export import ExportFormat, Layout, PushRun
 from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden

@@ -13,9 +13,9 @@ import torch
 from commands import ROOT
 
 from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat, ExportRun
-from conf.settings.head import HeadRef
 from conf.settings.measure import AcceptanceRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, speedup

@@ -5,7 +5,7 @@ import commands
 import pytest
 
 from conf.errors import InputError
-from conf.settings.targets import TargetsRun
+from conf.settings.scripts import TargetsRun
 from scripts.zoo import check as check_targets
 from scripts.zoo.check import check_apart, found_at
 from scripts.zoo.report import counts, table

@@ -15,7 +15,7 @@ from toys import save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.head import HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig

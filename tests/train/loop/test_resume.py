@@ -11,8 +11,14 @@ from toys import packed, random_target
 
 from conf.errors import InputError
 from conf.settings.eagle import Divergence, EagleConfig, StepNormalizer, TokenNormalizer
-from conf.settings.medusa import Labels, MedusaConfig
-from conf.settings.medusa2 import AdapterConfig, HeadsSchedule, JointConfig, Medusa2Run
+from conf.settings.medusa import (
+    AdapterConfig,
+    HeadsSchedule,
+    JointConfig,
+    Labels,
+    Medusa2Run,
+    MedusaConfig,
+)
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
 from heads.eagle.head import EagleHead

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from toys import noisy_head, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.medusa import MedusaRun
-from conf.settings.medusa2 import Medusa2Run
+from conf.settings.medusa import Medusa2Run, MedusaRun
 from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
 from data.servers.endpoint import Endpoint

@@ -16,8 +16,7 @@ from stores import captured, save_inputs, settings
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
-from conf.settings.capture import StateFormat, TeacherKind
-from conf.settings.data import DataConfig
+from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
 from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
@@ -353,7 +352,7 @@ from pathlib import Path
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.target import TargetConfig
-from conf.settings.capture import CaptureRun
+from conf.settings.scripts import CaptureRun
 from data.manifest import Manifest
 from scripts.capture import capture
 from train.loop.stored import open_store

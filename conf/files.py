@@ -1,10 +1,16 @@
-"""What a path means: a place on this machine, or the id of a Hub repository."""
+"""Files and folders: what a path means, and writing so that nothing is lost."""
 
+import errno
 import os
 import re
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
 
 from conf.errors import InputError
 
@@ -79,3 +85,53 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from error
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file so that a reader, or a crash, sees the old one or the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def locked(path: Path) -> FileLock:
+    """Locks a file until it is released or its process ends, however it ends."""
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise InputError(f"{path.parent}: another process is writing here") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    return lock
+
+
+Result = TypeVar("Result")
+
+
+FINAL = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
+"""A full disk, a missing file and a forbidden one are the same a second later."""
+
+
+def retried(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.5) -> Result:
+    """Runs an action again, after a growing pause, where it failed with an OSError that may pass.
+
+    Args:
+        action: starts from the beginning each time.
+        attempts: at most.
+        wait_s: seconds before the second attempt; each later pause is twice the one before.
+
+    Raises:
+        OSError: the last one, or one of `FINAL` at once.
+    """
+    for attempt in range(attempts - 1):
+        try:
+            return action()
+        except OSError as error:
+            if error.errno in FINAL:
+                raise
+            time.sleep(wait_s * 2**attempt)
+    return action()

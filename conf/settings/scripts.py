@@ -1,0 +1,284 @@
+"""Settings of the commands in `scripts/`."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from conf.errors import InputError
+from conf.settings.checks import below_one, not_negative, positive, unset
+from conf.settings.data import DataConfig, DataRun, StateFormat, TeacherKind
+from conf.settings.drafting import HeadRef
+from conf.settings.measure import MeasureRun, tree_settings
+
+
+@dataclass
+class ShowMaskRun(DataRun):
+    """`scripts/show_mask.py`."""
+
+    num_samples: int = 3
+    """Conversations that are shown."""
+
+
+@dataclass
+class CaptureRun(DataRun):
+    """`scripts/capture.py`."""
+
+    layers: list[int] | None = None
+    """Features for EAGLE-3, as indices of `output_hidden_states`; unset takes 2, L/2 and L-3 of
+    L layers, [] none (Medusa and EAGLE-1 need none)."""
+    format: StateFormat = StateFormat.bf16
+    teacher: TeacherKind = TeacherKind.hidden
+    top_k: int = 64
+    """Tokens of `teacher=top_k`; of a smaller vocabulary all."""
+    micro_batch_size: int = 4
+    """Packed sequences per forward pass of one process."""
+    num_replay_prompts: int = 16
+    """Held-out prompts that the target answers, so that training can measure tau."""
+    engine: str | None = None
+    """Base URL of a vLLM server that gives hidden states, e.g. http://localhost:8000/v1; unset
+    runs the target in process. Of the target only embedding, final norm and output head are
+    then loaded here, and no prompts are answered for tau."""
+    out_dir: str = "outputs/features"
+    """A second start continues it."""
+    seed: int = 0
+    """Of the packing, and of which conversations are held out."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "top_k", "micro_batch_size")
+        not_negative("", self, "num_replay_prompts")
+        if self.data.features is not None:
+            raise InputError(f"data.features={self.data.features}: a store is written; unset it")
+        if self.teacher is TeacherKind.top_k and self.layers == []:
+            raise InputError(
+                "layers=[]: with teacher=top_k there would be nothing for a head to read; name "
+                "layers, or set teacher=hidden"
+            )
+
+
+@dataclass
+class RegenerateRun(DataRun):
+    """`scripts/regenerate.py`."""
+
+    endpoint: str | None = None
+    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset is in process."""
+    model: str | None = None
+    """Model name sent to the endpoint; unset takes the first it lists."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the endpoint's key, if it needs one."""
+    concurrency: int = 16
+    """Requests in flight."""
+    max_retries: int = 5
+    """Further attempts of a request that failed."""
+    timeout_s: float = 300.0
+    """Seconds that a request is waited for."""
+    batch_size: int = 16
+    """Conversations generated together in process."""
+    max_new_tokens: int = 512
+    """Tokens of an answer at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    plain: bool = False
+    """In process, leave out what the target's generation config asks for (repetition penalty, stop
+    texts and the like)."""
+    out_dir: str = "outputs/regenerated"
+    """Holds `conversations.jsonl`; a second start continues it."""
+    seed: int = 0
+    """Of the draws, above temperature 0."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
+        not_negative("", self, "temperature", "max_retries")
+        if self.endpoint is None and self.model is not None:
+            raise InputError(
+                f"model={self.model}: names an endpoint's model, and endpoint is not set; "
+                "in process it is target.path"
+            )
+        if self.endpoint is not None and self.plain:
+            raise InputError(
+                "plain=true: says how answers are written in process, and endpoint is set: serve "
+                "the model with --generation-config vllm instead"
+            )
+        if self.endpoint is not None and "chat_template" in (self.data.chat_template_kwargs or {}):
+            raise InputError(
+                "data.chat_template_kwargs.chat_template: a server renders by the template that it "
+                "was started with: unset it, and serve the model with --chat-template FILE"
+            )
+
+
+@dataclass
+class PruneRun(DataRun):
+    """`scripts/prune.py`."""
+
+    head: HeadRef = field(default_factory=HeadRef)
+    sizes: list[int] = field(default_factory=list)
+    """Ids that a pruned head can draft, rising; one head each."""
+    ranks: list[int] = field(default_factory=list)
+    """Values of `output_rank` to measure beside them, rising; any head can draft so as it is."""
+    num_sequences: int = 512
+    """Packed training sequences along whose answers the target's first choices are counted."""
+    num_replay_prompts: int = 64
+    """Held-out prompts on which tau is replayed, over the target's own text."""
+    max_new_tokens: int = 128
+    """Of that text, per prompt."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+    out_dir: str = "outputs/pruned"
+    """Folder for the pruned heads and the table."""
+    seed: int = 0
+    """Of the packing, of which conversations are held out, and of intervals."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
+        for name in ("sizes", "ranks"):
+            values = getattr(self, name)
+            if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
+                raise InputError(f"{name}={values}: must be numbers above 0, rising")
+        if self.data.features is not None:
+            raise InputError(
+                f"data.features={self.data.features}: the target's own text is needed here; "
+                "leave it unset and set data.path"
+            )
+
+
+@dataclass
+class RepairRun(MeasureRun):
+    """`scripts/repair.py`."""
+
+    num_turns: int = 1
+    out_dir: str = "outputs/repair"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature:
+            raise InputError(f"temperature={self.temperature}: greedy texts are replayed; set 0")
+        unset({**tree_settings(self), "output_rank": self.output_rank}, "chains are replayed")
+
+
+@dataclass
+class ServeCheckRun(MeasureRun):
+    """`scripts/serve_check.py`."""
+
+    endpoint: str = "???"
+    """Base URL of a vLLM or SGLang server that serves the target with the head, e.g.
+    http://localhost:8000; nobody else may use it meanwhile."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the endpoint's key, if it needs one."""
+    tolerance: float = 0.0
+    """Share of the texts that may differ, and share by which drafts and accepted tokens of a
+    depth may; 0 fits float32 on both sides."""
+    num_turns: int = 1
+    plain: bool = True
+    """The server is told to do so."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes the server's."""
+    out_dir: str = "outputs/serve_check"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        below_one("", self, "tolerance")
+        if self.temperature:
+            raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
+        unset(tree_settings(self), "chains are compared")
+        if not self.plain or self.stop or self.ignore_eos:
+            raise InputError(
+                f"plain={self.plain}, stop={self.stop}, ignore_eos={self.ignore_eos}: the server "
+                "is asked for greedy text up to its stop tokens; leave them unset"
+            )
+        unset({"output_rank": self.output_rank}, "the server computes all logits")
+
+
+@dataclass
+class CompareRun:
+    """`scripts/compare.py`."""
+
+    results: list[str] = field(default_factory=list)
+    """Folders with `acceptance.json`; a row is called after its folder."""
+    out_dir: str = "outputs/comparison"
+    """Folder for the table and the picture."""
+
+
+class ContestPart(Enum):
+    """What a contest does, in this order."""
+
+    plan = "plan"
+    """Probe every recipe, and settle how many steps it gets."""
+    train = "train"
+    measure = "measure"
+    report = "report"
+
+
+@dataclass
+class ContestTrainConfig:
+    """What all trainings have alike."""
+
+    batch_size: int = 8
+    """Packed sequences per optimizer step, over all processes."""
+    micro_batch_size: int = 1
+    """Packed sequences per forward pass of one process."""
+
+    def __post_init__(self) -> None:
+        positive("train", self, "batch_size", "micro_batch_size")
+
+
+@dataclass
+class ContestRun(DataRun):
+    """`scripts/contest/run.py`; `data` is what is learnt, `prompts` what is measured on."""
+
+    prompts: DataConfig = field(default_factory=DataConfig)
+    """Unset `prompts.path` means the embedded default's."""
+    recipes: list[str] = field(default_factory=lambda: ["medusa", "eagle3_1", "dspark"])
+    """Heads to train: `medusa`, or a recipe of `conf/head`; settings may follow, as in
+    `dspark head.num_layers=2`."""
+    tokens: int | None = None
+    """Tokens that each recipe learns, padding included; either this or `minutes`."""
+    minutes: float | None = None
+    """Of optimizer steps on this machine, in all; recipes have equal shares."""
+    train: ContestTrainConfig = field(default_factory=ContestTrainConfig)
+    launch: list[str] = field(default_factory=list)
+    """Arguments of `accelerate launch` for trainings, e.g.
+    [--config_file,conf/accelerate/ddp.yaml]; empty starts them by plain python."""
+    untrained: list[str] = field(
+        default_factory=lambda: ["prompt_lookup", "ngram", "suffix", "recycling"]
+    )
+    """Methods of `eval/speedup.py` without a head that compete."""
+    concurrency: list[int] = field(default_factory=lambda: [1, 4])
+    """Batch sizes at which tokens/s are predicted and measured."""
+    max_new_tokens: int = 128
+    """Tokens of an answer at most."""
+    num_turns: int = 2
+    """Questions of a dialogue that are asked."""
+    num_repeats: int = 3
+    """Timed passes over the prompts."""
+    probe_steps: int = 8
+    """Optimizer steps of the run that tells what a step takes."""
+    parts: list[ContestPart] = field(default_factory=lambda: list(ContestPart))
+    """What this start does; what is there is not made again."""
+    out_dir: str = "outputs/contest"
+    """A second start goes on."""
+    seed: int = 0
+    """Of weights, data and draws."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "tokens", "minutes", "max_new_tokens", "num_turns", "num_repeats")
+        if self.probe_steps < 4:
+            raise InputError(f"probe_steps={self.probe_steps}: must be at least 4")
+        if not self.recipes:
+            raise InputError("recipes=[]: name at least one")
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise InputError(f"concurrency={self.concurrency}: must be numbers above 0")
+        if self.data.features is not None:
+            raise InputError(f"data.features={self.data.features}: unset it and set data.path")
+
+
+@dataclass
+class TargetsRun:
+    """`scripts/zoo/check.py`."""
+
+    model_types: list[str] = field(default_factory=list)
+    """Of transformers, e.g. [llama,qwen3_next]; empty takes all."""
+    timeout: float = 300.0
+    """Seconds after which an architecture's process is ended, and its check failed."""
+    out_dir: str = "outputs/targets"
+    """What was checked there is not checked again."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "timeout")
