@@ -40,7 +40,7 @@ from heads.target_model.load import load_target
 from heads.target_model.model import TargetOutput
 from scripts import export, prune
 from scripts.bench import engine as bench_engine
-from scripts.bench.objectives import fresh_objective
+from scripts.bench.training import fresh_objective
 from tests.scripts.publish.test_push import hub, upload
 
 __all__ = ["hub"]  # a fixture

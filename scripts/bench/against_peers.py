@@ -1,10 +1,10 @@
 """Training speed of EAGLE-3 and DFlash against speculators' step, of Medusa against the original's.
 
-`python scripts/bench/against_peers.py` makes the hidden states of one packed sequence and a
-target's two ends, and trains a head on them, each path in a process of its own: forward and
-backward pass, clipping at norm 1 and AdamW. Paths that train the same head from the same weights
+`python scripts/bench/against_peers.py` makes the hidden states of one packed sequence, an embedding
+and an output head, and trains a head on them, each toolkit's way in a process of its own: forward
+and backward pass, clipping at norm 1 and AdamW. Ways that train the same head from the same weights
 must agree on the first loss. `HEADSMITH_SPECULATORS_PYTHON` names a Python that has speculators;
-without it that path is left out.
+without it speculators is left out.
 """
 
 import sys
@@ -17,20 +17,20 @@ from conf.command.launch import rest_while_waiting
 rest_while_waiting()
 
 import argparse
+import os
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from conf.errors import InputError
-from scripts.bench.apart import markdown, python_for, result_of
-from scripts.bench.footprint import add_sizes, best_device, where
+from scripts.bench.harness import add_sizes, best_device, markdown, result_of, where
 
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 
 
-class Row(NamedTuple):
-    """A path of the worker, and the variable that names its Python."""
+class Peer(NamedTuple):
+    """A path of `peer_steps.py`, and the variable that names its Python where it is not ours."""
 
     name: str
     path: str
@@ -38,12 +38,12 @@ class Row(NamedTuple):
 
 
 EAGLE3 = (
-    Row("ours", "eagle3"),
-    Row("ours, compiled", "eagle3_compiled"),
-    Row("speculators' trainer", "speculators", SPECULATORS),
+    Peer("ours", "eagle3"),
+    Peer("ours, compiled", "eagle3_compiled"),
+    Peer("speculators' trainer", "speculators", SPECULATORS),
 )
-DFLASH = (Row("ours", "dflash"), Row("speculators' trainer", "speculators_dflash", SPECULATORS))
-MEDUSA = (Row("ours", "medusa"), Row("original Medusa step", "original_medusa"))
+DFLASH = (Peer("ours", "dflash"), Peer("speculators' trainer", "speculators_dflash", SPECULATORS))
+MEDUSA = (Peer("ours", "medusa"), Peer("original Medusa step", "original_medusa"))
 EAGLE3_STEPS, MEDUSA_HEADS, BLOCK_SIZE = (3, 7), 4, 16
 COLUMNS = (
     "path", "ms a step", "of ours", "tokens/s", "peak, MiB", "of ours", "first loss",
@@ -55,92 +55,83 @@ LEAST_TOKENS = 256
 the end of a document, and only where the next one's mask lets them."""
 
 
-def table(job: dict[str, Any], rows: list[Row], worker: str = "steps") -> tuple[str, str]:
+def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
     """The cost of each path, the first of which is ours; and the versions that ran.
 
     Raises:
         InputError: a first loss is not ours, so it is not the same step.
     """
     ours: dict[str, Any] | None = None
-    cells: list[list[str]] = []
+    rows: list[list[str]] = []
     versions: list[str] = []
-    for row in tqdm(rows, desc=f"{rows[0].path}, {job['depth']}", unit="path"):
-        python = python_for(row.variable)
-        assert python is not None
-        found = result_of(worker, job | {"path": row.path}, python)
-        ours = ours or found
+    for peer in tqdm(peers, desc=f"{peers[0].path}, {job['depth']}", unit="path"):
+        python = sys.executable if peer.variable is None else os.environ[peer.variable]
+        result = result_of("peer_steps", job | {"path": peer.path}, python)
+        ours = ours or result
         # Not a number compares false, so it is refused too.
-        if not abs(found["loss"] - ours["loss"]) <= TOLERANCE * abs(ours["loss"]):
-            raise InputError(f"{row.name}: first loss {found['loss']}, ours {ours['loss']}")
-        cells.append([row.name, *_cells(found, ours, job["tokens"])])
-        versions.extend(found["versions"])
-    return markdown(COLUMNS, cells), ", ".join(dict.fromkeys(versions))
+        if not abs(result["loss"] - ours["loss"]) <= TOLERANCE * abs(ours["loss"]):
+            raise InputError(f"{peer.name}: first loss {result['loss']}, ours {ours['loss']}")
+        seconds, peak = result["seconds"], result["peak_bytes"]
+        rows.append([
+            peer.name,
+            f"{1000 * seconds:.0f}",
+            f"{seconds / ours['seconds']:.2f}",
+            f"{job['tokens'] / seconds:,.0f}",
+            f"{peak / 2**20:.1f}",
+            f"{peak / ours['peak_bytes']:.2f}",
+            f"{result['loss']:.5f}",
+        ])  # fmt: skip
+        versions.extend(result["versions"])
+    return markdown(COLUMNS, rows), ", ".join(dict.fromkeys(versions))
 
 
-def _cells(found: dict[str, Any], ours: dict[str, Any], tokens: int) -> list[str]:
-    seconds, peak = found["seconds"], found["peak_bytes"]
-    return [
-        f"{1000 * seconds:.0f}",
-        f"{seconds / ours['seconds']:.2f}",
-        f"{tokens / seconds:,.0f}",
-        f"{peak / 2**20:.1f}",
-        f"{peak / ours['peak_bytes']:.2f}",
-        f"{found['loss']:.5f}",
-    ]
-
-
-def caption(options: argparse.Namespace) -> str:
-    """What both heads have in common."""
-    torch.set_num_threads(options.threads)
-    return (
+def print_tables(options: argparse.Namespace) -> None:
+    """A table per head, and per number of steps of EAGLE-3."""
+    print(
         f"{options.tokens} tokens in one packed sequence, two thirds of them learnt; hidden size "
         f"{options.hidden}, vocabulary {options.vocab}, float32; {where(best_device())}; median of "
         f"{options.repeats} steps. Peak beyond weights, optimizer state and inputs."
     )
-
-
-def print_eagle3(options: argparse.Namespace, rows: list[Row]) -> None:
-    """One table per number of steps."""
+    peers = runnable(EAGLE3)
     layer = (
         f"{options.num_heads} heads of {options.head_dim}, {options.num_kv_heads} key-value heads, "
         f"intermediate size {options.intermediate}, draft vocabulary {options.draft_vocab}"
     )
     for depth in EAGLE3_STEPS:
-        found, versions = table(vars(options) | {"depth": depth}, rows)
+        text, versions = table(vars(options) | {"depth": depth}, peers)
         print(f"\nEAGLE-3, {depth} steps of the training-time test; {layer}; {versions}.")
-        if best_device().type == "cpu" and any(row.variable for row in rows):
+        if best_device().type == "cpu" and any(peer.variable for peer in peers):
             print(
                 "On a CPU speculators' flex attention has no backward pass and its loss kernel "
                 "does not run: its own SDPA and eager loss stand in."
             )
-        print(f"\n{found}")
-
-
-def print_medusa(options: argparse.Namespace, rows: list[Row]) -> None:
-    """One table."""
-    found, versions = table(vars(options) | {"depth": MEDUSA_HEADS}, rows)
-    print(f"\nMedusa, {MEDUSA_HEADS} heads of one layer; {versions}.\n\n{found}")
-
-
-def print_dflash(options: argparse.Namespace, rows: list[Row]) -> None:
-    """One table."""
+        print(f"\n{text}")
+    text, versions = table(vars(options) | {"depth": MEDUSA_HEADS}, runnable(MEDUSA))
+    print(f"\nMedusa, {MEDUSA_HEADS} heads of one layer; {versions}.\n\n{text}")
     job = vars(options) | {"depth": BLOCK_SIZE, "draft_vocab": options.vocab}
-    found, versions = table(job, rows, "block_steps")
+    text, versions = table(job, runnable(DFLASH))
     print(
         f"\nDFlash, 5 layers, 128 blocks of {BLOCK_SIZE} rows in one document, all ids, on a CPU "
-        f"speculators by SDPA and its eager loss; {versions}.\n\n{found}"
+        f"speculators by SDPA and its eager loss; {versions}.\n\n{text}"
     )
 
 
-def runnable(rows: tuple[Row, ...]) -> list[Row]:
-    """Those whose Python is there; says which are left out."""
-    found = []
-    for row in rows:
-        if python_for(row.variable) is None:
-            print(f"{row.name}: left out, {row.variable} is not set")
+def runnable(peers: tuple[Peer, ...]) -> list[Peer]:
+    """The peers whose Python is there; says which are left out.
+
+    Raises:
+        InputError: a variable names no file.
+    """
+    there = []
+    for peer in peers:
+        python = sys.executable if peer.variable is None else os.environ.get(peer.variable)
+        if python is None:
+            print(f"{peer.name}: left out, {peer.variable} is not set")
+        elif not Path(python).is_file():
+            raise InputError(f"{peer.variable}={python}: no such file; it must name a Python")
         else:
-            found.append(row)
-    return found
+            there.append(peer)
+    return there
 
 
 def arguments() -> argparse.Namespace:
@@ -170,10 +161,8 @@ def main() -> None:
     """Prints the tables."""
     try:
         options = arguments()
-        print(caption(options))
-        print_eagle3(options, runnable(EAGLE3))
-        print_medusa(options, runnable(MEDUSA))
-        print_dflash(options, runnable(DFLASH))
+        torch.set_num_threads(options.threads)
+        print_tables(options)
     except InputError as error:
         sys.exit(f"error: {error}")
 

@@ -1,4 +1,4 @@
-"""What capturing costs beside the target's bare forward pass, and what a store needs on disk.
+"""Capture beside the target's bare forward pass, and bytes of a store.
 
 `python scripts/bench/capture.py --target FOLDER --data chats.jsonl` runs packed sequences in
 groups, each first through `Target.read` alone and then through every kind of capture, written to
@@ -41,7 +41,7 @@ from scripts.capture import batches, capture_shard
 from scripts.store.plan import Work, prepared
 from scripts.store.states import ROWS_PER_CHUNK, states_from_target
 
-KINDS = [
+STORED = [
     (StateFormat.bf16, TeacherKind.hidden),
     (StateFormat.int8, TeacherKind.hidden),
     (StateFormat.int8, TeacherKind.top_k),
@@ -49,7 +49,7 @@ KINDS = [
 ]
 
 
-def of_kind(contents: Contents, state_format: StateFormat, teacher: TeacherKind) -> Contents:
+def stored_as(contents: Contents, state_format: StateFormat, teacher: TeacherKind) -> Contents:
     """The same layers stored in another way."""
     k = CaptureRun().top_k if teacher is TeacherKind.top_k else 0
     return replace(contents, format=state_format, teacher=teacher, top_k=k)
@@ -57,7 +57,7 @@ def of_kind(contents: Contents, state_format: StateFormat, teacher: TeacherKind)
 
 @torch.no_grad()
 def bare(work: Work, target: Target, with_logits: bool, shard: Shard) -> None:
-    """The target's pass over the sequences of a shard, and nothing else."""
+    """Runs the target over the sequences of a shard, and nothing else."""
     states_of = states_from_target(target, work.plan.contents.layers)
     for rows in batches(work, shard, target):
         states = states_of({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
@@ -67,16 +67,16 @@ def bare(work: Work, target: Target, with_logits: bool, shard: Shard) -> None:
 
 
 def written(work: Work, target: Target, shard: Shard) -> None:
-    """The shard, on disk."""
+    """Captures a shard to disk."""
     states_of = states_from_target(target, work.plan.contents.layers)
     with Writers() as writers:
         capture_shard(work, shard, target, states_of, writers, tqdm(disable=True))
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """Of one run: of the GPU's and the disk's work too, or on a CPU of all threads' processor time.
+    """Time of a run, the GPU's and the disk's work included.
 
-    On processors that other programs share, the clock would tell of those.
+    On a CPU the processor time of all threads: where other programs run, the clock tells of those.
     """
     cuda = torch.cuda.is_available()
     watch = Stopwatch(torch.device("cuda" if cuda else "cpu"))
@@ -88,20 +88,20 @@ def measured(
     runs: dict[str, Callable[[Shard], None]], shards: list[Shard]
 ) -> dict[str, list[float]]:
     """Tokens per second of each run on each shard, the runs in turn; the first shard warms up."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    rates: dict[str, list[float]] = {name: [] for name in runs}
     for number, shard in enumerate(tqdm(shards, desc="measuring", unit="group")):
         for name, run in runs.items():
             speed = shard.num_tokens / seconds(partial(run, shard))
             if number:
-                found[name].append(speed)
-    return found
+                rates[name].append(speed)
+    return rates
 
 
-def speed_table(found: dict[str, list[float]]) -> Table:
+def speed_table(rates: dict[str, list[float]]) -> Table:
     """Medians, and the median ratio to each of the first two runs."""
     table = Table("", "tokens/s", "of target.read", "of read and logits")
-    forward, with_logits = list(found.values())[:2]
-    for name, speeds in found.items():
+    forward, with_logits = list(rates.values())[:2]
+    for name, speeds in rates.items():
         ratios = [
             statistics.median(a / b for a, b in zip(speeds, base, strict=True))
             for base in (forward, with_logits)
@@ -114,15 +114,15 @@ def size_table() -> Table:
     """Bytes per token of 3 layers, ids, documents and masks included."""
     table = Table("4,096 channels, 3 layers", "bytes/token", "KiB/token", "GiB per million tokens")
     contents = Contents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
-    for kind in KINDS:
-        size = of_kind(contents, *kind).bytes_per_token
+    for way in STORED:
+        size = stored_as(contents, *way).bytes_per_token
         row = (f"{size:,}", f"{size / 1024:.2f}", f"{size * 1e6 / 2**30:.1f}")
-        table.add_row(label(*kind), *row)
+        table.add_row(label(*way), *row)
     return table
 
 
 def label(state_format: StateFormat, teacher: TeacherKind) -> str:
-    """Of a kind of capture."""
+    """The words for a format of states and a kind of teacher."""
     return f"{state_format.value}, {teacher.value}"
 
 
@@ -160,10 +160,10 @@ def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
         "target.read and logits": partial(bare, work, target, True),
     }
     with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
-            plan = replace(work.plan, contents=of_kind(work.plan.contents, *kind))
+        for way in STORED:
+            plan = replace(work.plan, contents=stored_as(work.plan.contents, *way))
             own = replace(work, folder=Path(folder), plan=plan)
-            runs[label(*kind)] = partial(written, own, target)
+            runs[label(*way)] = partial(written, own, target)
         return measured(runs, shards)
 
 

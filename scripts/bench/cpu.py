@@ -21,37 +21,162 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
-from tempfile import TemporaryFile
+from functools import cached_property, partial
+from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from conf.command.clock import Stopwatch
 from conf.errors import InputError
-from scripts.bench.apart import ROOT, markdown
-from scripts.bench.footprint import add_sizes
-from scripts.bench.parts import SIZES
+from eval.decode.drafters.lookup import PromptLookup
+from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generate import hf_generate
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree, usual_tree
+from heads.kinds import KINDS
+from heads.layers.packed import pack
+from heads.processor import this_processor
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from scripts.bench import engine as bench_engine
+from scripts.bench import training as bench_train
+from scripts.bench.harness import ROOT, add_sizes, markdown
 
+SIZES = {
+    "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
+    "new_tokens": 32, "threads": 1,
+}  # fmt: skip
+"""Those of the embedded default; a training step is one sequence of `length` tokens."""
 OLD = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
 """What makes an x86 CPU behave as one that has AVX2 and nothing newer."""
-KINDS = {
+COLUMNS = {
     "as it is": ({}, "float32"),
     "AVX2": (OLD, "float32"),
     "bfloat16": ({}, "bfloat16"),
     "AVX2, bfloat16": (OLD, "bfloat16"),
 }
 """Variables and dtype of each process, by its column."""
+TRAINED = {"Medusa": "medusa", "EAGLE-3": "eagle3"}
+DRAFTING = ("medusa", "eagle")
+DEPTH = 4
 Times = Mapping[str, Mapping[str, Sequence[float]]]
 """Milliseconds by column and part."""
+Run = Callable[[], int]
+"""Runs a part once, and gives its steps."""
+
+
+def parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
+    """Every part by its name.
+
+    Args:
+        sizes: `SIZES`, and `dtype`.
+        folder: for what training leaves.
+    """
+    options = bench_train.arguments([
+        "--hidden", str(sizes["hidden"]), "--layers", str(sizes["layers"]),
+        "--vocab", str(sizes["vocab"]), "--max-length", str(sizes["length"]), "--batch-size", "1",
+        "--dtype", sizes["dtype"], "--optimizer", "muon",
+    ])  # fmt: skip
+    return passes(sizes, options) | training(options, folder) | decoding(sizes)
+
+
+def passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
+    """Passes of a target: over few rows, packed as it answers; over many, as it teaches."""
+    answers = bench_engine.random_target(
+        getattr(torch, sizes["dtype"]), sizes["layers"], sizes["hidden"], sizes["vocab"]
+    )
+    teaches = bench_train.random_target(options, torch.device("cpu"))
+
+    def forward(target: Target, num_texts: int, num_rows: int) -> int:
+        ids = torch.arange(num_texts * num_rows).view(num_texts, num_rows) % sizes["vocab"]
+        with torch.inference_mode():
+            target.model(ids, use_cache=False)
+        return 1
+
+    texts = sizes["rows"] // sizes["length"]
+    return {
+        "target, 1 row": partial(forward, answers, 1, 1),
+        "target, 5 rows": partial(forward, answers, 1, 5),
+        f"target, {sizes['rows']:,} rows": partial(forward, teaches, texts, sizes["length"]),
+    }
+
+
+def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
+    """Steps of the training loop: the target's pass, forward, loss, backward, Muon."""
+
+    def step(run: Any) -> int:
+        run.optimizer_step()
+        return 1
+
+    steps: dict[str, Run] = {}
+    for name, form in TRAINED.items():
+        options.head = form
+        run, _ = bench_train.start(options, folder / form)
+        run.resume()
+        steps[f"{name}, training step"] = partial(step, run)
+    return steps
+
+
+def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
+    """A text by each way to draft, of a target whose text no rounding changes."""
+    dtype, vocab = getattr(torch, sizes["dtype"]), sizes["vocab"]
+    target = bench_engine.random_target(dtype, sizes["layers"], sizes["hidden"], vocab)
+    length = sizes["new_tokens"]
+    # It says again what stands in its prompt, so that look-ups find it.
+    start = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:1].tolist()
+    said = decode(target, NoDraft(), start, length).token_ids
+    prompt = (start + said) * -(-sizes["prompt"] // (length + 1)) + start
+    ways: dict[str, Callable[[], Drafter]] = {
+        "vanilla": NoDraft,
+        "prompt_lookup": PromptLookup,
+        "suffix": lambda: Suffix(SuffixTree(max_ngram=24)),
+    }
+    for name in DRAFTING:
+        kind = KINDS[name]
+        head = kind.untrained(target, next(reversed(kind.forms)), DraftVocab.everything(vocab))
+        pack(head.attach(target, target.dtype).eval())
+        depth = min(DEPTH, kind.longest(head))
+        ways[f"{name}_chain"] = partial(kind.drafter, head, Tree.chain(depth), GREEDY, [0])
+        if kind.static:
+            ways[f"{name}_tree"] = partial(kind.drafter, head, usual_tree(depth), GREEDY, [0])
+
+    def text(make: Callable[[], Drafter]) -> int:
+        return len(decode(target, make(), prompt, length).steps)
+
+    def generate() -> int:
+        return len(hf_generate(target, [prompt], length, GREEDY, 0)[0].steps)
+
+    texts = {f"text by {name}": partial(text, make) for name, make in ways.items()}
+    return texts | {"text by generate": generate}
+
+
+def serve(sizes: dict[str, Any]) -> None:
+    """Runs a part for each line of standard input: its name; `MILLISECONDS STEPS` is the answer."""
+    torch.set_num_threads(sizes["threads"])
+    # What training says goes elsewhere.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        runs = parts(sizes, Path(folder))
+        print(json.dumps([str(this_processor()), list(runs)]), file=answers, flush=True)
+        for line in sys.stdin:
+            watch = Stopwatch()
+            num_steps = runs[line.strip()]()
+            milliseconds = 1000 * watch.processor_seconds()
+            print(f"{milliseconds} {num_steps}", file=answers, flush=True)
 
 
 class Worker:
-    """A process of `scripts.bench.parts`, which goes on while others are started.
+    """A process that serves parts, and goes on while others are started.
 
     Args:
         variables: of its environment, besides ours.
@@ -59,9 +184,9 @@ class Worker:
     """
 
     def __init__(self, variables: Mapping[str, str], sizes: Mapping[str, object]) -> None:
-        self._errors = TemporaryFile("w+")  # noqa: SIM115, which `end` closes
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, which `end` closes
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.bench.parts", json.dumps(sizes)],
+            [sys.executable, __file__, "--serve", json.dumps(sizes)],
             cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(sizes["threads"]), **variables},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
@@ -73,8 +198,8 @@ class Worker:
         Raises:
             InputError: it failed.
         """
-        processor, parts = json.loads(self._answer())
-        return processor, parts
+        processor, names = json.loads(self._answer())
+        return processor, names
 
     def run(self, part: str) -> tuple[float, int]:
         """Milliseconds and steps of a part.
@@ -89,7 +214,7 @@ class Worker:
         return float(milliseconds), int(num_steps)
 
     def end(self) -> None:
-        """Ends it, whatever it does."""
+        """Ends the process, whatever it does."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -103,82 +228,82 @@ class Worker:
         return line
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The sizes; the defaults are those of the embedded default."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_sizes(parser, **SIZES, repeats=5)
-    parser.add_argument("--limit", type=float, default=3.0, help="times as long, at most")
-    return parser.parse_args(given)
-
-
 def measured(workers: Mapping[str, Worker], repeats: int) -> Times:
-    """Of all parts, each run by one process after the other, after one run to warm up.
+    """All parts, each run by one process after the other, after one run to warm up.
 
     Raises:
         InputError: they do not take the same steps, so that their times say nothing.
     """
-    parts = next(iter(workers.values())).about[1]
-    found: dict[str, dict[str, list[float]]] = {
-        column: {part: [] for part in parts} for column in workers
+    names = next(iter(workers.values())).about[1]
+    times: dict[str, dict[str, list[float]]] = {
+        column: {name: [] for name in names} for column in workers
     }
     for repeat in tqdm(range(repeats + 1), unit="round"):
-        for part in parts:
+        for name in names:
             steps = {}
             for column, worker in workers.items():
-                milliseconds, steps[column] = worker.run(part)
+                milliseconds, steps[column] = worker.run(name)
                 if repeat:
-                    found[column][part].append(milliseconds)
+                    times[column][name].append(milliseconds)
             if len(set(steps.values())) > 1:
-                raise InputError(f"{part}: takes other steps in other processes: {steps}")
-    return found
+                raise InputError(f"{name}: takes other steps in other processes: {steps}")
+    return times
 
 
 def table(times: Times) -> tuple[list[tuple[str, ...]], float]:
     """Rows of part, milliseconds as it is and with AVX2, their ratio, and milliseconds in bfloat16.
 
     Args:
-        times: of all columns of `KINDS`.
+        times: of all columns of `COLUMNS`.
 
     Returns:
         The rows, the part that loses most last, and its ratio.
     """
-    medians = {
-        column: {part: statistics.median(each) for part, each in parts.items()}
-        for column, parts in times.items()
-    }
-    new, old, *narrow = medians.values()
-    ratios = {part: old[part] / new[part] for part in new}
+    medians = [
+        {name: statistics.median(repeats) for name, repeats in column.items()}
+        for column in times.values()
+    ]
+    new, old, *narrow = medians
+    ratios = {name: old[name] / new[name] for name in new}
     rows = [
         (
-            part,
-            *(f"{each:.1f}" for each in (new[part], old[part])),
-            f"{ratio:.2f}",
-            *(f"{each[part]:.1f}" for each in narrow),
+            name,
+            f"{new[name]:.1f}",
+            f"{old[name]:.1f}",
+            f"{ratios[name]:.2f}",
+            *(f"{column[name]:.1f}" for column in narrow),
         )
-        for part, ratio in sorted(ratios.items(), key=lambda pair: pair[1])
+        for name in sorted(ratios, key=ratios.__getitem__)
     ]
     return rows, max(ratios.values())
 
 
 def main(given: list[str] | None = None) -> int:
     """Prints the table; 1 if a part fell off."""
-    options = arguments(given)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_sizes(parser, **SIZES, repeats=5)
+    parser.add_argument("--limit", type=float, default=3.0, help="times as long, at most")
+    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    if options.serve:
+        serve(options.serve)
+        return 0
     sizes = {name: getattr(options, name) for name in SIZES}
     with ExitStack() as stack:
         workers = {
             column: Worker(variables, sizes | {"dtype": dtype})
-            for column, (variables, dtype) in KINDS.items()
+            for column, (variables, dtype) in COLUMNS.items()
         }
-        for each in workers.values():
-            stack.callback(each.end)
+        for worker in workers.values():
+            stack.callback(worker.end)
         try:
-            here, old, *_ = (each.about[0] for each in workers.values())
+            here, old, *_ = (worker.about[0] for worker in workers.values())
             times = measured(workers, options.repeats)
         except InputError as error:
             sys.exit(f"error: {error}")
     rows, worst = table(times)
     print(f"{here} / {old}, {options.threads} thread(s), processor time, milliseconds\n")
-    print(markdown(("part", "as it is", "AVX2", "ratio", *list(KINDS)[2:]), rows))
+    print(markdown(("part", "as it is", "AVX2", "ratio", *list(COLUMNS)[2:]), rows))
     if worst > options.limit:
         print(f"\n{rows[-1][0]}: {worst:.1f} times as long with AVX2, {options.limit:g} allowed")
     return int(worst > options.limit)

@@ -1,4 +1,4 @@
-"""What the decoding engine loses: speed-up / tau with drafts of a set acceptance.
+"""Losses of the decoding engine: speed-up / tau with drafts of a set acceptance.
 
 `python scripts/bench/engine.py` makes a random target of 105 million parameters with the
 proportions of a large one (32 layers, a small vocabulary), lets each drafter do its real work
@@ -55,22 +55,22 @@ class Corrected:
         self.static_nodes = drafter.static_nodes and oracle.static_nodes
 
     def observe(self, seen: Seen) -> None:
-        """Both take it."""
+        """Shows both drafters what the target committed."""
         self.drafter.observe(seen)
         self.oracle.observe(seen)
 
     def propose(self, roots: Roots) -> Draft:
-        """The oracle's, when the drafter has done its work."""
+        """Drafts of the oracle, when the drafter has done its work."""
         self.drafter.propose(roots)
         return self.oracle.propose(roots)
 
     def keep(self, rows: list[int]) -> None:
-        """Both go on."""
+        """Keeps some rows of both."""
         self.drafter.keep(rows)
         self.oracle.keep(rows)
 
     def take(self, row: int, other: "Corrected") -> None:
-        """Both go on."""
+        """Takes a row of another's drafters."""
         self.drafter.take(row, other.drafter)
         self.oracle.take(row, other.oracle)
 
@@ -78,7 +78,7 @@ class Corrected:
 def random_target(
     dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
 ) -> Target:
-    """Packed; with the usual sizes 105M parameters.
+    """A packed target; with the usual sizes 105M parameters.
 
     The output head is the embedding in another order, so that a token follows from the last one
     by a wide margin: rounding in low precision must not change the text that the oracle knows.
@@ -104,7 +104,7 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
     def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
         return lambda: Corrected(make(), Oracle([text], tree, rate, target.vocab_size))
 
-    found = {
+    makes = {
         "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.chain(4)),
         "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
     }
@@ -120,15 +120,15 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
         }
         for words, shape in shapes.items():
             make = partial(kind.drafter, head, shape, GREEDY, [0])
-            found[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
-    return found
+            makes[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
+    return makes
 
 
 def measure(
     target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
 ) -> dict[str, list[Generation]]:
     """Texts of every drafter, interleaved, after a warm-up; on a GPU in captured steps."""
-    found: dict[str, list[Generation]] = {name: [] for name in makes}
+    texts: dict[str, list[Generation]] = {name: [] for name in makes}
 
     def decoding(make: Callable[[], Drafter]) -> Decoding:
         return Decoding(target, lambda _: make(), NUM_TOKENS, GREEDY, capture=True)
@@ -138,8 +138,8 @@ def measure(
         for name, run in runs.items():
             [text] = run([prompt], [0], 1)
             if repeat:
-                found[name].append(text)
-    return found
+                texts[name].append(text)
+    return texts
 
 
 def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
@@ -170,7 +170,7 @@ def measured(
 
 def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
     """Prints the table."""
-    target, found = measured(dtype, float(rate), int(num_layers))
+    target, texts = measured(dtype, float(rate), int(num_layers))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
     where = f"{target.device.type}, {torch.get_num_threads()} threads"
     table = Table(
@@ -178,8 +178,8 @@ def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> N
     )
     for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
-    for name, texts in found.items():
-        table.add_row(*row(name, texts, found["no drafting"]))
+    for name in texts:
+        table.add_row(*row(name, texts[name], texts["no drafting"]))
     Console(width=100).print(table)
 
 

@@ -32,8 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.command.clock import Stopwatch
-from scripts.bench.apart import ROOT, result_of
-from scripts.bench.footprint import best_device, where
+from scripts.bench.harness import ROOT, best_device, result_of, where
 
 FLOORS = {
     "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 4.0},
@@ -58,27 +57,27 @@ Figures = dict[str, float]
 
 def loss(small: bool) -> Figures:
     """The fused loss beside whole logits."""
+    from scripts.bench.plain_forms import loss_costs
+
     sizes = (256, 64, 512) if small else (8192, 4096, 128256)
-    job: dict[str, Any] = dict(zip(("tokens", "hidden", "vocab"), sizes, strict=True))
-    job |= {"dtype": "float32" if small else "bfloat16", "repeats": 3, "trained": False}
-    ours, naive = (
-        result_of("losses", job | {"path": path}, sys.executable) for path in ("ours", "naive")
-    )
+    costs = loss_costs(*sizes, torch.float32 if small else torch.bfloat16)
+    fused, whole = costs["fused"], costs["whole"]
     return {
-        "textbook's time over ours": naive["seconds"] / ours["seconds"],
-        "textbook's memory over ours": naive["peak_bytes"] / ours["peak_bytes"],
+        "textbook's time over ours": whole.seconds / fused.seconds,
+        "textbook's memory over ours": whole.peak_bytes / fused.peak_bytes,
     }
 
 
 def documents(small: bool) -> Figures:
     """The target over packed documents."""
-    from scripts.bench import documents as bench_documents
+    from scripts.bench.plain_forms import document_costs
+    from scripts.bench.training import arguments as sizes_of
 
-    sizes = "--tokens 512 --hidden 64"
+    sizes = "--max-length 512 --hidden 64 --layers 4"
     if not small:
-        sizes = "--tokens 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
-    found = bench_documents.measured(bench_documents.arguments(sizes.split()))
-    ours, mask = found["documents"], found["mask"]
+        sizes = "--max-length 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
+    costs = document_costs(sizes_of(sizes.split()))
+    ours, mask = costs["read"], costs["mask"]
     return {
         "time of a written mask over ours": mask.seconds / ours.seconds,
         "its memory over ours": mask.peak_bytes / ours.peak_bytes,
@@ -88,27 +87,27 @@ def documents(small: bool) -> Figures:
 
 def unroll(small: bool) -> Figures:
     """Attention of the training-time test at 7 steps."""
-    from scripts.bench import unroll as bench_unroll
+    from scripts.bench.plain_forms import unroll_costs
 
-    tokens, dtype = ("128", "float32") if small else ("4096", "bfloat16")
-    options = bench_unroll.arguments(["--tokens", tokens, "--dtype", dtype])
-    mib, seconds = bench_unroll.measured(options, 7, best_device())
+    costs = unroll_costs(*((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7)
+    fused, plain, full = (costs[name] for name in ("fused", "plain", "full"))
     return {
-        "time of full masks over ours, 7 steps": seconds[2] / seconds[0],
-        "their memory over ours": mib[2] / mib[0],
-        "time of plain torch over ours": seconds[1] / seconds[0],
+        "time of full masks over ours, 7 steps": full.seconds / fused.seconds,
+        "their memory over ours": full.peak_bytes / fused.peak_bytes,
+        "time of plain torch over ours": plain.seconds / fused.seconds,
     }
 
 
 def eagle3(depth: int, small: bool) -> Figures:
     """A step of EAGLE-3 on stored states, some steps deep."""
     eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
-    found = {f"eager over compiled, {depth} steps": eager["seconds"] / compiled["seconds"]}
+    figures = {f"eager over compiled, {depth} steps": eager["seconds"] / compiled["seconds"]}
     theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
     if theirs is not None:
         peer = _step("speculators", depth, small, theirs)
-        found[f"speculators' over compiled, {depth} steps"] = peer["seconds"] / compiled["seconds"]
-    return found
+        ratio = peer["seconds"] / compiled["seconds"]
+        figures[f"speculators' over compiled, {depth} steps"] = ratio
+    return figures
 
 
 def medusa(small: bool) -> Figures:
@@ -121,20 +120,21 @@ def medusa(small: bool) -> Figures:
 
 
 def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> dict[str, Any]:
-    names = (
-        "tokens", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab",
-        "draft_vocab",
-    )  # fmt: skip
-    sizes = (256, 64, 2, 1, 32, 96, 512, 256)
+    job: dict[str, Any] = {
+        "tokens": 256, "hidden": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32,
+        "intermediate": 96, "vocab": 512, "draft_vocab": 256,
+    }  # fmt: skip
     if not small:
-        sizes = (4096, 2048, 16, 4, 128, 5632, 32000, 32000)
-    job: dict[str, Any] = dict(zip(names, sizes, strict=True))
+        job = {
+            "tokens": 4096, "hidden": 2048, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128,
+            "intermediate": 5632, "vocab": 32000, "draft_vocab": 32000,
+        }  # fmt: skip
     job |= {"path": path, "depth": depth, "threads": torch.get_num_threads(), "repeats": 3}
-    return result_of("steps", job, python)
+    return result_of("peer_steps", job, python)
 
 
 def train(head: str, small: bool) -> Figures:
-    """The loop itself, with a kind of head."""
+    """The training loop itself, with a head."""
     from scripts.bench import training as bench_train
     from scripts.bench.predict_gpu import PREDICTED
 
@@ -144,15 +144,14 @@ def train(head: str, small: bool) -> Figures:
             "--hidden 2048 --layers 16 --vocab 32000 --max-length 4096 --batch-size 8 "
             "--micro-batch-size 2 --dtype bfloat16 --compile"
         )
-    found = bench_train.measured(bench_train.arguments([head, *sizes.split()]))
-    parts = {f"share of {name}": share for name, share in found.parts.items()}
+    speed = bench_train.measured(bench_train.arguments([head, *sizes.split()]))
     predicted = {} if small else json.loads(PREDICTED.read_text())
     return {
-        "FLOP/s over those of a matmul": found.utilisation,
-        "tokens/s": found.tokens_per_s,
+        "FLOP/s over those of a matmul": speed.utilisation,
+        "tokens/s": speed.tokens_per_s,
         **({"tokens/s, predicted at most": predicted[head]} if predicted else {}),
-        "peak, GiB": found.peak_gib,
-        **parts,
+        "peak, GiB": speed.peak_gib,
+        **{f"share of {name}": share for name, share in speed.parts.items()},
     }
 
 
@@ -163,12 +162,12 @@ def engine(small: bool) -> Figures:
     settings = ("float32", 0.8, 4) if small else ("bfloat16", 0.8, 32)
     _, texts = bench_engine.measured(*settings)
     base = texts.pop("no drafting")
-    found = {name: float(bench_engine.row(name, each, base)[3]) for name, each in texts.items()}
+    kept = {name: float(bench_engine.row(name, text, base)[3]) for name, text in texts.items()}
     least = {
-        f"least speed-up / tau of a {kind}": min(v for name, v in found.items() if kind in name)
-        for kind in ("chain", "tree")
+        f"least speed-up / tau of a {shape}": min(v for name, v in kept.items() if shape in name)
+        for shape in ("chain", "tree")
     }
-    return least | {f"speed-up / tau, {name}": value for name, value in found.items()}
+    return least | {f"speed-up / tau, {name}": value for name, value in kept.items()}
 
 
 def capture(small: bool) -> Figures:
@@ -227,7 +226,7 @@ BENCHES: dict[str, Callable[[bool], Figures]] = {
 
 
 def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
-    """Each figure with its floor and whether it is reached, which is None if it is not judged."""
+    """Each figure with its floor; `passed` is None where it is not judged."""
     floors = FLOORS[name]
     missing = floors.keys() - figures.keys()
     assert not missing, f"{name} gave no {sorted(missing)}"
@@ -235,7 +234,9 @@ def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
     for figure, value in figures.items():
         floor = floors.get(figure)
         passed = None if floor is None or not judged else value >= floor
-        rows.append(_row(name, figure, value, floor, passed))
+        rows.append(
+            {"bench": name, "figure": figure, "value": value, "floor": floor, "passed": passed}
+        )
     return rows
 
 
@@ -253,22 +254,18 @@ def run(name: str, small: bool) -> list[dict[str, Any]]:
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
         child.communicate()
-        return [_failed(name, f"no end within {TIMEOUT_S} s")]
+        return [failed(name, f"no end within {TIMEOUT_S} s")]
     if child.returncode:
         print(complaint[-3000:], file=sys.stderr)
-        return [_failed(name, (complaint.strip().splitlines() or ["no word"])[-1])]
+        return [failed(name, (complaint.strip().splitlines() or ["no word"])[-1])]
     print(f"{name}: {watch.seconds():.0f} s", flush=True)
     return rows_of(name, json.loads(said.splitlines()[-1]), not small)
 
 
-def _failed(name: str, why: str) -> dict[str, Any]:
-    return _row(name, f"failed: {why}", None, None, False)
-
-
-def _row(
-    name: str, figure: str, value: float | None, floor: float | None, passed: bool | None
-) -> dict[str, Any]:
-    return {"bench": name, "figure": figure, "value": value, "floor": floor, "passed": passed}
+def failed(name: str, why: str) -> dict[str, Any]:
+    """The row of a benchmark that gave no figures."""
+    figure = f"failed: {why}"
+    return {"bench": name, "figure": figure, "value": None, "floor": None, "passed": False}
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -315,15 +312,15 @@ def main() -> None:
         "small": options.small,
     }  # fmt: skip
     before = json.loads(options.out.read_text()) if options.out.exists() else {}
-    found = before.get("rows", []) if before.get("about") == about else []
+    rows = before.get("rows", []) if before.get("about") == about else []
     for name in options.names or BENCHES:
-        found = [row for row in found if row["bench"] != name] + run(name, options.small)
+        rows = [row for row in rows if row["bench"] != name] + run(name, options.small)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
-    Console(width=110).print(table(found, f"{about['device']}, torch {about['torch']}"))
-    failed = [row for row in found if row["passed"] is False]
-    print(f"{len(failed)} of {len(found)} figures failed; written to {options.out}")
-    sys.exit(1 if failed else 0)
+        options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    Console(width=110).print(table(rows, f"{about['device']}, torch {about['torch']}"))
+    num_failed = sum(row["passed"] is False for row in rows)
+    print(f"{num_failed} of {len(rows)} figures failed; written to {options.out}")
+    sys.exit(1 if num_failed else 0)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from data.templates.chat import Sample
 from heads.kinds import forms
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench.footprint import highest
-from scripts.bench.objectives import fresh_objective
+from scripts.bench.harness import ROOT, highest
+from scripts.bench.training import fresh_objective
 from train.loop import loop
 from train.loop.job import Job
 from train.loop.memory import Parts, estimate
@@ -83,8 +83,8 @@ def large(length: int) -> Table:
         objective = make_objective(name, llama(1, 32, length), 32000, torch.device("meta"))
         for strategy in FILES:
             table.add_column(f"{name}\n{strategy}", justify="right")
-            found = estimate(objective, Setting(length, DTYPE, strategy, 8, cuda=True))
-            columns.append(found or {})
+            setting = Setting(length, DTYPE, strategy, 8, cuda=True)
+            columns.append(estimate(objective, setting) or {})
     for part in dict.fromkeys(part for column in columns for part in column):
         cells = (column.get(part) for column in columns)
         table.add_row(part, *("" if size is None else f"{size / 1e9:.1f}" for size in cells))
@@ -96,7 +96,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
     """Strategy, estimate and measured peak in bytes of the third step, of this process."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         config = TrainConfig(
@@ -120,7 +120,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
         run.close()
     strategy = run.placement.name
     parts = estimate(objective, Setting.of(config, length, strategy, accelerator)) or {}
-    peak = highest(found.profiler.kineto_results.events(), "measured")
+    peak = highest(profiler.profiler.kineto_results.events(), "measured")
     processes.end(accelerator)
     return {"strategy": strategy, "parts": parts, "peak": peak}
 
@@ -129,7 +129,7 @@ def launched(name: str, length: int, file: str | None) -> dict[str, Any]:
     """`measured` in processes of its own: one, or two by a launch file."""
     command, environment = [sys.executable], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     if file is not None:
-        config = Path(__file__).resolve().parents[2] / f"conf/accelerate/{file}.yaml"
+        config = ROOT / f"conf/accelerate/{file}.yaml"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += [__file__, "--worker", name, "--length", str(length)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -142,11 +142,11 @@ def small(length: int) -> Table:
     table = Table("head", "launch", "estimated", "measured", "ratio", title=title)
     for name in HEADS:
         for strategy, file in [("one process", None), *FILES.items()]:
-            found = launched(name, length, file)
-            sums = sum(found["parts"].values()), found["peak"]
-            cells = (f"{each / 1e6:.0f}" for each in sums)
-            launch = strategy if file is None else f"{found['strategy']}, 2 processes"
-            table.add_row(name, launch, *cells, f"{sums[0] / sums[1]:.2f}")
+            result = launched(name, length, file)
+            estimated, peak = sum(result["parts"].values()), result["peak"]
+            launch = strategy if file is None else f"{result['strategy']}, 2 processes"
+            sizes = (f"{size / 1e6:.0f}" for size in (estimated, peak))
+            table.add_row(name, launch, *sizes, f"{estimated / peak:.2f}")
     return table
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from conf.errors import InputError
-from scripts.bench.apart import ROOT, markdown
+from scripts.bench.harness import ROOT, markdown
 
 LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
 TARGETS = {

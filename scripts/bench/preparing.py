@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import resource
 import tempfile
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -35,15 +36,15 @@ from data.prepared.pack import PackedDataset, prepare
 from data.prepared.preparing import num_cores
 from data.rows.records import load_records
 from data.templates.chat import Encoder
-from scripts.bench.footprint import add_sizes
-from scripts.bench.residence import peak_while, residence
+from scripts.bench.harness import add_sizes
 
 MIB = 2**20
 NUM_READERS = 2
+INTERVAL_S = 0.5
 
 
 class Cost(NamedTuple):
-    """Of one way to the packed sequences.
+    """The cost of one way to the packed sequences.
 
     Attributes:
         rows: conversations.
@@ -58,6 +59,43 @@ class Cost(NamedTuple):
     busy: float
     memory: dict[str, int]
     checksum: str
+
+
+class Memory(NamedTuple):
+    """Bytes of a process: `rss` with shared pages, `pss` with its share of them."""
+
+    rss: int
+    pss: int
+
+
+def memory(pid: int | str = "self") -> Memory:
+    """The memory of a process as Linux counts it; none of one that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return Memory(0, 0)
+    sizes = dict(line.split(":", 1) for line in text.splitlines()[1:])
+    return Memory(*(int(sizes[name].split()[0]) * 1024 for name in ("Rss", "Pss")))
+
+
+def family(pid: int) -> list[int]:
+    """A process, those that it started, and those that they did."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(c) for task in tasks for c in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        children = []
+    return [pid, *(member for child in children for member in family(child))]
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process in all its threads; 0 of one that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -85,41 +123,54 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
 def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
     """The baseline: a loop over the rows, which stay in memory."""
     encoder = Encoder(AutoTokenizer.from_pretrained(target))
-    before = residence().pss
+    before = memory().pss
     watch = Stopwatch()
     records = load_records(path).records
     samples = (sample for record in records for sample in encoder.encode(record))
     packed = PackedDataset(samples, tokens, seed=0)
     seconds, busy = watch.seconds(), watch.processor_seconds()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = {"one process, peak RSS": peak, "beyond what it began with": peak - before}
-    return Cost(len(records), seconds, busy, memory, packed.checksum)
+    sizes = {"one process, peak RSS": peak, "beyond what it began with": peak - before}
+    return Cost(len(records), seconds, busy, sizes, packed.checksum)
 
 
 def prepared(config: DataConfig, target: str) -> Cost:
-    """The first start."""
+    """The first start, with all processes that it takes, looked at twice a second."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    costs: list[Cost] = []
+    sizes: list[list[int]] = []
+    busy: dict[int, float] = {}
+    done = threading.Event()
 
-    def run() -> None:
+    def look() -> None:
+        while not done.wait(INTERVAL_S):
+            pids = family(os.getpid())
+            sizes.append([memory(pid).pss for pid in pids])
+            for pid in pids:
+                busy[pid] = max(busy.get(pid, 0.0), processor_seconds(pid))
+
+    before = processor_seconds(os.getpid())
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
         watch = Stopwatch()
         train, heldout, report = prepare(config, tokenizer, seed=0, progress=False)
         assert len(heldout)
         seconds = watch.seconds()
-        costs.append(Cost(report.num_records, seconds, 0.0, {}, train.checksum))
-
-    peak = peak_while(run, os.getpid())
-    memory = {
-        "largest process, peak PSS": peak.largest,
-        f"all {peak.num_processes} processes, peak PSS": peak.together,
+    finally:
+        done.set()
+        looking.join()
+    peaks = {
+        "largest process, peak PSS": max(map(max, sizes)),
+        f"all {max(map(len, sizes))} processes, peak PSS": max(map(sum, sizes)),
     }
-    return costs[0]._replace(memory=memory, busy=peak.processor_seconds)
+    spent = sum(busy.values()) - before
+    return Cost(report.num_records, seconds, spent, peaks, train.checksum)
 
 
 def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
     """A later start, in one of several processes that read every sequence."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    before = residence()
+    before = memory()
     meeting.wait()
     watch = Stopwatch()
     train, _, report = prepare(config, tokenizer, seed=0, progress=False)
@@ -127,14 +178,14 @@ def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
     for index in range(len(train)):
         train[index]
     meeting.wait()
-    after = residence()
+    after = memory()
     meeting.wait()
-    memory = {
+    sizes = {
         f"each of {NUM_READERS}, all read, RSS": after.rss,
         f"each of {NUM_READERS}, all read, PSS": after.pss,
         "PSS beyond what it began with": after.pss - before.pss,
     }
-    return Cost(report.num_records, seconds, busy, memory, train.checksum)
+    return Cost(report.num_records, seconds, busy, sizes, train.checksum)
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
@@ -156,48 +207,44 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
         multiprocessing.Manager() as manager,
         ProcessPoolExecutor(NUM_READERS, context, max_tasks_per_child=1) as pool,
     ):
-        baseline = pool.submit(one_at_a_time, str(few), options.target, options.tokens)
-        found = {"one at a time, in memory": baseline.result()}
+        baseline = pool.submit(one_at_a_time, str(few), options.target, options.tokens).result()
         first = pool.submit(prepared, config, options.target).result()
-        found[f"first start, {options.num_proc} workers"] = first
         meeting = manager.Barrier(NUM_READERS)
         readers = [pool.submit(opened, config, options.target, meeting) for _ in range(NUM_READERS)]
-        costs = [reader.result() for reader in readers]
-    if {cost.checksum for cost in costs} != {first.checksum}:
+        seconds = [reader.result() for reader in readers]
+    if {cost.checksum for cost in seconds} != {first.checksum}:
         raise RuntimeError("a second start has other tokens than the first")
-    return found | {"second start": max(costs, key=lambda cost: cost.seconds)}
+    return {
+        "one at a time, in memory": baseline,
+        f"first start, {options.num_proc} workers": first,
+        "second start": max(seconds, key=lambda cost: cost.seconds),
+    }
 
 
-def table_of(found: dict[str, Cost]) -> Table:
-    """A line for each way; processor time is in microseconds of a conversation."""
+def print_tables(costs: dict[str, Cost]) -> None:
+    """A line for each way, processor time in microseconds of a conversation; and its memory."""
     table = Table("", "conversations", "seconds", "per second", "ratio", "processor us")
-    base, *_ = found.values()
-    for name, cost in found.items():
+    sizes = Table("", "memory", "MiB")
+    base, *_ = costs.values()
+    for name, cost in costs.items():
         speed = cost.rows / cost.seconds
         ratio = speed * base.seconds / base.rows
         figures = (f"{cost.rows:,}", f"{cost.seconds:,.1f}", f"{speed:,.0f}", f"{ratio:.2f}")
         table.add_row(name, *figures, f"{1e6 * cost.busy / cost.rows:,.0f}")
-    return table
-
-
-def memory_of(found: dict[str, Cost]) -> Table:
-    """A line for each figure."""
-    table = Table("", "memory", "MiB")
-    for name, cost in found.items():
-        for what, size in cost.memory.items():
-            table.add_row(name, what, f"{size / MIB:,.0f}")
-    return table
+        for words, size in cost.memory.items():
+            sizes.add_row(name, words, f"{size / MIB:,.0f}")
+    Console().print(table)
+    Console().print(sizes)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     options = arguments()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(options, Path(folder))
+        costs = measured(options, Path(folder))
     print(f"{num_cores()} cores, on which {load:.1f} processes were running before")
-    Console().print(table_of(found))
-    Console().print(memory_of(found))
+    print_tables(costs)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from conf.command.launch import rest_while_waiting
 rest_while_waiting()
 
 import argparse
+import importlib
 import math
 import random
 import resource
@@ -39,11 +40,11 @@ from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
 from data.templates.chat import Sample
-from heads.kinds import forms
+from heads.kinds import forms, name_of
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench.footprint import add_sizes, best_device, where
-from scripts.bench.objectives import fresh_objective
+from scripts.bench.harness import add_sizes, best_device, where
 from train.loop import loop
 from train.loop.job import Job
 from train.parallel import processes
@@ -94,8 +95,21 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         left -= length
 
 
+def fresh_objective(form: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> Any:
+    """The objective with which an entry script trains an untrained head.
+
+    Args:
+        form: one of `heads.kinds.forms`.
+        target: the frozen target.
+        vocab: of heads that may choose.
+    """
+    head = forms()[form].untrained(target, form, vocab)
+    entry: Any = importlib.import_module(f"train.{name_of(head)}")
+    return entry.default_objective(head, target)
+
+
 def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
-    """A run that was started and has made no step."""
+    """A run of the training loop before its first step, and its data."""
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
     config = TrainConfig(
         max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
@@ -117,7 +131,7 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Of a product of two square matrices, the median of several."""
+    """FLOP/s of a product of two square matrices, by the median time of several."""
     size = 8192 if device.type == "cuda" else 1536
     a = torch.randn(size, size, device=device).to(dtype)
     times = [timed(lambda: a @ a, device) for _ in range(8)]
@@ -130,31 +144,24 @@ def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         whole = sum(timed(run.optimizer_step, run.device) for _ in range(num_steps))
-    found = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(PARTS, 0.0)
     for event in profiler.key_averages():
         # On CUDA a part is told twice: what the host spent on it, and the device.
         on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if event.key in found and on_device == (cuda and event.key != "waiting"):
+        if event.key in parts and on_device == (cuda and event.key != "waiting"):
             spent = event.device_time_total if on_device else event.cpu_time_total
-            found[event.key] += spent / 1e6 / whole
-    return found
-
-
-def peak_gib(device: torch.device) -> float:
-    """Of the device's memory, or of the process's on a CPU, weights included."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            parts[event.key] += spent / 1e6 / whole
+    return parts
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What some steps took.
+    """The cost of some training steps.
 
     Attributes:
         step_s: median of a step.
         tokens_per_s: without padding.
-        peak_gib: see `peak_gib`.
+        peak_gib: of the device's memory, or of the process's on a CPU, weights included.
         padding: share of the tokens of the data set.
         parts: share of the time of each of `PARTS`.
         matmul: FLOP/s of a square matrix product.
@@ -189,10 +196,14 @@ def measured(options: argparse.Namespace) -> Speed:
         run.close()
     rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
     step_s = statistics.median(times)
+    if run.device.type == "cuda":
+        peak_gib = torch.cuda.max_memory_allocated(run.device) / 2**30
+    else:
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return Speed(
         step_s=step_s,
         tokens_per_s=tokens / sum(times),
-        peak_gib=peak_gib(run.device),
+        peak_gib=peak_gib,
         padding=1 - train.num_tokens / (len(train) * options.max_length),
         parts=parts,
         matmul=rate,
@@ -204,18 +215,18 @@ def measured(options: argparse.Namespace) -> Speed:
 def main() -> None:
     """Prints the table."""
     options = arguments()
-    found = measured(options)
-    head = f"{options.head}, head of {found.head_size / 1e6:.1f} M, {options.dtype}"
+    speed = measured(options)
+    head = f"{options.head}, head of {speed.head_size / 1e6:.1f} M, {options.dtype}"
     table = Table("figure", "value", title=f"{head}, {where(best_device())}")
-    table.add_row("time of a step", f"{1000 * found.step_s:.0f} ms")
-    table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}")
-    table.add_row("peak memory", f"{found.peak_gib:.2f} GiB")
-    table.add_row("padding", f"{found.padding:.1%}")
-    for name, share in found.parts.items():
+    table.add_row("time of a step", f"{1000 * speed.step_s:.0f} ms")
+    table.add_row("tokens per second", f"{speed.tokens_per_s:,.0f}")
+    table.add_row("peak memory", f"{speed.peak_gib:.2f} GiB")
+    table.add_row("padding", f"{speed.padding:.1%}")
+    for name, share in speed.parts.items():
         table.add_row(f"time: {name}", f"{share:.1%}")
-    table.add_row("time: rest", f"{1 - sum(found.parts.values()):.1%}")
-    table.add_row("matmul", f"{found.matmul / 1e12:.2f} TFLOP/s")
-    table.add_row("model FLOP utilisation", f"{found.utilisation:.1%}")
+    table.add_row("time: rest", f"{1 - sum(speed.parts.values()):.1%}")
+    table.add_row("matmul", f"{speed.matmul / 1e12:.2f} TFLOP/s")
+    table.add_row("model FLOP utilisation", f"{speed.utilisation:.1%}")
     Console(width=80).print(table)
 
 

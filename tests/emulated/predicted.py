@@ -42,7 +42,7 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import training as bench_train
-from scripts.bench.objectives import fresh_objective
+from scripts.bench.training import fresh_objective
 from train.eagle import EagleObjective
 from train.medusa import make_head
 from train.medusa2 import Medusa2Objective

@@ -26,8 +26,7 @@ ONE_OF_EACH_FOLDER = (
 PLAIN = ("scripts/embedded/make.py", "scripts/bench/predict_gpu.py", "scripts/verify_export.py")
 OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
 BENCH_NAMES = (
-    "against_peers", "capture", "cpu", "documents", "engine", "generate", "gpu", "hybrid", "losses",
-    "memory", "operations", "preparing", "products", "prompt", "rates", "training", "unroll",
+    "against_peers", "capture", "cpu", "engine", "gpu", "memory", "preparing", "training",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench/{name}.py" for name in BENCH_NAMES)
 

@@ -16,7 +16,7 @@ from heads.target_model.attention import FLASH, FUSED, PLAIN, Scores, by_documen
 from heads.target_model.attention_pattern import AttentionPattern
 from heads.target_model.check import check_served
 from heads.target_model.model import Taps, Target
-from scripts.bench.footprint import peak_bytes
+from scripts.bench.harness import peak_bytes
 
 CPU = torch.device("cpu")
 # Two packed sequences of three documents, the first with padding; windows are of 12 tokens.

@@ -9,7 +9,7 @@ from conf.settings.medusa import AdapterConfig
 from heads.layers.documents import Documents
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
-from scripts.bench.footprint import peak_bytes
+from scripts.bench.harness import peak_bytes
 
 CPU = torch.device("cpu")
 LENGTHS = [150, 90, 16]

@@ -16,7 +16,7 @@ from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
 from heads.target_model.prefill import parts
 from heads.target_model.prefill import prefill as read_rows
-from scripts.bench.footprint import peak_bytes
+from scripts.bench.harness import peak_bytes
 from tests.toys import FAMILIES, random_target, save_target, texts
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -10,10 +10,9 @@ import torch
 
 from conf.errors import InputError
 from scripts.bench import against_peers as bench_peers
-from scripts.bench.against_peers import Row
-from scripts.bench.apart import result_of
-from scripts.bench.peers import block_steps
-from scripts.bench.peers.steps import PATHS, StepInputs, StepJob, measured, stepper
+from scripts.bench.against_peers import Peer
+from scripts.bench.harness import result_of
+from scripts.bench.peer_steps import PATHS, StepInputs, StepJob, measured, stepper
 from train.blocks import objective as blocks
 
 CPU = torch.device("cpu")
@@ -21,7 +20,7 @@ SIZES: dict[str, int] = {
     "tokens": 256, "hidden": 64, "vocab": 128, "draft_vocab": 96, "num_heads": 2,
     "num_kv_heads": 1, "head_dim": 32, "intermediate": 96, "threads": 1, "repeats": 1,
 }  # fmt: skip
-OURS = [Row("ours", "medusa"), Row("original Medusa step", "original_medusa")]
+OURS = [Peer("ours", "medusa"), Peer("original Medusa step", "original_medusa")]
 
 
 def job(path: str, depth: int) -> StepJob:
@@ -34,19 +33,16 @@ def anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "drawn", blocks.drawn)
 
 
-WORKERS = {"steps": PATHS, "block_steps": block_steps.PATHS}
-
-
-def losses(path: str, depth: int, num_steps: int, worker: str = "steps") -> list[float]:
-    found = job(path, depth)
-    step = stepper(WORKERS[worker][path](found, StepInputs.of(found, CPU)))
+def losses(path: str, depth: int, num_steps: int) -> list[float]:
+    asked = job(path, depth)
+    step = stepper(PATHS[path](asked, StepInputs.of(asked, CPU)))
     return [float(step()) for _ in range(num_steps)]
 
 
-def here(worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
-    found = StepJob(**question)
-    training = WORKERS[worker][found.path](found, StepInputs.of(found, CPU))
-    return measured(found, training, CPU)
+def here(_worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
+    asked = StepJob(**question)
+    training = PATHS[asked.path](asked, StepInputs.of(asked, CPU))
+    return measured(asked, training, CPU)
 
 
 def test_documents_have_prompts_longer_than_any_depth() -> None:
@@ -68,25 +64,22 @@ def test_the_original_medusa_step_trains_the_same_heads() -> None:
 
 @pytest.mark.engine
 @pytest.mark.skipif(bench_peers.SPECULATORS not in os.environ, reason="needs speculators")
-@pytest.mark.parametrize("depth", bench_peers.EAGLE3_STEPS)
-def test_speculators_trains_the_same_head(depth: int) -> None:
-    question = SIZES | {"path": "speculators", "depth": depth}
-    theirs = result_of("steps", question, os.environ[bench_peers.SPECULATORS])
-    assert theirs["loss"] == pytest.approx(losses("eagle3", depth, 1)[0], rel=1e-5)
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(bench_peers.SPECULATORS not in os.environ, reason="needs speculators")
-def test_speculators_trains_the_same_blocks() -> None:
-    question = SIZES | {"path": "speculators_dflash", "depth": 5}
-    theirs = result_of("block_steps", question, os.environ[bench_peers.SPECULATORS])
-    mine = losses("dflash", 5, 1, "block_steps")[0]
-    assert theirs["loss"] == pytest.approx(mine, rel=1e-5)
+@pytest.mark.parametrize(
+    ("theirs", "ours", "depth"),
+    [
+        *(("speculators", "eagle3", depth) for depth in bench_peers.EAGLE3_STEPS),
+        ("speculators_dflash", "dflash", 5),
+    ],
+)
+def test_speculators_trains_the_same_head(theirs: str, ours: str, depth: int) -> None:
+    question = SIZES | {"path": theirs, "depth": depth}
+    result = result_of("peer_steps", question, os.environ[bench_peers.SPECULATORS])
+    assert result["loss"] == pytest.approx(losses(ours, depth, 1)[0], rel=1e-5)
 
 
 def test_blocks_learn() -> None:
-    found = losses("dflash", 5, 3, "block_steps")
-    assert found[2] < found[0]
+    first, _, last = losses("dflash", 5, 3)
+    assert last < first
 
 
 def test_tables_of_our_paths(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -124,20 +117,20 @@ def test_a_worker_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(subprocess, "run", run)
     question = SIZES | {"path": "medusa", "depth": 2}
-    found = result_of("steps", question, sys.executable)
-    assert found["loss"] == pytest.approx(losses("medusa", 2, 1)[0], rel=1e-6)
-    assert found["seconds"] > 0 and found["peak_bytes"] > 0
-    assert begun == ["-m", "scripts.bench.peers.steps"]
+    result = result_of("peer_steps", question, sys.executable)
+    assert result["loss"] == pytest.approx(losses("medusa", 2, 1)[0], rel=1e-6)
+    assert result["seconds"] > 0 and result["peak_bytes"] > 0
+    assert begun == ["-m", "scripts.bench.peer_steps"]
 
 
 @pytest.mark.parametrize("loss", [2.001, float("nan")])
 def test_a_step_with_another_loss_is_refused(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"medusa": 2.0, "original_medusa": loss}
+    told = {"medusa": 2.0, "original_medusa": loss}
     monkeypatch.setattr(
         bench_peers,
         "result_of",
         lambda _worker, question, _python: {
-            "loss": found[question["path"]], "seconds": 1.0, "peak_bytes": 1, "versions": [],
+            "loss": told[question["path"]], "seconds": 1.0, "peak_bytes": 1, "versions": [],
         },
     )  # fmt: skip
     with pytest.raises(InputError, match="original Medusa step: first loss"):

@@ -6,7 +6,6 @@ import pytest
 
 from conf.errors import InputError
 from scripts.bench import cpu as bench_cpu
-from scripts.bench import parts
 
 SMALL = {
     "hidden": 128, "layers": 4, "vocab": 128, "rows": 32, "length": 32, "prompt": 8,
@@ -68,7 +67,7 @@ def test_texts_of_other_steps_are_not_compared(monkeypatch) -> None:
 
 
 def test_parts_are_what_the_quickstart_does(tmp_path: Path) -> None:
-    found = parts.parts(SMALL | {"dtype": "float32"}, tmp_path)
+    found = bench_cpu.parts(SMALL | {"dtype": "float32"}, tmp_path)
     steps = {name: run() for name, run in found.items()}
     # The prompt's pass gives one token of six; look-ups find the rest, untrained heads none of it.
     assert steps == {

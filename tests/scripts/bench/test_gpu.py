@@ -40,7 +40,7 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(name: str, small: bool) -> list[dict[str, Any]]:
         if name == "unroll":
-            return [bench_gpu._failed(name, "out of memory")]
+            return [bench_gpu.failed(name, "out of memory")]
         return bench_gpu.rows_of(name, dict(bench_gpu.FLOORS[name]), True)
 
     def call(*names: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -75,6 +75,13 @@ def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["figure"] == "failed: no end within 0.5 s"
     assert row["passed"] is False
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("name", ["documents", "unroll"])
+def test_parts_of_a_step_are_held_against_plain_forms(name: str) -> None:
+    figures = bench_gpu.BENCHES[name](True)
+    assert figures.keys() >= bench_gpu.FLOORS[name].keys()
+    assert min(figures.values()) > 0
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
-"""What a computation costs here: the peak of its memory and its median time.
+"""Shared by benchmarks: time and memory of a computation, workers, flags and tables.
 
 Needs torch alone, so that it also runs in the environments of other toolkits.
 """
 
 import argparse
+import json
 import math
 import statistics
-from collections.abc import Callable
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +17,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from conf.command.clock import timed
+from conf.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Footprint(NamedTuple):
-    """Of one run.
+    """The cost of one call.
 
     Attributes:
         seconds: median.
@@ -29,23 +35,23 @@ class Footprint(NamedTuple):
 
 
 def footprint(run: Callable[[], object], device: torch.device, repeats: int) -> Footprint:
-    """After one run to warm up, one for the memory and `repeats` for the time."""
+    """After one call to warm up, one for the memory and `repeats` for the time."""
     run()
     peak = peak_bytes(run, device)
-    return Footprint(median_seconds(run, device, repeats), peak)
+    return Footprint(statistics.median(timed(run, device) for _ in range(repeats)), peak)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak of the tensor memory that a run allocates beyond what was there before."""
+    """Peak of the tensor memory that a call allocates beyond what was there before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
     # Every allocation, unlike resident memory, which also counts what nobody holds any more.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    return highest(found.profiler.kineto_results.events())
+    return highest(profiler.profiler.kineto_results.events())
 
 
 def highest(events: list[Any], within: str | None = None) -> int:
@@ -66,18 +72,28 @@ def highest(events: list[Any], within: str | None = None) -> int:
     return peak
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median over repeats."""
-    return statistics.median(timed(run, device) for _ in range(repeats))
+def result_of(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
+    """The result of a job in a process, or an environment, apart.
 
+    A process of its own keeps one path's memory out of another's; another toolkit needs other
+    packages than ours anyway. A worker reads a job and writes a result, both JSON files.
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = dict(line.split(":") for line in lines)["MemAvailable"]
-    return int(free.split()[0]) * 1024
+    Args:
+        worker: module of `scripts/bench/`.
+        job: for its JSON file.
+        python: the interpreter.
+
+    Raises:
+        InputError: it failed, with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder) / "job.json", Path(folder) / "result.json"
+        question.write_text(json.dumps(job))
+        command = [python, "-m", f"scripts.bench.{worker}", str(question), str(answer)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise InputError(f"{python}: {job} failed there:\n{done.stderr[-2000:]}")
+        return json.loads(answer.read_text())
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
@@ -96,3 +112,9 @@ def where(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s)"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))

@@ -1,15 +1,18 @@
 """One training step of a draft head on stored hidden states, the way of one toolkit.
 
-    python -m scripts.bench.peers.steps job.json result.json
+    python -m scripts.bench.peer_steps job.json result.json
 
 runs in the environment of the path that the job names, so besides torch it imports only that
 path's library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
+
+Both DFlash paths draft behind the same tokens of one document, learn the target's distribution
+alike, and through its output head, which stays as it is.
 """
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,26 +22,26 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from scripts.bench.footprint import best_device, footprint
+from scripts.bench.harness import best_device, footprint
 
-EPS = 1e-5
-"""Of every norm."""
+NORM_EPS = 1e-5
 NUM_LAYERS = 3
-"""Of the target, whose states EAGLE-3 fuses."""
+"""Layers of the target, whose states EAGLE-3 fuses."""
 IGNORED = -100
 LEARNING_RATE = 1e-4
 LARGEST_NORM = 1.0
+NUM_BLOCK_LAYERS, NUM_ANCHORS, GAMMA, MASK = 5, 128, 4.0, 0
 
 
 @dataclass(frozen=True)
 class StepJob:
-    """What to run.
+    """A path, and its sizes.
 
     Attributes:
         path: a key of `PATHS`.
         tokens, hidden, vocab, draft_vocab: T, H, V and W.
         num_heads, num_kv_heads, head_dim, intermediate: of EAGLE's layer.
-        depth: K, steps of EAGLE's training-time test or Medusa heads.
+        depth: K, steps of EAGLE's training-time test, Medusa heads or rows of a DFlash block.
         threads: of torch, on a CPU.
         repeats: timed steps.
     """
@@ -57,20 +60,20 @@ class StepJob:
     repeats: int
 
     def llama(self) -> Any:
-        """Of the target, and of EAGLE's layer."""
+        """The config of the target, and of EAGLE's layer."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=NUM_LAYERS, num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, head_dim=self.head_dim, rms_norm_eps=EPS,
+            num_key_value_heads=self.num_kv_heads, head_dim=self.head_dim, rms_norm_eps=NORM_EPS,
             max_position_embeddings=self.tokens,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a feature store and the target's two ends hold, in float32.
+    """Contents of a feature store, and the target's embedding and output head, in float32.
 
     Attributes:
         text: `input_ids`, `position_ids`, `document_ids` [1, T] int64, `loss_mask` [1, T] bool;
@@ -98,6 +101,18 @@ class StepInputs:
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(*shape, generator=generator) * scale).to(device)
 
+        hidden, wide = job.hidden, job.intermediate
+        queries, keys = job.num_heads * job.head_dim, job.num_kv_heads * job.head_dim
+        shapes = {
+            "fc.weight": (hidden, NUM_LAYERS * hidden),
+            "layer.self_attn.q_proj.weight": (queries, 2 * hidden),
+            "layer.self_attn.k_proj.weight": (keys, 2 * hidden),
+            "layer.self_attn.v_proj.weight": (keys, 2 * hidden),
+            "layer.self_attn.o_proj.weight": (hidden, queries),
+            "layer.mlp.gate_proj.weight": (wide, hidden),
+            "layer.mlp.up_proj.weight": (wide, hidden),
+            "layer.mlp.down_proj.weight": (hidden, wide),
+        }
         order = torch.randperm(job.vocab, generator=generator)
         output_head = draw(job.vocab, job.hidden, scale=job.hidden**-0.5)
         # As of frequent ids, the likeliest is always in the draft vocabulary: where it is not,
@@ -110,13 +125,13 @@ class StepInputs:
             embedding=draw(job.vocab, job.hidden),
             output_head=output_head,
             draft_ids=order[: job.draft_vocab].sort().values.to(device),
-            weights={name: draw(*shape, scale=0.02) for name, shape in _shapes(job).items()},
+            weights={name: draw(*shape, scale=0.02) for name, shape in shapes.items()},
         )
 
     @property
     def hidden_states(self) -> Tensor:
         """[T, H] after the final norm."""
-        return F.rms_norm(self.last, self.last.shape[-1:], eps=EPS)
+        return F.rms_norm(self.last, self.last.shape[-1:], eps=NORM_EPS)
 
 
 def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
@@ -133,21 +148,6 @@ def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
         "position_ids": torch.cat(places)[None],
         "document_ids": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
         "loss_mask": torch.cat(answers)[None],
-    }
-
-
-def _shapes(job: StepJob) -> dict[str, tuple[int, int]]:
-    hidden, wide = job.hidden, job.intermediate
-    queries, keys = job.num_heads * job.head_dim, job.num_kv_heads * job.head_dim
-    return {
-        "fc.weight": (hidden, NUM_LAYERS * hidden),
-        "layer.self_attn.q_proj.weight": (queries, 2 * hidden),
-        "layer.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "layer.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "layer.self_attn.o_proj.weight": (hidden, queries),
-        "layer.mlp.gate_proj.weight": (wide, hidden),
-        "layer.mlp.up_proj.weight": (wide, hidden),
-        "layer.mlp.down_proj.weight": (hidden, wide),
     }
 
 
@@ -193,7 +193,7 @@ def medusa(job: StepJob, inputs: StepInputs) -> Training:
 
 
 def target_of(job: StepJob, inputs: StepInputs) -> Any:
-    """The two ends of the target."""
+    """The target's embedding and output head."""
     from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
@@ -211,7 +211,7 @@ def ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:
     layers = {f"layers.{i}": states[None] for i, states in enumerate(inputs.layers, start=1)}
     device = inputs.last.device
     text = objective.indexed({name: rows.cpu() for name, rows in inputs.text.items()})
-    weights, counts = (each.to(device) for each in (objective.weights, objective.counts(text)))
+    weights, counts = objective.weights.to(device), objective.counts(text).to(device)
     batch = {**on_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
 
     def loss() -> Tensor:
@@ -249,7 +249,7 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> Training:
 
 
 def speculators(job: StepJob, inputs: StepInputs) -> Training:
-    """speculators' EAGLE-3 and the way `speculators/train/trainer.py` calls it.
+    """EAGLE-3 of speculators, called as `speculators/train/trainer.py` calls it.
 
     On CUDA as it comes; elsewhere its SDPA instead of flex attention, which has no backward
     pass there, and its eager loss instead of its Triton kernel.
@@ -304,22 +304,124 @@ def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
         shifted = shift_batch(document)
         shifted["document_ids"] = torch.full_like(shifted["input_ids"], number)
         packed.append({name: rows for name, rows in shifted.items() if name != "lengths"})
-    return {
-        name: _padded(torch.cat([each[name] for each in packed]), len(fused), name)[None]
-        for name in packed[0]
-    }
-
-
-def _padded(rows: Tensor, length: int, name: str) -> Tensor:
-    padding = rows.new_full((length - len(rows), *rows.shape[1:]), -(name == "document_ids"))
-    return torch.cat([rows, padding])
+    batch = {}
+    for name in packed[0]:
+        rows = torch.cat([document[name] for document in packed])
+        missing = len(fused) - len(rows), *rows.shape[1:]
+        batch[name] = torch.cat([rows, rows.new_full(missing, -(name == "document_ids"))])[None]
+    return batch
 
 
 def _fill(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
     """Copies weights by name; those of the decoder layer lie under `layer` in the module."""
-    found = dict(module.named_parameters())
     for name, weight in weights.items():
-        found[name.replace("layer.", layer)].data.copy_(weight)
+        module.get_parameter(name.replace("layer.", layer)).data.copy_(weight)
+
+
+def dflash(job: StepJob, inputs: StepInputs) -> Training:
+    """`train/dflash.py`, with the text left out of the loss."""
+    from transformers import GenerationConfig
+
+    from conf.settings.blocks import DFlashConfig
+    from heads.blocks.config import block_config
+    from heads.dflash.head import DFlashHead
+    from heads.vocab import DraftVocab
+    from train.blocks import objective as blocks
+    from train.dflash import DFlashObjective
+
+    config = DFlashConfig(
+        layers=[*range(1, NUM_LAYERS + 1)], num_layers=NUM_BLOCK_LAYERS, block_size=job.depth,
+        mask_token_id=MASK, slot_gamma=GAMMA, text_weight=0.0, divergence_weight=1.0,
+        off_path_weight=1.0,
+    )  # fmt: skip
+    inputs = one_document(job, inputs)
+    target = target_of(job, inputs)
+    # Its last hidden state, which has passed the final norm, is no feature.
+    target.config.num_hidden_layers = NUM_LAYERS + 1
+    target.generation_config = GenerationConfig()
+    shape = block_config(config, target, sample_from_anchor=False)
+    head = DFlashHead(shape, DraftVocab.everything(job.vocab)).begin(target, seed=0)
+    _fill_alike(head)
+    # Features end one token before the one that is sure.
+    blocks.drawn = lambda *_args: _anchors(job) - 1
+    objective = DFlashObjective(head, target, config)
+    # speculators divides by all drafts, not by those of a depth.
+    objective.weights = objective.weights / len(objective.weights)
+    return ours(objective, inputs, compiled=False)
+
+
+def speculators_dflash(job: StepJob, inputs: StepInputs) -> Training:
+    """speculators' DFlash and the way its trainer calls it; on a CPU as `speculators`."""
+    from speculators.models.dflash import DFlashSpeculatorConfig, core
+    from transformers import Qwen3Config
+
+    inputs, on_cuda = one_document(job, inputs), inputs.last.is_cuda
+    shape = Qwen3Config(
+        vocab_size=job.vocab, hidden_size=job.hidden, intermediate_size=job.intermediate,
+        num_hidden_layers=NUM_BLOCK_LAYERS, num_attention_heads=job.num_heads,
+        num_key_value_heads=job.num_kv_heads, head_dim=job.head_dim, rms_norm_eps=NORM_EPS,
+        max_position_embeddings=job.tokens, tie_word_embeddings=False, use_sliding_window=False,
+        rope_parameters=job.llama().rope_parameters,
+    )  # fmt: skip
+    shape._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
+    model = core.DFlashDraftModel(
+        DFlashSpeculatorConfig(
+            transformer_layer_config=shape, draft_vocab_size=job.vocab, block_size=job.depth,
+            aux_hidden_state_layer_ids=[*range(1, NUM_LAYERS + 1)], mask_token_id=MASK,
+        )
+    )  # fmt: skip
+    ends = {"lm_head.weight": inputs.output_head, "verifier_lm_head.weight": inputs.output_head}
+    ends["embed_tokens.weight"] = inputs.embedding
+    _fill_alike(model)
+    for name, weight in ends.items():
+        model.get_parameter(name).requires_grad_(False).copy_(weight)
+    model.to(inputs.last.device).train()
+    anchors = _anchors(job).to(inputs.last.device)
+    drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
+    core.select_anchors = lambda *_args: drawn
+    settings, _validation = model.get_trainer_kwargs(
+        loss_fn="kl_div", loss_implementation="fused" if on_cuda else "eager",
+        dflash_decay_gamma=GAMMA, max_anchors=NUM_ANCHORS,
+        per_position_loss_weight="fixed-exp-decay",
+    )  # fmt: skip
+    batch = {
+        **{name: inputs.text[name] for name in ("input_ids", "position_ids", "document_ids")},
+        "loss_mask": inputs.text["loss_mask"].float(),
+        "hidden_states": torch.cat(list(inputs.layers), -1)[None],
+        "verifier_last_hidden_states": inputs.last[None],
+    }
+
+    def loss() -> Tensor:
+        _draft_tokens, total, _metrics = model(**batch, **settings)
+        return total
+
+    return Training(model, loss)
+
+
+def _anchors(job: StepJob) -> Tensor:
+    """[A] tokens of the answer behind which a whole block is learnt."""
+    return torch.linspace(job.tokens // 3 + 1, job.tokens - job.depth - 1, NUM_ANCHORS).long()
+
+
+def _fill_alike(head: nn.Module) -> None:
+    """Gives all trained matrices the same numbers, by their names."""
+    generator = torch.Generator().manual_seed(0)
+    frozen = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
+    for name, matrix in sorted(head.named_parameters()):
+        if matrix.dim() == 2 and name not in frozen:
+            matrix.data.copy_(torch.randn(matrix.shape, generator=generator) * 0.02)
+
+
+def one_document(job: StepJob, inputs: StepInputs) -> StepInputs:
+    """The inputs with all tokens in one document, the first third of which is a prompt."""
+    places = torch.arange(job.tokens, device=inputs.last.device)[None]
+    text = {
+        "input_ids": inputs.text["input_ids"],
+        "position_ids": places,
+        "document_ids": torch.zeros_like(places),
+        "loss_mask": places >= job.tokens // 3,
+    }
+    return replace(inputs, text=text)
 
 
 PATHS: dict[str, Callable[[StepJob, StepInputs], Training]] = {
@@ -328,6 +430,8 @@ PATHS: dict[str, Callable[[StepJob, StepInputs], Training]] = {
     "speculators": speculators,
     "medusa": medusa,
     "original_medusa": original_medusa,
+    "dflash": dflash,
+    "speculators_dflash": speculators_dflash,
 }
 
 
@@ -360,15 +464,15 @@ def measured(job: StepJob, training: Training, device: torch.device) -> dict[str
     }
 
 
-def run(paths: Mapping[str, Callable[[StepJob, StepInputs], Training]]) -> None:
+def main() -> None:
     """Job in, result out."""
     question, answer = map(Path, sys.argv[1:])
     job = StepJob(**json.loads(question.read_text()))
     torch.set_num_threads(job.threads)
     device = best_device()
-    training = paths[job.path](job, StepInputs.of(job, device))
+    training = PATHS[job.path](job, StepInputs.of(job, device))
     answer.write_text(json.dumps(measured(job, training, device)))
 
 
 if __name__ == "__main__":
-    run(PATHS)
+    main()

@@ -1,0 +1,156 @@
+"""Parts of a training step beside their plain forms, as `scripts/bench/gpu.py` measures them.
+
+Letters: J steps, T tokens, H hidden, V vocabulary, Q query heads, d channels of a head.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from conf.command.clock import timed
+from conf.settings.eagle import EagleConfig
+from data.prepared.pack import PackedDataset
+from heads.eagle.branch_attention import branch_attention, plain_attention
+from heads.eagle.branches import Branches, causal_rows
+from heads.layers.documents import Documents
+from heads.layers.projection import Projection
+from heads.target_model.attention import dense
+from heads.vocab import DraftVocab
+from scripts.bench.harness import Footprint, best_device, footprint, peak_bytes
+from scripts.bench.training import documents, random_target
+from train.batch.rows import SortedIndices
+from train.loss.eagle import EagleCriterion
+from train.loss.fused import Part, fused_linear
+from train.loss.teachers import HiddenTeacher
+
+REPEATS = 3
+
+
+def loss_costs(
+    num_tokens: int, hidden: int, vocab_size: int, dtype: torch.dtype
+) -> dict[str, Footprint]:
+    """KL(teacher || student), forward and backward: `fused`, and `whole` logits by autograd."""
+    device = best_device()
+    torch.manual_seed(0)
+    draw = partial(torch.randn, device=device, dtype=dtype)
+    student, teacher = draw(num_tokens, hidden).requires_grad_(), draw(num_tokens, hidden)
+    projection, output_head = (draw(vocab_size, hidden) * 2 * hidden**-0.5 for _ in range(2))
+    vocab = DraftVocab.everything(vocab_size).to(device)
+    target: Any = SimpleNamespace(
+        vocab_size=vocab_size, logits=lambda states: F.linear(states, output_head)
+    )
+    numbers = torch.arange(num_tokens)
+    rows = SortedIndices(numbers, numbers.to(device))
+    weights = torch.ones(num_tokens, device=device)
+    criterion, judge = EagleCriterion(EagleConfig(), vocab), HiddenTeacher(target, vocab, teacher)
+
+    def fused() -> Tensor:
+        part = Part(student, Projection(projection), rows, weights)
+        return fused_linear([part], judge, criterion)[0]
+
+    def whole() -> Tensor:
+        log_probs = F.linear(student, projection).float().log_softmax(-1)
+        probs = F.linear(teacher, output_head).float().softmax(-1)
+        return F.kl_div(log_probs, probs, reduction="sum")
+
+    def step(loss: Callable[[], Tensor]) -> None:
+        student.grad = None
+        loss().backward()
+
+    return {run.__name__: footprint(partial(step, run), device, REPEATS) for run in (fused, whole)}
+
+
+@torch.no_grad()
+def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
+    """A target over one packed sequence: by `Target.read`, and with the `mask` written out.
+
+    Args:
+        options: of `scripts.bench.training`.
+
+    Raises:
+        RuntimeError: they do not give the same states.
+    """
+    device = best_device()
+    target = random_target(options, device)
+    row = PackedDataset(documents(options, 4), options.max_length, seed=0)[0]
+    lying = Documents.of(row["document_ids"][None]).on(device)
+    ids, positions = (row[name][None].to(device) for name in ("input_ids", "position_ids"))
+    allowed = dense(lying, 1)
+    ways = {
+        "read": lambda: target.read(ids, positions, lying),
+        "mask": lambda: target.forward(ids, positions, allowed, positions),
+    }
+    ours, exact = (way().hidden_states.float() for way in ways.values())
+    bound = 1e-4 if target.dtype is torch.float32 else 5e-2
+    error = float((ours - exact).norm() / exact.norm())
+    if not error < bound:
+        raise RuntimeError(f"the states differ by {error:.1e}, more than {bound}")
+    return {name: footprint(way, device, REPEATS) for name, way in ways.items()}
+
+
+def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[str, Footprint]:
+    """Attention of the training-time test over one text, forward and backward.
+
+    By `branch_attention`, which training runs, by `plain_attention`, which writes the scores of
+    some rows at a time, and by `full_masks` over [T, J * T] scores, as its mask is written down.
+    """
+    device = best_device()
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(num_steps, num_tokens, count, 64, device=device, dtype=dtype)
+        for count in (16, 4, 4)
+    ]
+
+    def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        query, keys, values = (tensor.clone().requires_grad_() for tensor in tensors)
+        attend(query, keys, values).sum().backward()
+
+    runs = {
+        "fused": partial(run, partial(unrolled, branch_attention)),
+        "plain": partial(run, partial(unrolled, plain_attention)),
+        "full": partial(run, full_masks),
+    }
+    peaks = {name: peak_bytes(call, device) for name, call in runs.items()}
+    # They take turns, so that a busy machine is busy for all.
+    turns = [[timed(call, device) for call in runs.values()] for _ in range(REPEATS)]
+    medians = map(statistics.median, zip(*turns, strict=True))
+    return {name: Footprint(next(medians), peak) for name, peak in peaks.items()}
+
+
+def unrolled(
+    attend: Callable[[Tensor, Branches], Tensor], query: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """[J, T, Q, d]: every step over the text and its own earlier drafts."""
+    places = torch.arange(query.shape[1], device=query.device)
+    text = Documents.single(len(places), places.device)
+    branches = Branches(keys[:1], values[:1], causal_rows(text, places))
+    outputs = []
+    for step in range(len(query)):
+        if step:
+            branches.own_keys.append(keys[step])
+            branches.own_values.append(values[step])
+        outputs.append(attend(query[step], branches))
+    return torch.stack(outputs)
+
+
+def full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[J, T, Q, d]: the same by one softmax over all [T, (step + 1) * T] scores."""
+    groups = query.shape[2] // keys.shape[2]
+    diagonal = torch.eye(query.shape[1], dtype=torch.bool, device=query.device)
+    causal = torch.ones_like(diagonal).tril()
+    outputs = []
+    for step in range(len(query)):
+        mask = torch.cat([causal, *[diagonal] * step], dim=1)
+        k = keys[: step + 1].flatten(0, 1).repeat_interleave(groups, 1)
+        v = values[: step + 1].flatten(0, 1).repeat_interleave(groups, 1)
+        scores = torch.einsum("tqd,sqd->qts", query[step], k) / query.shape[-1] ** 0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("qts,sqd->tqd", weights, v))
+    return torch.stack(outputs)
