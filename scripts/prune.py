@@ -56,8 +56,8 @@ from heads.target_model.model import Taps, Target
 from heads.vocab import DraftVocab, share
 from scripts.publish.staging import read_json
 from train.batch.prefetch import on_device
-from train.batch.rows import SUPERVISION, indexed
 from train.batch.states import with_states
+from train.batch.supervision import SUPERVISION, indexed
 from train.loop.replay import heldout_prompts
 
 ROWS_PER_CHUNK = 256

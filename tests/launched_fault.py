@@ -76,7 +76,7 @@ FAULTS = {
     "first-measures-long": lambda: slow(command.HeldoutReplay, "__call__", 0),
     "first-saves-long": lambda: slow(loop.checkpoint, "save", 0),
     "first-cannot-measure": lambda: failing(command.HeldoutReplay, "__call__", 0),
-    "second-cannot-measure": lambda: failing(evaluation, "_heldout_sums", 1),
+    "second-cannot-measure": lambda: failing(evaluation, "_add_sums", 1),
 }
 
 if __name__ == "__main__":

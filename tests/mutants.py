@@ -24,10 +24,10 @@ TESTS = {
     "eval/compare/timing.py": "eval/compare/test_timing",
     "eval/compare/sizes.py": "eval/compare/test_sizes",
     "train/loss/divergences.py": "train/loss/test_fused train/loss/test_eagle",
-    "train/loss/losses.py": "train/loss/test_losses train/loss/test_eagle train/loss/test_fused "
-    "train/test_medusa2",
+    "train/loss/medusa.py": "train/loss/test_medusa train/loss/test_fused train/test_medusa2",
+    "train/loss/sums.py": "train/loss/test_medusa train/loss/test_eagle train/test_blocks",
     "train/loss/eagle.py": "train/loss/test_fused train/loss/test_eagle",
-    "train/loss/fused.py": "train/loss/test_fused train/loss/test_losses",
+    "train/loss/fused.py": "train/loss/test_fused train/loss/test_medusa",
     "train/medusa.py": "train/test_medusa train/loop/test_memory train/test_medusa2 "
     "heads/medusa/test_head",
     "train/eagle.py": "train/loss/test_eagle train/test_eagle_head train/loop/test_memory "
@@ -36,9 +36,8 @@ TESTS = {
     "data/prepared/samples.py": "data/prepared/test_pack data/prepared/test_dataset",
     "data/templates/chat.py": "data/templates/test_chat data/templates/test_chat_edges",
     "train/parallel/checkpoint.py": "train/parallel/test_checkpoint",
-    "train/parallel/muon.py": "train/parallel/test_optimizers",
     "train/parallel/optimizers.py": "train/parallel/test_optimizers",
-    "train/loop/skipping.py": "train/loop/test_skipping",
+    "train/loop/non_finite.py": "train/loop/test_non_finite",
     "eval/decode/engine.py": "eval/decode/test_engine eval/decode/test_accept "
     "eval/compare/test_timing eval/decode/test_many",
 }

@@ -18,7 +18,7 @@ from heads.medusa.head import MedusaHead
 from heads.target_model.load import attentions_for
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.batch.rows import SUPERVISION
+from train.batch.supervision import SUPERVISION
 from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96

@@ -24,7 +24,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 from train.loop import loop
-from train.loop.job import Job
+from train.loop.loop import Job
 from train.medusa import MedusaObjective
 from train.parallel import processes
 from train.peagle import PEagleObjective
@@ -103,7 +103,6 @@ def gradients(
         objective.compile_parts()
     data = documents()
     run = loop.Run(accelerator, Job(config, LogConfig(), 0, out_dir, objective, data, data))
-    run.resume()
     found: dict[str, Tensor] = {}
 
     def keep(*_arguments: Any) -> None:

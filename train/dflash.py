@@ -21,7 +21,7 @@ from data.features.reader import TrainingData
 from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.batch.supervision import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
     architecture,
@@ -29,18 +29,18 @@ from train.blocks.objective import (
     described,
 )
 from train.loop import command
-from train.loss.fused import Part
+from train.loss.fused import Student
 from train.objective import check_output_head
 
 
 class DFlashObjective(BlockObjective):
     """Each slot by itself."""
 
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Through the output head alone."""
         unrolled: Unrolled = batch[UNROLLED]
         rows = self.rows(outputs, unrolled)
-        return Part(rows, self.head.projection(), unrolled.rows.answers, scales)
+        return Student(rows, self.head.projection(), unrolled.rows.answers, scales)
 
 
 def main(config: DFlashRun) -> None:

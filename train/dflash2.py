@@ -25,10 +25,10 @@ from heads.dflash2.formats import load_dflash2
 from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
-from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
+from train.batch.supervision import UNROLLED, Batch, Unrolled, labels_of
 from train.blocks.objective import BlockObjective, architecture, described
 from train.loop import command
-from train.loss.fused import Part
+from train.loss.fused import Student
 from train.objective import check_output_head
 
 ROWS_PER_CHUNK = 1024
@@ -40,11 +40,11 @@ class DFlash2Objective(BlockObjective):
     head: DFlash2Head
     config: DFlash2Config
 
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Through the output head alone."""
         unrolled: Unrolled = batch[UNROLLED]
         rows = self.rows(outputs, unrolled)
-        return Part(rows, self.head.projection(), unrolled.rows.answers, scales)
+        return Student(rows, self.head.projection(), unrolled.rows.answers, scales)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """Of t taps 2 t + t (t - 1) / 2 R numbers of width H in each of a layer's four mixtures.

@@ -23,7 +23,7 @@ from data.features.reader import TrainingData
 from heads.dspark.formats import load_dspark
 from heads.dspark.head import DSparkHead, DSparkHeadConfig
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from train.batch.rows import UNROLLED, Batch, Unrolled
+from train.batch.supervision import UNROLLED, Batch, Unrolled
 from train.blocks.objective import (
     BlockObjective,
     architecture,
@@ -32,7 +32,7 @@ from train.blocks.objective import (
 )
 from train.loop import command
 from train.loss import sizes
-from train.loss.fused import LowRank, Part
+from train.loss.fused import LowRank, Student
 from train.objective import check_output_head
 
 
@@ -42,13 +42,13 @@ class DSparkObjective(BlockObjective):
     head: DSparkHead
     config: DSparkConfig
 
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Through the output head, and what the tokens before add."""
         unrolled: Unrolled = batch[UNROLLED]
         told = self.head.told(outputs, self._before(batch))
         rows, heard = (self.rows(each, unrolled) for each in (outputs, told))
         added = LowRank(heard, self.head.markov_head.markov_w2.weight)
-        return Part(rows, self.head.projection(), unrolled.rows.answers, scales, added)
+        return Student(rows, self.head.projection(), unrolled.rows.answers, scales, added)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """What Markov states are made of, they themselves three times, and the confidence's input.

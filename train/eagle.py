@@ -35,13 +35,13 @@ from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab, coverage_lines
-from train.batch.rows import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
 from train.batch.states import states_of
+from train.batch.supervision import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
 from train.loop import command, resume
 from train.loss import sizes
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
-from train.loss.fused import Part, Teacher
-from train.loss.losses import Sums
+from train.loss.fused import Student, Teacher
+from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import Objective, check_output_head
 
@@ -118,11 +118,13 @@ class EagleObjective(Objective):
             part, teacher = self._compared(learnt, batch, scale)
             return eagle_loss(self.criterion, part, learnt, batch, teacher)
 
-    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Part, Teacher]:
+    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
         """The learnt rows [M, H] as students, and what the target says."""
         unrolled: Unrolled = batch[UNROLLED]
         scales = scale[unrolled.steps]
-        part = Part(self.head.normed(learnt), self.head.projection(), unrolled.rows.answers, scales)
+        part = Student(
+            self.head.normed(learnt), self.head.projection(), unrolled.rows.answers, scales
+        )
         return part, self._teacher(batch)
 
     def _unrolled(self, batch: Batch) -> Iterator[Tensor]:

@@ -23,10 +23,11 @@ from data.features.reader import TrainingData
 from heads.medusa.head import MedusaHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
-from train.batch.rows import SUPERVISION, Batch
+from train.batch.supervision import SUPERVISION, Batch
 from train.loop import command, resume
 from train.loss import sizes
-from train.loss.losses import SoftLabels, Sums, medusa_loss, medusa_weights
+from train.loss.medusa import SoftLabels, medusa_loss, medusa_weights
+from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher
 from train.objective import Objective
 

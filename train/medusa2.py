@@ -33,13 +33,13 @@ from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.batch.rows import NOISE_SEEDS, SUPERVISION, Batch
 from train.batch.states import with_states
+from train.batch.supervision import NOISE_SEEDS, SUPERVISION, Batch
 from train.loop import command, resume
-from train.loop.job import Evaluate
+from train.loop.loop import Evaluate
 from train.loop.replay import HeldoutReplay, heldout_prompts
-from train.loss.heldout import HeldoutLoss
-from train.loss.losses import SoftLabels, Sums, medusa_loss, medusa_weights, target_loss
+from train.loss.medusa import HeldoutLoss, SoftLabels, medusa_loss, medusa_weights, target_loss
+from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher
 from train.medusa import make_head
 from train.objective import Group, Objective

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from conf.errors import InputError
 from conf.settings.training import Optimizer, Schedule
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from train.batch.rows import SUPERVISION, Batch, indexed
 from train.batch.states import with_states
-from train.loss.losses import Sums
+from train.batch.supervision import SUPERVISION, Batch, indexed
 from train.loss.sizes import Counted, Setting
+from train.loss.sums import Sums
 
 
 @dataclass(frozen=True)

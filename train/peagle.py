@@ -29,7 +29,8 @@ from heads.peagle.formats import load_peagle
 from heads.peagle.head import KeysValues, PEagleHead, peagle_config, remembered
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab, coverage_lines
-from train.batch.rows import (
+from train.batch.states import states_of
+from train.batch.supervision import (
     DOCUMENTS,
     NOISE_SEEDS,
     SUPERVISION,
@@ -38,13 +39,12 @@ from train.batch.rows import (
     Supervision,
     Unrolled,
 )
-from train.batch.states import states_of
 from train.blocks.objective import check_mask, drawn
 from train.eagle import EagleObjective
 from train.loop import command
 from train.loss import sizes
-from train.loss.fused import Part, Teacher
-from train.loss.path import on_path
+from train.loss.fused import Student, Teacher
+from train.loss.sums import on_path
 from train.objective import Objective, check_output_head
 
 SEGMENTS = "segments"
@@ -112,7 +112,7 @@ class PEagleObjective(EagleObjective):
         backward = 2 * grads + 3 * students * inner * e
         return sizes.Counted(sizes.copied_bytes(head, setting), int(kept), loss, backward)
 
-    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Part, Teacher]:
+    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
         """The learnt rows [M, H], which hear of no token between, and what the target says."""
         weight = self.config.off_path_weight if self.training else 1.0
         return on_path(*super()._compared(learnt, batch, scale), batch, weight)

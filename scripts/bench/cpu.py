@@ -122,7 +122,6 @@ def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
     for name, form in TRAINED.items():
         options.head = form
         run, _ = bench_train.start(options, folder / form)
-        run.resume()
         steps[f"{name}, training step"] = partial(step, run)
     return steps
 

@@ -39,7 +39,7 @@ from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, highest
 from scripts.bench.training import fresh_objective
 from train.loop import loop
-from train.loop.job import Job
+from train.loop.loop import Job
 from train.loop.memory import Parts, estimate
 from train.loss.sizes import Setting
 from train.parallel import processes
@@ -112,7 +112,6 @@ def measured(name: str, length: int) -> dict[str, Any]:
         train = PackedDataset(samples, length, seed=0)
         job = Job(config, LogConfig(), 0, Path(folder) / "out", objective, train, train)
         run = loop.Run(accelerator, job)
-        run.resume()
         for _ in range(2):  # DDP lays its buckets out anew in the second step
             run.optimizer_step()
         with record_function("measured"):

@@ -25,9 +25,9 @@ from heads.target_model.attention import dense
 from heads.vocab import DraftVocab
 from scripts.bench.harness import Footprint, best_device, footprint, peak_bytes
 from scripts.bench.training import documents, random_target
-from train.batch.rows import SortedIndices
+from train.batch.supervision import SortedIndices
 from train.loss.eagle import EagleCriterion
-from train.loss.fused import Part, fused_linear
+from train.loss.fused import Student, fused_linear
 from train.loss.teachers import HiddenTeacher
 
 REPEATS = 3
@@ -52,7 +52,7 @@ def loss_costs(
     criterion, judge = EagleCriterion(EagleConfig(), vocab), HiddenTeacher(target, vocab, teacher)
 
     def fused() -> Tensor:
-        part = Part(student, Projection(projection), rows, weights)
+        part = Student(student, Projection(projection), rows, weights)
         return fused_linear([part], judge, criterion)[0]
 
     def whole() -> Tensor:

@@ -46,7 +46,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import add_sizes, best_device, where
 from train.loop import loop
-from train.loop.job import Job
+from train.loop.loop import Job
 from train.parallel import processes
 
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
@@ -183,7 +183,6 @@ def measured(options: argparse.Namespace) -> Speed:
     """Trains for some steps."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start(options, Path(folder) / "out")
-        run.resume()
         for _ in range(NUM_WARM_UP):
             run.optimizer_step()
         with FlopCounterMode(display=False) as counter:

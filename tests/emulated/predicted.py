@@ -58,7 +58,6 @@ def trained(job: dict[str, Any]) -> Row:
     objective = patch.object(bench_train, "fresh_objective", _objective)
     with hollow(), objective, tempfile.TemporaryDirectory() as folder:
         run, _ = bench_train.start(options, Path(folder) / "out")
-        run.resume()
         run.optimizer_step()
         with metered() as meter, counted() as counts:
             run.optimizer_step()

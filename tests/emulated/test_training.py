@@ -27,9 +27,10 @@ from torch import Tensor
 from conf.settings.target import Dtype
 from data.features.layout import HIDDEN
 from heads.layers.projection import Projection
-from train.batch.rows import Batch, SortedIndices
-from train.loss.fused import Part, fused_linear
-from train.loss.losses import TextTeacher, text_criterion
+from train.batch.supervision import Batch, SortedIndices
+from train.loss.fused import Student, fused_linear
+from train.loss.medusa import text_criterion
+from train.loss.teachers import TextTeacher
 from train.objective import Objective
 
 __all__ = ["inputs", "short"]
@@ -110,7 +111,7 @@ def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
         hidden, weight = torch.randn(3, 4, device="cuda"), torch.randn(5, 4, device="cuda")
         rows = SortedIndices(labels, labels.to("cuda"))
         scales = torch.ones(3, device="cuda")
-        part = Part(hidden, Projection(weight.requires_grad_()), rows, scales)
+        part = Student(hidden, Projection(weight.requires_grad_()), rows, scales)
         return fused_linear([part], TextTeacher(labels.to("cuda")), text_criterion)[0]
 
     right, wrong = total(), total() * 0.5

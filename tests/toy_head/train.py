@@ -8,9 +8,10 @@ from toy_head.kind import ToyHead
 from conf.settings.drafting import HeadRef
 from conf.settings.training import TrainRun
 from data.features.layout import HIDDEN
-from train.batch.rows import Batch
+from train.batch.supervision import Batch
 from train.loop import command
-from train.loss.losses import Sums, medusa_loss, medusa_weights
+from train.loss.medusa import medusa_loss, medusa_weights
+from train.loss.sums import Sums
 from train.objective import Objective
 
 

@@ -22,7 +22,7 @@ from heads.export.golden import golden
 from heads.export.writer import export_head
 from heads.layers.projection import Projection
 from heads.target_model.model import Target
-from train.batch.rows import (
+from train.batch.supervision import (
     NOISE_SEEDS,
     SUPERVISION,
     UNROLLED,
@@ -35,8 +35,9 @@ from train.blocks.objective import END, FIRST, architecture, drawn
 from train.dflash2 import make_head
 from train.loss import fused
 from train.loss.blocks import dpace_weights, slot_weights
-from train.loss.fused import LowRank, Part, fused_linear
-from train.loss.losses import TextTeacher, text_criterion
+from train.loss.fused import LowRank, Student, fused_linear
+from train.loss.medusa import text_criterion
+from train.loss.teachers import TextTeacher
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def test_a_low_rank_addition_behind_scale_and_cap(
     labels = torch.randint(11, (9,), generator=torch.Generator().manual_seed(4))
     scales = random(9, seed=5)
     indices = SortedIndices(torch.arange(9), torch.arange(9))
-    part = Part(
+    part = Student(
         hidden, Projection(weight, None, scale, cap), indices, scales, LowRank(states, more)
     )
     total, (found,) = fused_linear([part], TextTeacher(labels), text_criterion)

@@ -14,7 +14,7 @@ from heads.vocab import DraftVocab
 from train import medusa
 from train.loop import command
 from train.loss import fused
-from train.loss.losses import Sums
+from train.loss.sums import Sums
 from train.medusa import MedusaObjective, make_head
 
 

@@ -27,8 +27,8 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from train import medusa2
-from train.batch.rows import NOISE_SEEDS, Batch, indexed
-from train.loss.heldout import HeldoutLoss
+from train.batch.supervision import NOISE_SEEDS, Batch, indexed
+from train.loss.medusa import HeldoutLoss
 from train.medusa2 import Medusa2Objective, heads_weight
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from train.batch.rows import Batch, moved
+from train.batch.supervision import Batch, moved
 
 
 class Dataset(Protocol):

@@ -6,7 +6,7 @@ from data.features.layout import HIDDEN
 from data.features.reader import restore
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target, TargetOutput
-from train.batch.rows import DOCUMENTS, Batch
+from train.batch.supervision import DOCUMENTS, Batch
 
 LAYER = "layers."
 

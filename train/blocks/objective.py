@@ -20,7 +20,8 @@ from heads.blocks.config import BlockHeadConfig, block_config
 from heads.blocks.head import BlockHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab, coverage_lines
-from train.batch.rows import (
+from train.batch.states import states_of
+from train.batch.supervision import (
     DOCUMENTS,
     NOISE_SEEDS,
     SUPERVISION,
@@ -29,12 +30,11 @@ from train.batch.rows import (
     SortedIndices,
     Unrolled,
 )
-from train.batch.states import states_of
 from train.loop import resume
 from train.loss import sizes
 from train.loss.blocks import MEASURES, BlockCriterion, block_loss, slot_weights
-from train.loss.fused import Part, Teacher
-from train.loss.losses import Sums
+from train.loss.fused import Student, Teacher
+from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import Objective
 
@@ -125,7 +125,7 @@ class BlockObjective(Objective):
             return block_loss(self.criterion, slots, batch, self._teacher(batch), weight, beside)
 
     @abstractmethod
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Part:
+    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """The learnt rows of all slots, of outputs [A, D, H], as students, scaled by [M]."""
 
     def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:

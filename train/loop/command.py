@@ -25,11 +25,11 @@ from heads.target_model.kernels import told_of_kernels
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
 from train.loop import loop, memory
-from train.loop.job import Evaluate, Job, Outcome
+from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
+from train.loop.loop import Evaluate, Job, Outcome
 from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
-from train.loop.rounds import API_KEY, Rollouts
-from train.loop.settle import described, settled_length, settled_optimizer
+from train.loop.rollouts import API_KEY, Rollouts
 from train.loop.stored import check_taps, identity_of, load_ends, open_store
 from train.loss.sizes import Setting
 from train.objective import Objective
@@ -98,14 +98,14 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     )
     length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
     size, world = len(source.train), accelerator.num_processes
-    config.train = settled_length(config.train, size, length, world)
+    config.train = resolve_length(config.train, size, length, world)
     head: Any = config.head  # type: ignore[attr-defined]  # of each kind's own settings
     objective, lines = build(source.target, source.train)
     if head.path is not None:
         other = told_of_another("head.path", head.path, head.revision, source.identity)
         lines += [] if other is None else [other]
     deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
-    config.train, optimizer = settled_optimizer(
+    config.train, optimizer = resolve_optimizer(
         config.train, objective, deepspeed, trained=head.path is not None
     )
     compiled = wants_compile(config.train, length, objective, accelerator)
@@ -120,7 +120,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
         lines_of_run = [*source.lines, *told_of_kernels(accelerator.device), *lines, optimizer]
-        lines_of_run.append(described(config.train, size, length))
+        lines_of_run.append(describe_length(config.train, size, length))
         print_plan(config, source.target.name, lines_of_run, where)
     parts = memory_of(accelerator, objective, config.train, source.train)
     rollouts = rollouts_of(config, source)

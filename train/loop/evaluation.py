@@ -1,61 +1,84 @@
-"""What a run shows between its steps: held-out figures, and what the head's kind adds."""
+"""Held-out figures of a run between its steps, and those that the head's kind adds."""
 
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from train.batch.prefetch import on_device, stacked
-from train.batch.rows import Batch
-from train.loop.job import Job
-from train.loop.tracking import figures
+from train.batch.prefetch import Dataset, on_device, stacked
+from train.batch.supervision import Batch
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.placement import Placement
 
+Evaluate = Callable[[Any], dict[str, float]]
+"""From a head in eval mode to figures."""
 ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What code that only measures may raise, an exhausted device and wrong input included; a wish
-to end the program is not among them."""
-
-
+"""Errors of code that only measures, an exhausted device and wrong input included; a wish to end
+the program is not among them."""
 EDGES = torch.tensor([1 << 10, 1 << 12, 1 << 14, 1 << 16])
 RANGES = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
 """Positions in a document, by which accuracies are told apart."""
 
 
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator, job: Job, placement: Placement, step: int
-) -> dict[str, float]:
-    """Held-out loss and accuracy per term, and what `job.evaluate` adds.
+def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) -> dict[str, float]:
+    """Means of sums by name: loss, and per term, of depth d, the loss and the measures.
 
     Args:
-        accelerator: of the run.
-        job: the run.
+        prefix: of the names.
+        sums: [2 + L, K], losses, supervised tokens, and L measures.
+        weights: [K] of the losses.
+        objective: names the measures, and knows the first depth.
+    """
+    means = sums / sums[1].clamp_min(1)
+    named = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
+    for row, name in ((0, "loss"), *enumerate(objective.measures, start=2)):
+        for depth, value in enumerate(means[row].tolist(), start=objective.first_depth):
+            named[f"{prefix}/{name}_d{depth}"] = value
+    return named
+
+
+@torch.no_grad()
+def evaluate(
+    placement: Placement, objective: Objective, heldout: Dataset, more: Evaluate | None, step: int
+) -> dict[str, float]:
+    """Held-out loss and accuracy per term, also by range of positions where there is more than one.
+
+    Args:
         placement: has the head, and the averages that are looked at in its place.
+        objective: what is trained.
+        heldout: packed sequences.
+        more: further figures, measured on rank 0 only.
         step: optimizer steps done.
 
     Returns:
         Figures by name, on all processes; none if it failed on any of them, which is told.
     """
-    objective = job.objective
-    more: dict[str, float] = {}
-    failed, sums = 1.0, _no_sums(job, accelerator.device)
+    accelerator = placement.accelerator
+    shape = (len(RANGES), 2 + len(objective.measures), len(objective.weights))
+    sums, failed = torch.zeros(shape, device=accelerator.device), 1.0
+    added: dict[str, float] = {}
     objective.eval()
     with placement.averaged():
         try:
-            sums = _heldout_sums(accelerator, job)
-            if accelerator.is_main_process and job.evaluate is not None:
-                more = job.evaluate(objective.head)
+            _add_sums(sums, placement, objective, heldout)
+            if accelerator.is_main_process and more is not None:
+                added = more(objective.head)
             failed = 0.0
         except ERRORS as error:
-            _report(error, accelerator.process_index, step)
+            where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+            tqdm.write(
+                f"step {step}: the evaluation failed in process {accelerator.process_index}, "
+                f"training goes on without its figures: {type(error).__name__}: {error}\n{where}",
+                file=sys.stderr,
+            )
     objective.train()
     processes.wait()  # the first one has more to measure
     packed = torch.cat([sums.new_tensor([failed]), sums.flatten()])
@@ -63,54 +86,30 @@ def evaluate(
     if packed[0] > 0:
         return {}
     sums = packed[1:].view_as(sums)
-    found = figures("eval", sums.sum(0), objective.weights, objective)
-    found |= _by_position(sums, objective)
-    return found | {f"eval/{name}": value for name, value in more.items()}
+    named = figures("eval", sums.sum(0), objective.weights, objective)
+    ranges = [(name, part) for name, part in zip(RANGES, sums, strict=True) if part[1].any()]
+    for name, part in ranges if len(ranges) > 1 else ():
+        means = figures(f"eval/{name}", part, objective.weights, objective)
+        named |= {key: value for key, value in means.items() if "loss" not in key}
+    return named | {f"eval/{name}": value for name, value in added.items()}
 
 
-def _by_position(sums: Tensor, objective: Objective) -> dict[str, float]:
-    """Accuracies by range of positions, where there is more than one."""
-    found: dict[str, float] = {}
-    ranges = [(name, each) for name, each in zip(RANGES, sums, strict=True) if each[1].any()]
-    for name, each in ranges if len(ranges) > 1 else ():
-        means = figures(f"eval/{name}", each, objective.weights, objective)
-        found |= {key: value for key, value in means.items() if "loss" not in key}
-    return found
-
-
-def _report(error: Exception, rank: int, step: int) -> None:
-    where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-    tqdm.write(
-        f"step {step}: the evaluation failed in process {rank}, training goes on without its "
-        f"figures: {type(error).__name__}: {error}\n{where}",
-        file=sys.stderr,
-    )
-
-
-def _no_sums(job: Job, device: torch.device) -> Tensor:
-    """[R, 2 + L, K] zeros; R ranges of positions."""
-    shape = (len(RANGES), 2 + len(job.objective.measures), len(job.objective.weights))
-    return torch.zeros(shape, device=device)
-
-
-def _heldout_sums(accelerator: Accelerator, job: Job) -> Tensor:
-    """[R, 2 + L, K] over this process's share of the held-out sequences."""
-    objective, size, device = job.objective, job.config.micro_batch_size, accelerator.device
-    weights = objective.weights.to(device)
-    sums = _no_sums(job, device)
-    mine = list(range(min(len(job.heldout), job.config.num_eval_sequences)))
-    mine = mine[accelerator.process_index :: accelerator.num_processes]
-    for begin in range(0, len(mine), size):
-        rows = stacked(job.heldout, mine[begin : begin + size])
+def _add_sums(sums: Tensor, placement: Placement, objective: Objective, heldout: Dataset) -> None:
+    """Add to sums [R, 2 + L, K] by range of positions this process's share of the held-out ones."""
+    config, accelerator = placement.config, placement.accelerator
+    weights = objective.weights.to(accelerator.device)
+    own = list(range(min(len(heldout), config.num_eval_sequences)))
+    own = own[accelerator.process_index :: accelerator.num_processes]
+    for begin in range(0, len(own), config.micro_batch_size):
+        rows = stacked(heldout, own[begin : begin + config.micro_batch_size])
         learnt, ranges = rows["loss_mask"], torch.bucketize(rows["position_ids"], EDGES, right=True)
-        seen: Batch = {}
+        batch: Batch = {}
         for number in ranges[learnt].unique().tolist():
             indexed = objective.indexed({**rows, "loss_mask": learnt & (ranges == number)})
-            if seen:  # the target need not read it again
+            if batch:  # the target need not read it again
                 new = {k: v for k, v in indexed.items() if k not in rows or k == "loss_mask"}
-                seen = {**seen, **on_device(new, device)}
+                batch = {**batch, **on_device(new, accelerator.device)}
             else:
-                seen = objective.prepare(on_device(indexed, device))
+                batch = objective.prepare(on_device(indexed, accelerator.device))
             # Not a call: the hooks of a strategy would wait for processes that have no batch left.
-            sums[number] += objective.forward(seen, weights).terms
-    return sums
+            sums[number] += objective.forward(batch, weights).terms

@@ -6,9 +6,13 @@ first of them runs.
 """
 
 import math
-from collections.abc import Iterable
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,25 +23,82 @@ from tqdm import tqdm
 from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from conf.files import make_folder
+from conf.settings.training import LogConfig, TrainConfig
 from heads.decoding.cache import upload
 from train import schedule
-from train.batch.prefetch import Prefetcher, on_device, stacked
-from train.batch.rows import NOISE_SEEDS, Batch
+from train.batch.prefetch import Dataset, Prefetcher, on_device, stacked
+from train.batch.supervision import NOISE_SEEDS, Batch
 from train.loop import resume
-from train.loop.evaluation import evaluate
-from train.loop.job import Job, Outcome
-from train.loop.rounds import Round
-from train.loop.skipping import Skipped
-from train.loop.tracking import Metrics, as_line, figures
-from train.loss.losses import Sums
+from train.loop.evaluation import Evaluate, evaluate, figures
+from train.loop.non_finite import SkippedSequences
+from train.loop.rollouts import Rollouts, Round
+from train.loop.tracking import Metrics
+from train.loss.sums import Sums
+from train.objective import Objective
 from train.parallel import checkpoint, processes
-from train.parallel.launch import stop_signals
 from train.parallel.optimizers import state_keys
-from train.parallel.placement import Placement, place
+from train.parallel.placement import place
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        config: the loop's settings.
+        log: the tracker's.
+        seed: orders sequences, and seeds whatever an objective draws.
+        out_dir: gets `checkpoints/`, `metrics.jsonl` and at the end `head/`.
+        objective: what is trained.
+        train: packed sequences, each a dict of [T] tensors.
+        heldout: the same, to evaluate on.
+        provenance: written as `head/headsmith.json`.
+        made_of: the statement of the target and of the training data.
+        goes_on: the head was trained before, so it is evaluated before its first step too.
+        rollouts: answers of the target that are learnt in place of those of `train`.
+        evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
+            their names get the prefix `eval/`.
+    """
+
+    config: TrainConfig
+    log: LogConfig
+    seed: int
+    out_dir: Path
+    objective: Objective
+    train: Dataset
+    heldout: Dataset
+    provenance: dict[str, Any] = field(default_factory=dict)
+    made_of: dict[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
+    rollouts: Rollouts | None = None
+    evaluate: Evaluate | None = None
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """All that must not change when the run continues, by key; a checkpoint keeps it."""
+        return {
+            resume.KIND: type(self.objective.head).__name__,
+            "seed": self.seed,
+            **resume.settings("train", self.config),
+            **({} if self.rollouts is None else resume.settings("rollout", self.rollouts.config)),
+            **self.made_of,
+            "packed sequences": len(self.train),
+            "checksum of the first sequence": resume.checksum(self.train[0]),
+            **self.objective.resume_settings,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `finished` is false if a signal stopped it at `step`."""
+
+    finished: bool
+    step: int
+    evaluation: dict[str, float]
 
 
 def fit(accelerator: Accelerator, job: Job) -> Outcome:
-    """Trains to `max_steps`, or until SIGTERM, SIGUSR1 or SIGINT, which save a checkpoint.
+    """Train to `max_steps`, or until SIGTERM, SIGUSR1 or SIGINT, which save a checkpoint.
 
     Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
 
@@ -46,17 +107,16 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
             NaN or infinite.
     """
     run = Run(accelerator, job)
-    run.resume()
     processes.wait()
     try:
-        with stop_signals(run.stop):
+        with _stop_signals(run):
             return run.train()
     finally:
         run.close()
 
 
 class _StepResult(NamedTuple):
-    """What all processes found in an optimizer step, on the CPU.
+    """Figures of an optimizer step over all processes, on the CPU.
 
     Attributes:
         tokens: that were read, padding not counted.
@@ -74,30 +134,26 @@ class _StepResult(NamedTuple):
 
 
 class Run:
-    """The state of a run between its optimizer steps."""
+    """A run between its optimizer steps, begun anew or where `train.resume` says.
+
+    Raises:
+        InputError: the checkpoint to resume does not fit.
+    """
 
     def __init__(self, accelerator: Accelerator, job: Job) -> None:
         self.accelerator, self.job, self.config = accelerator, job, job.config
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
         self.checkpoints = job.out_dir / "checkpoints"
-        self.placement: Placement
         self.step = self.tokens = 0
-        self.stop = {"asked": False}
-        self.stopping = False
+        self.stop_asked = self.stopping = False
         self.metrics: Metrics | None = None
+        self.skipped = SkippedSequences(len(job.train))
         self.round = Round(job.train, 0, self.config.max_steps, job.seed)
-        self.skipped = Skipped(len(job.train))
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
-
-    def say(self, text: str) -> None:
-        """Prints on rank 0, above the progress bar."""
-        if self.rank == 0:
-            tqdm.write(text)
-
-    def resume(self) -> None:
-        """Loads the checkpoint that `train.resume` names; opens metrics and what is read."""
+        self._term_weights, self._rate = job.objective.weights, 0.0
+        self._watch, self._started_tokens = Stopwatch(), 0
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
@@ -106,7 +162,7 @@ class Run:
         state = {} if path is None else self._restore(path)
         processes.wait()  # loading took each as long as it took
         self._check_agreed()
-        self.placement = place(self.accelerator, self.job.objective, self.config)
+        self.placement = place(accelerator, job.objective, self.config)
         if self.world > 1:
             self.say(f"layout: {self.placement}")
         if path is not None:
@@ -115,16 +171,42 @@ class Run:
         # Nobody may write before everybody has looked at what is there.
         processes.wait()
         if self.rank == 0:
-            make_folder(self.job.out_dir)
-            settings = self.job.provenance.get("config", {})
-            self.metrics = Metrics(
-                self.job.out_dir, self.job.log, settings, self.say, goes_on=path is not None
-            )
+            make_folder(job.out_dir)
+            settings, goes_on = job.provenance.get("config", {}), path is not None
+            self.metrics = Metrics(job.out_dir, job.log, settings, self.say, goes_on=goes_on)
             self.metrics.forget_after(self.step)
-        self._open()
+        self.prefetcher = self._open_round()
 
-    def _open(self) -> None:
-        """From this step on reads the data, or the round of answers that it belongs to."""
+    def say(self, text: str) -> None:
+        """Print on rank 0, above the progress bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+
+    def _restore(self, path: Path) -> dict[str, Tensor]:
+        """Set progress and the head; return the state of its optimizers, not made yet."""
+        head = self.job.objective.head
+        progress, tensors = checkpoint.read(path)
+        now = self.job.compared
+        if unknown := resume.check(path, progress.run, now, self.config, progress.step):
+            self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
+        checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
+        head.load_state_dict(tensors.head)
+        self.step, self.tokens = progress.step, progress.tokens
+        self.skipped.numbers |= {*progress.skipped}
+        return tensors.state
+
+    def _check_agreed(self) -> None:
+        own = torch.zeros(self.world, device=self.device)
+        own[self.rank] = self.step
+        steps = self._sum(own).int().tolist()
+        if len(set(steps)) > 1:
+            raise InputError(
+                f"train.resume={self.config.resume}: the processes found checkpoints of steps "
+                f"{steps}: out_dir={self.job.out_dir} must be one folder that all nodes share"
+            )
+
+    def _open_round(self) -> Prefetcher:
+        """Load from this step on: the data, or the round of answers that the step belongs to."""
         objective, rollouts = self.job.objective, self.job.rollouts
         if rollouts is not None:
             objective.eval()
@@ -132,89 +214,61 @@ class Run:
                 self.round, written = rollouts.round(self.step, objective.head)
             objective.train()
             known = self.skipped.numbers if self.step > self.round.first else ()
-            self.skipped = Skipped(len(self.round.data), known)
+            self.skipped = SkippedSequences(len(self.round.data), known)
             if written and self.metrics is not None:
                 self.metrics.log(self.step, written)
                 self.say(f"step {self.step}: {rollouts.line(written)}")
         last = min(self.round.last, self.config.max_steps)
-        prepare = objective.prepare
-        self.prefetcher = Prefetcher(self._load, prepare, self.device, self.step, last)
-
-    def _restore(self, path: Path) -> dict[str, Tensor]:
-        """Sets progress and the head; returns the state of its optimizers, not made yet."""
-        head = self.job.objective.head
-        progress, tensors = checkpoint.read(path)
-        self._check_same(progress, path)
-        checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
-        head.load_state_dict(tensors.head)
-        self.step, self.tokens = progress.step, progress.tokens
-        self.skipped = Skipped(len(self.job.train), progress.skipped)
-        return tensors.state
-
-    def _check_agreed(self) -> None:
-        steps = torch.zeros(self.world, device=self.device)
-        steps[self.rank] = self.step
-        found = self._sum(steps).int().tolist()
-        if len(set(found)) > 1:
-            raise InputError(
-                f"train.resume={self.config.resume}: the processes found checkpoints of steps "
-                f"{found}: out_dir={self.job.out_dir} must be one folder that all nodes share"
-            )
-
-    def _check_same(self, progress: checkpoint.Progress, path: Path) -> None:
-        unknown = resume.check(
-            path, progress.run, resume.of_run(self.job), self.config, progress.step
-        )
-        if unknown:
-            self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
+        return Prefetcher(self._load, objective.prepare, self.device, self.step, last)
 
     def train(self) -> Outcome:
-        """Steps until the end or a stop."""
+        """Make steps until the end or a stop."""
+        config = self.config
         bar = tqdm(
-            total=self.config.max_steps, initial=self.step, disable=self.rank != 0, unit="step",
+            total=config.max_steps, initial=self.step, disable=self.rank != 0, unit="step",
             dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
             if self.step == 0 and self.job.goes_on:
                 self._evaluate()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
-            while self.step < self.config.max_steps:
+            while self.step < config.max_steps:
                 if self.stopping:
                     self._save()
                     return Outcome(False, self.step, self.evaluation)
                 if self.step == self.round.last:
                     self.prefetcher.close()
-                    self._open()
+                    self.prefetcher = self._open_round()
                 loss = self.optimizer_step()
                 self.step += 1
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
                 bar.update()
-                self._after_step()
+                last = self.step == config.max_steps
+                if last or self.step % config.log_steps == 0:
+                    self._log()
+                if last or self.step % config.save_steps == 0:
+                    self._save()
+                if not last and self.step % config.eval_steps == 0:
+                    self._evaluate()
         # The head before its last figures: whatever they do, it is there.
-        self._save_head()
+        with self.placement.averaged():
+            if self.rank == 0:
+                self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
+        processes.wait()
         self._evaluate()
         return Outcome(True, self.step, self.evaluation)
 
-    def _after_step(self) -> None:
-        last = self.step == self.config.max_steps
-        if last or self.step % self.config.log_steps == 0:
-            self._log()
-        if last or self.step % self.config.save_steps == 0:
-            self._save()
-        if not last and self.step % self.config.eval_steps == 0:
-            self._evaluate()
-
     def _sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+        """Sum of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="sum")
 
     def optimizer_step(self) -> float:
-        """One optimizer step; returns its loss. The host waits for the device once."""
+        """Make one optimizer step; return its loss. The host waits for the device once."""
         batches = self.prefetcher.next_step()
         result = self._gradients(batches, self.prefetcher.micro_batches())
         again = False
-        while suspects := self._suspects(result.losses):
-            self._leave_out(suspects, again)
+        while not all(map(math.isfinite, result.losses)):
+            self._leave_out(result.losses, again)
             again = True
             batches = self._load(self.step)
             result = self._gradients(batches, map(self._prepared, batches))
@@ -226,38 +280,41 @@ class Run:
         self.stopping = result.stop
         self.tokens += result.tokens
         self.window.append(result.sums)
-        return float((self._weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
+        return float((self._term_weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
 
     def _gradients(self, batches: list[Batch], prepared: Iterable[Batch]) -> _StepResult:
-        """Clipped gradients of a step, and what all processes found.
+        """Clip the gradients of a step, and gather its figures from all processes.
 
         Args:
             batches: the micro batches of this process, on the CPU.
             prepared: the same on the device, with what the target gives.
         """
         counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
-        self._weights = self.job.objective.begin(self.step)
+        self._term_weights = self.job.objective.begin(self.step)
         totals = self._sum(upload(counts.sum(0).double(), self.device))
         # Gradients become a mean over the processes; their sum is wanted.
-        scale = self.world * upload(self._weights, self.device) / totals.clamp_min(1).float()
+        weights = upload(self._term_weights, self.device)
+        scale = self.world * weights / totals.clamp_min(1).float()
         sums = self._accumulate(prepared, len(batches), scale)
+        num_tokens = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
         with record_function("optimizer"):
             norm = self.placement.clip(self.step)
-            return self._reduce(sums, norm, sum(map(_num_tokens, batches)))
+            return self._reduce(sums, norm, num_tokens)
 
-    def _indices(self, step: int) -> list[int]:
-        """The sequences of a step over all processes."""
-        return self.round.sequences(step, self.config.batch_size)
+    def _indices(self) -> list[int]:
+        """Sequences of this step over all processes."""
+        return self.round.sequences(self.step, self.config.batch_size)
 
     def _load(self, step: int) -> list[Batch]:
-        """The micro batches of this process in a step, on the CPU.
+        """Load the micro batches of this process in a step, on the CPU.
 
         Each sequence gets a seed for what is drawn for it, made of its number and the step: not
         of the process, so draws are the same on any number of them, and after a stop.
         """
         size, objective = self.config.micro_batch_size, self.job.objective
         batches: list[Batch] = []
-        for group in schedule.micro_batches(self._indices(step), self.rank, self.world, size):
+        indices = self.round.sequences(step, self.config.batch_size)
+        for group in schedule.micro_batches(indices, self.rank, self.world, size):
             seeds = tuple(schedule.draw_seed(self.job.seed, step, index) for index in group)
             batch = self.skipped.blanked(stacked(self.round.data, group), group)
             batches.append(objective.training_batch({**batch, NOISE_SEEDS: seeds}))
@@ -267,19 +324,19 @@ class Run:
         return self.job.objective.prepare(on_device(batch, self.device))
 
     def _accumulate(self, prepared: Iterable[Batch], num_micro: int, scale: Tensor) -> Tensor:
-        """Runs every micro batch forward and backward; [M, 2 + L, K] what each gave."""
-        found: list[Tensor] = []
+        """Run every micro batch forward and backward; [M, 2 + L, K] `Sums.terms` of each."""
+        terms: list[Tensor] = []
         for batch in prepared:
-            with self.placement.micro_batch(len(found) == num_micro - 1):
+            with self.placement.micro_batch(len(terms) == num_micro - 1):
                 sums: Sums = self.placement.objective(batch, scale)
                 with record_function("backward"):
                     self.placement.backward(sums.total)
-            found.append(sums.terms)
+            terms.append(sums.terms)
             del batch, sums  # the next one takes their memory
-        return torch.stack(found)
+        return torch.stack(terms)
 
     def _reduce(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
-        """Brings to the host what all processes found in a step; the step's wait for the device.
+        """Bring the figures of all processes to the host; the step's wait for the device.
 
         Args:
             sums: [M, 2 + L, K] of this process's micro batches.
@@ -288,44 +345,42 @@ class Run:
         """
         losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
         losses[self.rank] = sums[:, 0].sum(1)
-        own = torch.tensor([num_tokens, self.stop["asked"]], dtype=torch.float64)
+        own = torch.tensor([num_tokens, self.stop_asked], dtype=torch.float64)
         parts = (upload(own, self.device), losses.flatten(), sums.sum(0).flatten())
         packed = self._sum(torch.cat([part.double() for part in parts]))
-        found = torch.cat([packed, norm.double().view(1)]).to("cpu")
-        tokens, stop = found[:2].tolist()
-        terms = found[2 + losses.numel() : -1].view_as(sums[0]).float()
-        return _StepResult(
-            int(tokens), stop > 0, found[2 : 2 + losses.numel()].tolist(), terms, float(found[-1])
+        packed = torch.cat([packed, norm.double().view(1)]).to("cpu")
+        (tokens, stop), of_losses, terms, (gathered_norm,) = packed.split(
+            [2, losses.numel(), sums[0].numel(), 1]
         )
+        return _StepResult(
+            tokens=int(tokens), stop=bool(stop > 0), losses=of_losses.tolist(),
+            sums=terms.view_as(sums[0]).float(), norm=float(gathered_norm),
+        )  # fmt: skip
 
-    def _suspects(self, losses: list[float]) -> list[int]:
-        """The sequences of micro batches whose losses [processes * M] are not finite."""
-        size, indices = self.config.micro_batch_size, self._indices(self.step)
-        bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
-        return [index for micro in bad for index in indices[micro * size :][:size]]
-
-    def _leave_out(self, suspects: list[int], again: bool) -> None:
-        """Forgets the gradients of a step, and the sequences that spoiled them.
+    def _leave_out(self, losses: list[float], again: bool) -> None:
+        """Forget the gradients of a step, and the sequences that spoiled them.
 
         Args:
-            suspects: sequences of micro batches whose losses are not finite.
+            losses: [processes * M], not all of them finite.
             again: the step was loaded without those that are left out.
 
         Raises:
-            InputError: the head is at fault, see `Skipped`, or too many of them are bad.
+            InputError: the head is at fault, see `SkippedSequences`, or too many of them are bad.
         """
+        size, indices = self.config.micro_batch_size, self._indices()
+        bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
+        suspects = [index for micro in bad for index in indices[micro * size :][:size]]
         if not self.placement.can_discard:
             self._stop_on("the loss", suspects)
         self.placement.discard()
         new = self.skipped.staying(suspects)
         if not new and not again:
             return  # they were loaded before they were known
-        bad = [each for each in new if self._is_bad(each)] or new
-        own = self._indices(self.step)
+        faulty = [index for index in new if self._is_bad(index)] or new
         around = self.round.around(self.step, self.config.batch_size)
-        if not bad or self.skipped.diverged(bad, own, around, self._is_bad):
-            self._stop_on("the loss", bad or suspects)
-        self.say(self.skipped.add(bad, self.step + 1))
+        if not faulty or self.skipped.diverged(faulty, indices, around, self._is_bad):
+            self._stop_on("the loss", faulty or suspects)
+        self.say(self.skipped.add(faulty, self.step + 1))
 
     @torch.no_grad()
     def _is_bad(self, index: int) -> bool:
@@ -334,13 +389,13 @@ class Run:
         batch = objective.training_batch({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
         with self.placement.gathered():
             # As in an evaluation: without the hooks of a strategy.
-            terms = objective.forward(self._prepared(batch), self._weights.to(self.device)).terms
+            weights = self._term_weights.to(self.device)
+            terms = objective.forward(self._prepared(batch), weights).terms
         return not terms.isfinite().all()
 
     def _check_norm(self, norm: float) -> None:
-        """Stops if the norm of the gradients is not finite."""
         if not math.isfinite(norm):
-            self._stop_on("the gradient's norm", self._indices(self.step))
+            self._stop_on("the gradient's norm", self._indices())
 
     def _stop_on(self, what: str, indices: list[int]) -> None:
         raise InputError(
@@ -356,7 +411,7 @@ class Run:
     def _log(self) -> None:
         sums = torch.stack(self.window).sum(0)
         self.window.clear()
-        metrics = figures("train", sums, self._weights, self.job.objective)
+        metrics = figures("train", sums, self._term_weights, self.job.objective)
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         metrics["train/skipped_sequences"] = len(self.skipped.numbers)
@@ -364,37 +419,55 @@ class Run:
             self.metrics.log(self.step, metrics)
 
     def _evaluate(self) -> None:
-        """Held-out figures, and what `job.evaluate` adds; without any if that fails."""
-        self.evaluation = evaluate(self.accelerator, self.job, self.placement, self.step)
+        job = self.job
+        self.evaluation = evaluate(
+            self.placement, job.objective, job.heldout, job.evaluate, self.step
+        )
         if not self.evaluation:
             return
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
-        self.say(f"step {self.step}: {as_line(self.evaluation)}")
+        # Figures by position are in the file alone.
+        named = {name.removeprefix("eval/"): value for name, value in self.evaluation.items()}
+        shown = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
+        self.say(f"step {self.step}: {', '.join(shown)}")
 
     def _save(self) -> None:
         tensors = self.placement.tensors()
         if self.rank == 0:
-            position = self.step * self.config.batch_size
             progress = checkpoint.Progress(
-                self.step, self.tokens, position, resume.of_run(self.job),
-                sorted(self.skipped.numbers),
+                step=self.step, tokens=self.tokens,
+                run=self.job.compared, skipped=sorted(self.skipped.numbers),
             )  # fmt: skip
             checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
         processes.wait()
 
-    def _save_head(self) -> None:
-        with self.placement.averaged():
-            if self.rank == 0:
-                self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
-        processes.wait()
-
     def close(self) -> None:
-        """Ends the loading, and lets the tracker finish."""
+        """End the loading, and let the tracker finish."""
         self.prefetcher.close()
         if self.metrics is not None:
             self.metrics.close()
 
 
-def _num_tokens(batch: Batch) -> int:
-    return int((batch["document_ids"] >= 0).sum())
+@contextmanager
+def _stop_signals(run: Run) -> Iterator[None]:
+    """SIGTERM, SIGUSR1 and SIGINT ask for a stop instead of ending the process.
+
+    Launchers pass one on, so the same signal may come twice at once; a second SIGINT later
+    than two seconds after the first is a person who does not want to wait.
+    """
+    asked_at: list[float] = []
+
+    def ask(number: int, _frame: Any) -> None:
+        run.stop_asked = True
+        asked_at.append(time.monotonic())
+        if number == signal.SIGINT and asked_at[-1] - asked_at[0] > 2:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,17 +1,38 @@
-"""What of a training's settings is refused before anything heavy is imported."""
+"""Settings of a training that are refused before anything heavy is imported."""
 
 from pathlib import Path
 
+from conf.errors import InputError
 from conf.settings.training import TrainRun
 from eval.refusals import check_inputs
-from train.parallel.launch import check_out_dir
 
 
 def check_training(config: TrainRun) -> None:
-    """Refuses a folder that is taken, and a target, data or a head that are not there.
+    """Refuse a folder that is taken, and a target, data or a head that are not there.
 
     Raises:
         InputError: see each.
     """
     check_out_dir(Path(config.out_dir), config.train.resume)
     check_inputs(config)
+
+
+def check_out_dir(out_dir: Path, resume: str | None) -> None:
+    """Refuses to write over another run.
+
+    Raises:
+        InputError: `out_dir` is a file, or holds something and nothing is being resumed.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise InputError(f"out_dir={out_dir} is a file: name a folder")
+    taken = out_dir.is_dir() and any(out_dir.iterdir())
+    inside = resume == "auto" or (
+        resume is not None and Path(resume).resolve().is_relative_to(out_dir.resolve())
+    )
+    if taken and not inside:
+        raise InputError(
+            f"out_dir={out_dir} is not empty: name another folder, or continue the run in it "
+            "with train.resume=auto"
+        )
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise InputError(f"train.resume={resume}: no such folder; allowed: auto, a checkpoint")

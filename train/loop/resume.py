@@ -10,11 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from conf.command.statement import changed, differences, plain
 from conf.errors import InputError
 from conf.settings.training import Schedule, TrainConfig
-from train.batch.prefetch import Dataset
-from train.loop.job import Job
 from train.schedule import rate
 
 ONLY_WATCHED = (
@@ -46,24 +46,10 @@ def settings(prefix: str, config: Any) -> dict[str, Any]:
     return {f"{prefix}.{name}": plain(getattr(config, name)) for name in names}
 
 
-def of_run(job: Job) -> dict[str, Any]:
-    """All that is compared, by key; a checkpoint keeps it."""
-    return {
-        KIND: type(job.objective.head).__name__,
-        "seed": job.seed,
-        **settings("train", job.config),
-        **({} if job.rollouts is None else settings("rollout", job.rollouts.config)),
-        **job.made_of,
-        "packed sequences": len(job.train),
-        "checksum of the first sequence": _checksum(job.train),
-        **job.objective.resume_settings,
-    }
-
-
-def _checksum(train: Dataset) -> int:
-    """Of the first sequence's tokens; states, if a store has them, may come in any format."""
-    first = train[0]
-    return sum(zlib.crc32(first[name].numpy().tobytes()) for name in TOKENS if name in first)
+def checksum(sequence: Mapping[str, Tensor]) -> int:
+    """CRC-32 of a sequence's tokens; states, if a store has them, may come in any format."""
+    names = [name for name in TOKENS if name in sequence]
+    return sum(zlib.crc32(sequence[name].numpy().tobytes()) for name in names)
 
 
 def check(

@@ -11,43 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from conf.errors import InputError
 from conf.files import write_whole
 from conf.settings.training import LogConfig, Tracker
-from train.objective import Objective
 
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 WANDB_ID = "wandb_run_id.txt"
 """In `out_dir`: a run that goes on is one run there, too."""
 Say = Callable[[str], None]
-
-
-def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) -> dict[str, float]:
-    """Means of sums by name: loss, and per term, of depth d, the loss and the measures.
-
-    Args:
-        prefix: of the names.
-        sums: [2 + M, K], losses, supervised tokens, and M measures.
-        weights: [K] of the losses.
-        objective: names the measures, and knows the first depth.
-    """
-    means = sums / sums[1].clamp_min(1)
-    found = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
-    for row, name in ((0, "loss"), *enumerate(objective.measures, start=2)):
-        for depth, value in enumerate(means[row].tolist(), start=objective.first_depth):
-            found[f"{prefix}/{name}_d{depth}"] = value
-    return found
-
-
-def as_line(figures: dict[str, float]) -> str:
-    """Figures for a terminal; those by position are in the file."""
-    names = {name: name.removeprefix("eval/") for name in figures}
-    return ", ".join(
-        f"{names[key]} {value:.3f}" for key, value in figures.items() if "/" not in names[key]
-    )
 
 
 class _Sink(Protocol):

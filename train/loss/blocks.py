@@ -1,6 +1,6 @@
 """The loss of block drafters: cross-entropy and a divergence, of slots in drawn blocks.
 
-Sums over supervised tokens, as in `train.loss.losses`. The draft at depth d (from 1) of a block
+Sums over supervised tokens, as in `train.loss.sums`. The draft at depth d (from 1) of a block
 behind token t is x_{t+1+d}, so it is supervised where Medusa's head d is, and is compared with
 what the target says at t + d.
 
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from conf.settings.blocks import BlockConfig, SlotWeights
 from heads.vocab import DraftVocab
-from train.batch.rows import UNROLLED, Batch, Unrolled, labels_of
+from train.batch.supervision import UNROLLED, Batch, Unrolled, labels_of
 from train.loss.divergences import LossGrad, Softmax, divergence
-from train.loss.fused import Part, RowLosses, Teacher, fused_linear
-from train.loss.losses import Sums, TextTeacher, step_sums
-from train.loss.path import on_path
-from train.loss.teachers import Distribution
+from train.loss.fused import RowLosses, Student, Teacher, fused_linear
+from train.loss.sums import Sums, on_path, step_sums
+from train.loss.teachers import Distribution, TextTeacher
 
 MEASURES = ("top1", "alpha")
 """Tokens where the head's and the target's first choice agree; and the sum over the whole
@@ -37,7 +36,7 @@ def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def paced(slots: Part, batch: Batch, criterion: "BlockCriterion") -> Part:
+def paced(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
     """Slots whose scales are multiplied by D-PACE's weights."""
     surprise = _Surprise(criterion.vocab)
     _, (found,) = fused_linear([slots], TextTeacher(labels_of(batch)), surprise)
@@ -65,7 +64,7 @@ def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor
 
 def block_loss(
     criterion: "BlockCriterion",
-    slots: Part,
+    slots: Student,
     batch: Batch,
     teacher: Teacher,
     off_path_weight: float,

@@ -1,6 +1,6 @@
 """The loss of EAGLE heads: divergences from the target's distribution, features, top tokens.
 
-Sums over supervised tokens, as in `train.loss.losses`. A step d (from 1) of the training-time test
+Sums over supervised tokens, as in `train.loss.sums`. A step d (from 1) of the training-time test
 predicts x_{t+1+d} from token t, so it is supervised where Medusa's head d is, and is compared
 with what the target says at t + d.
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from conf.settings.eagle import EagleConfig, StepNormalizer
 from data.features.layout import HIDDEN
 from heads.vocab import DraftVocab
-from train.batch.rows import SUPERVISION, UNROLLED, Batch
+from train.batch.supervision import SUPERVISION, UNROLLED, Batch
 from train.loss.divergences import LossGrad, Pair, Softmax, divergence, top_k
-from train.loss.fused import Part, RowLosses, Teacher, fused_linear
-from train.loss.losses import Sums, step_sums
+from train.loss.fused import RowLosses, Student, Teacher, fused_linear
+from train.loss.sums import Sums, step_sums
 from train.loss.teachers import Distribution
 
 MEASURES = ("top1", "alpha")
@@ -35,7 +35,7 @@ def step_weights(config: EagleConfig) -> Tensor:
 
 
 def eagle_loss(
-    criterion: "EagleCriterion", steps: Part, learnt: Tensor, batch: Batch, teacher: Teacher
+    criterion: "EagleCriterion", steps: Student, learnt: Tensor, batch: Batch, teacher: Teacher
 ) -> Sums:
     """The losses of all steps of a batch.
 

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.layers.projection import Projection
-from train.batch.rows import SortedIndices
+from train.batch.supervision import SortedIndices
 from train.loss.divergences import Softmax
-from train.loss.pieces import Where, balanced, number_of, part_of, rows_of
 
 CHUNK_BYTES = 512 * 2**20
 """Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in. Each
@@ -54,6 +53,10 @@ Compare = Callable[..., Any]
 Buffers = dict[tuple[int, torch.dtype], Tensor]
 
 
+Where = slice | Tensor
+"""Rows, [m] int64 if they do not lie side by side."""
+
+
 class Scales(Protocol):
     """A tensor [M], or what gives a part of one, and may say late that rows weigh nothing."""
 
@@ -74,7 +77,7 @@ class LowRank(NamedTuple):
     weight: Tensor
 
 
-class Part(NamedTuple):
+class Student(NamedTuple):
     """Student rows that share a projection.
 
     Attributes:
@@ -164,7 +167,7 @@ def compare_compiled(
 
 
 def fused_linear(
-    parts: Sequence[Part], teacher: Teacher, criterion: Criterion, compiled: bool = False
+    parts: Sequence[Student], teacher: Teacher, criterion: Criterion, compiled: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum of losses over all rows, each times its scale, and what each row gave.
 
@@ -196,7 +199,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        parts: Sequence[Part],
+        parts: Sequence[Student],
         teacher: Teacher,
         num_measures: int,
         compare: Compare,
@@ -211,7 +214,7 @@ class _Fused(torch.autograd.Function):
             edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
             students = [
-                _Student(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
+                _StudentPass(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
             ]
             for number, (begin, end) in enumerate(pairwise(edges)):
                 chunk = teacher.chunk(begin, end)
@@ -241,12 +244,12 @@ class _Fused(torch.autograd.Function):
         return None, None, None, None, None, *grads
 
 
-class _Student:
+class _StudentPass:
     """One part on its way through the chunks, which begin and end at `edges`."""
 
     def __init__(
         self,
-        part: Part,
+        part: Student,
         num_measures: int,
         want_grad: bool,
         dtype: torch.dtype | None,
@@ -391,3 +394,30 @@ def piece_rows(logits: Tensor) -> int:
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     enabled = torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if enabled else None
+
+
+def number_of(rows: Where) -> int:
+    """How many."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+def part_of(rows: Where, part: slice) -> Where:
+    """Some of some rows."""
+    if isinstance(rows, slice):
+        return slice(rows.start + part.start, rows.start + part.stop)
+    return rows[part]
+
+
+def balanced(first: int, last: int, size: int) -> list[slice]:
+    """first..last in as few slices of at most `size` as can be, which differ by one at most.
+
+    So one row is alone only where there is no other.
+    """
+    number = -(-(last - first) // size)
+    edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []
+    return [slice(*each) for each in pairwise(edges)]
+
+
+def rows_of(num_bytes: int, row_bytes: int) -> int:
+    """How many rows fit, and at least one."""
+    return max(1, num_bytes // row_bytes)

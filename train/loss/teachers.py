@@ -14,8 +14,7 @@ from torch import Tensor
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 from train.loss.divergences import Pair, Softmax, dot, p_log_p
-from train.loss.fused import piece_rows
-from train.loss.pieces import balanced
+from train.loss.fused import Teacher, balanced, piece_rows
 
 MIN_MASS = 1e-6
 
@@ -36,6 +35,34 @@ class Distribution(Protocol):
             student: r rows.
         """
         ...
+
+
+@dataclass(frozen=True)
+class TextTeacher:
+    """The text itself, and maybe a distribution beside it.
+
+    Attributes:
+        labels: [P] int64, the token that comes.
+        soft: what is learnt instead of it.
+    """
+
+    labels: Tensor
+    soft: Teacher | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.labels)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a label, or of the distribution beside it."""
+        return self.labels.element_size() if self.soft is None else self.soft.row_bytes
+
+    def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
+        """Labels, and the distribution, of rows begin..end."""
+        soft = None if self.soft is None else self.soft.chunk(begin, end)
+        return self.labels[begin:end], soft
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,12 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         tokens: tokens seen, padding not counted.
-        position: sequences drawn from the row of epochs, see `schedule.sequences`.
         run: what must be the same when the run continues, by configuration key.
         skipped: numbers of the sequences that are left out.
     """
 
     step: int
     tokens: int
-    position: int
     run: dict[str, Any]
     skipped: list[int] = field(default_factory=list)
 
@@ -86,6 +84,8 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
         state = {
             "format": _FORMAT,
             **asdict(progress),
+            # For earlier versions, which read it.
+            "position": progress.step * progress.run.get("train.batch_size", 0),
             "files": {name: _fingerprint(staging / name) for name in _FILES},
         }
         (staging / "state.json").write_text(json.dumps(state, indent=1))
@@ -153,7 +153,7 @@ def read(path: Path) -> tuple[Progress, Tensors]:
     tensors = Tensors(*(load_file(path / name) for name in _FILES))
     skipped = state.get("skipped", [])  # of an earlier version: none
     return (
-        Progress(state["step"], state["tokens"], state["position"], state["run"], skipped),
+        Progress(state["step"], state["tokens"], state["run"], skipped),
         tensors,
     )
 

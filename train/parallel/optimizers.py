@@ -1,22 +1,90 @@
-"""What updates a head: AdamW, or Muon for its hidden matrices and AdamW for the rest.
+"""Optimizers of a head: AdamW, or Muon for its hidden matrices and AdamW for the rest.
 
 Muon moves a matrix alike in all directions, so what few tokens speak for is learnt as fast as the
 rest. Output heads and embeddings are AdamW's: a row there is an id, most of which are rare.
 """
 
-from collections.abc import Iterable
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.settings.training import Optimizer, TrainConfig
 from heads.processor import fast_dtype
 from heads.target_model.load import resolve_dtype
 from train.objective import Objective
-from train.parallel.muon import Muon
 
-KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Odd polynomial that Muon applies NUM_ITERATIONS times: steepest at 0, near 1 from .3 on."""
+NUM_ITERATIONS = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon: a matrix moves by its momentum, all singular values of which are made about alike.
+
+    Parameters are matrices, also in shards; `momentum_buffer` is the state of each.
+
+    Args:
+        groups: as of every optimizer of torch. A matrix [R, C] moves by about
+            lr * sqrt(max(1, R / C)) in each singular direction.
+        dtype: that singular values are made alike in.
+        weight_decay: of groups that have none of their own, and `lr`, likewise.
+
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and
+    its reference code; `torch.optim.Muon` is the same in bfloat16. That rounds to bfloat16 always:
+    what differs in the last bit of a gradient, as between one process and two, differs by a percent
+    of a weight a dozen steps later. Here it is `train.dtype`, so that float32 runs stay equal, and
+    float32 on a CPU that only imitates products in that.
+    """
+
+    def __init__(
+        self, groups: Any, dtype: torch.dtype, weight_decay: float, lr: float = 0.0
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every matrix that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                momentum = self.state[matrix]["momentum_buffer"]
+                momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+                update = self._orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                stretch = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
+                matrix.add_(update, alpha=-group["lr"] * stretch)
+
+    def _orthogonal(self, update: Tensor) -> Tensor:
+        """[R, C] `orthogonalized`; of shards the whole is gathered once, each keeps its own."""
+        if not isinstance(update, DTensor):
+            return orthogonalized(update.to(self.dtype))
+        whole = orthogonalized(update.full_tensor().to(self.dtype))
+        mesh, placements = update.device_mesh, update.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """[R, C] of U S V^T about U V^T: singular values from 0.7 to 1.2, those near 0 apart.
+
+    By Newton and Schulz: products of matrices alone, in the dtype that is given.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     Muon: ("momentum_buffer",),
 }
@@ -26,33 +94,37 @@ AVERAGE = "average"
 
 
 def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Over the groups of an objective, as its parameters lie now.
+    """Make AdamW and maybe Muon over the groups of an objective, as its parameters lie now.
 
     Args:
         objective: its head tells which matrices project to the vocabulary.
         config: the optimizer's settings, with numbers for rates.
 
     Returns:
-        AdamW and maybe Muon; `rate` of their groups is a share of `train.learning_rate`, and `lr`
-        is to be set before each step.
+        The optimizers; `rate` of their groups is a share of `train.learning_rate`, and `lr` is to
+        be set before each step.
     """
-    hidden = {id(each) for each in _hidden_matrices(objective.head, config).values()}
+    hidden = {id(matrix) for matrix in _hidden_matrices(objective.head, config).values()}
+    muon_on = config.optimizer is Optimizer.muon
+    adam_share = float(config.adam_learning_rate) / float(config.learning_rate) if muon_on else 1.0
     adamw: list[dict[str, Any]] = []
     muon: list[dict[str, Any]] = []
     for group in objective.groups():
-        for groups, rate, wanted in ((adamw, _adam_share(config), False), (muon, 1.0, True)):
-            chosen = [each for each in group.parameters if (id(each) in hidden) == wanted]
+        for groups, rate, by_muon in ((adamw, adam_share, False), (muon, 1.0, True)):
+            chosen = [p for p in group.parameters if (id(p) in hidden) == by_muon]
             if chosen:
                 more = {"rate": rate * group.rate, "first_step": group.first_step}
                 groups.append({"params": chosen, **more})
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if adamw:
-        made.append(_adamw(adamw, config))
+        # Fused: the other kernels write down a root of every second moment.
+        betas, decay = (0.9, config.adam_beta2), config.weight_decay
+        optimizers.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=True))
     if muon:
         device = muon[0]["params"][0].device
         dtype = fast_dtype(resolve_dtype(config.dtype, device), device)
-        made.append(Muon(muon, dtype, config.weight_decay))
-    return made
+        optimizers.append(Muon(muon, dtype, config.weight_decay))
+    return optimizers
 
 
 def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
@@ -65,7 +137,7 @@ def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
     hidden = _hidden_matrices(head, config)
     average = () if config.average_decay is None else (AVERAGE,)
     return {
-        name: KEYS[Muon if name in hidden else torch.optim.AdamW] + average
+        name: STATE_KEYS[Muon if name in hidden else torch.optim.AdamW] + average
         for name, parameter in head.named_parameters()
         if parameter.requires_grad
     }
@@ -74,7 +146,7 @@ def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
 def fresh_state(
     optimizer: torch.optim.Optimizer, tensor: Tensor, config: TrainConfig
 ) -> dict[str, Tensor]:
-    """The state of a parameter before its first step.
+    """State of a parameter before its first step.
 
     Args:
         optimizer: AdamW or Muon, whose `state` it is for.
@@ -84,7 +156,7 @@ def fresh_state(
     Returns:
         By name, tensors as large as the parameter, float32; of AdamW also the number of steps [].
     """
-    state = {key: torch.zeros_like(tensor) for key in KEYS[type(optimizer)]}
+    state = {key: torch.zeros_like(tensor) for key in STATE_KEYS[type(optimizer)]}
     if isinstance(optimizer, torch.optim.AdamW):
         state["step"] = torch.zeros((), device=tensor.device)  # where the fused kernel reads it
     if config.average_decay is not None:
@@ -96,26 +168,9 @@ def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
     """By name, the trained matrices that Muon updates; none if there is no Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
-    left_out = {id(each) for each in (*head.output_heads(), *head.embeddings())}
-    named: Iterable[tuple[str, nn.Parameter]] = head.named_parameters()
+    left_out = {id(matrix) for matrix in (*head.output_heads(), *head.embeddings())}
     return {
-        name: each
-        for name, each in named
-        if each.requires_grad and each.dim() == 2 and id(each) not in left_out
+        name: parameter
+        for name, parameter in head.named_parameters()
+        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in left_out
     }
-
-
-def _adam_share(config: TrainConfig) -> float:
-    """AdamW's rate over `train.learning_rate`."""
-    if config.optimizer is not Optimizer.muon:
-        return 1.0
-    return float(config.adam_learning_rate) / float(config.learning_rate)
-
-
-def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        groups,
-        betas=(0.9, config.adam_beta2),
-        weight_decay=config.weight_decay,
-        fused=True,  # the other kernels write down a root of every second moment
-    )

@@ -16,7 +16,6 @@ from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, TrainConfig
 from heads.processor import tell_if_slow
 from heads.target_model.load import resolve_dtype
-from train.parallel.launch import check_batch
 
 PATIENCE = timedelta(days=30)
 ZERO_BUCKET = 2**26
@@ -59,6 +58,21 @@ def start(config: TrainConfig) -> Accelerator:
     tell_if_slow("train.dtype", resolve_dtype(config.dtype, accelerator.device), accelerator.device)
     wait()
     return accelerator
+
+
+def check_batch(config: TrainConfig, num_processes: int) -> None:
+    """Refuses a batch that does not divide into equal micro batches.
+
+    Raises:
+        InputError: naming the three numbers.
+    """
+    share = num_processes * config.micro_batch_size
+    if config.batch_size % share:
+        raise InputError(
+            f"train.batch_size={config.batch_size} is not divisible by {num_processes} "
+            f"processes x train.micro_batch_size={config.micro_batch_size}: "
+            f"set a multiple of {share}"
+        )
 
 
 def wait() -> None:

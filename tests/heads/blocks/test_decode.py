@@ -17,7 +17,7 @@ from heads.decoding.drafting import PAD, Roots, Seen
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target, TargetOutput
-from train.batch.rows import UNROLLED
+from train.batch.supervision import UNROLLED
 
 QUICK = ("dflash2", "dspark, rnn")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]

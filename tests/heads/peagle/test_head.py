@@ -16,7 +16,7 @@ from heads.decoding.tree import DynamicShape, Tree
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target, TargetOutput
-from train.batch.rows import SUPERVISION, indexed
+from train.batch.supervision import SUPERVISION, indexed
 from train.peagle import PEagleObjective, lineages, segmented, share
 
 

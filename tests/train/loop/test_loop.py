@@ -18,12 +18,12 @@ from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
 from heads.storage import save_head
 from train import schedule
-from train.batch.rows import NOISE_SEEDS
-from train.loop import command, loop
-from train.loop.job import Job, Outcome
-from train.loss.losses import Batch, Sums
+from train.batch.supervision import NOISE_SEEDS, Batch
+from train.loop import command, loop, refusals
+from train.loop.loop import Job, Outcome
+from train.loss.sums import Sums
 from train.objective import Objective
-from train.parallel import checkpoint, launch, processes
+from train.parallel import checkpoint, processes
 
 T, D = 6, 4
 
@@ -320,7 +320,7 @@ def test_batch_that_does_not_divide() -> None:
     with pytest.raises(InputError, match="batch_size=4 is not divisible by 1 processes x"):
         processes.start(settings(micro_batch_size=3))
     with pytest.raises(InputError, match="set a multiple of 6"):
-        launch.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
+        processes.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
     with pytest.raises(InputError, match="float16 is not trained in"):
         processes.start(settings(dtype=Dtype.float16))
 
@@ -337,13 +337,13 @@ def test_processes_that_do_not_see_each_other() -> None:
 
 
 def test_out_dir_that_holds_something(tmp_path: Path) -> None:
-    launch.check_out_dir(tmp_path, None)
-    launch.check_out_dir(tmp_path / "new", None)
+    refusals.check_out_dir(tmp_path, None)
+    refusals.check_out_dir(tmp_path / "new", None)
     (tmp_path / "a").write_text("")
     with pytest.raises(InputError, match=r"is not empty.*train\.resume=auto"):
-        launch.check_out_dir(tmp_path, None)
-    launch.check_out_dir(tmp_path, "auto")
+        refusals.check_out_dir(tmp_path, None)
+    refusals.check_out_dir(tmp_path, "auto")
     with pytest.raises(InputError, match="is a file"):
-        launch.check_out_dir(tmp_path / "a", None)
+        refusals.check_out_dir(tmp_path / "a", None)
     with pytest.raises(InputError, match="no such folder; allowed: auto"):
-        launch.check_out_dir(tmp_path / "new", "latest")
+        refusals.check_out_dir(tmp_path / "new", "latest")

@@ -22,7 +22,7 @@ from scripts.bench import memory as bench_memory
 from train.blocks.objective import BlockObjective
 from train.eagle import EagleObjective
 from train.loop import memory
-from train.loss import fused, pieces
+from train.loss import fused
 from train.loss.sizes import Setting
 from train.medusa import MedusaObjective
 from train.objective import Objective
@@ -205,10 +205,10 @@ def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
 @pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
 def test_a_piece_has_rows_for_a_whole_gpu_within_a_bound(width: int) -> None:
     size, of_cpu = (fused.piece_bytes(width, cpu) for cpu in (False, True))
-    rows = pieces.rows_of(size, 4 * width)
+    rows = fused.rows_of(size, 4 * width)
     assert rows >= 520 or 255 * 2**20 < size <= fused.MOST_PIECE_BYTES
     assert 5 * size < 1.4e9
     if width > 100_000:
-        chunk = pieces.rows_of(fused.CHUNK_BYTES, 2 * width)
-        assert len(pieces.balanced(0, chunk, rows)) == 4
+        chunk = fused.rows_of(fused.CHUNK_BYTES, 2 * width)
+        assert len(fused.balanced(0, chunk, rows)) == 4
     assert of_cpu == fused.CPU_PIECE_BYTES

@@ -30,7 +30,7 @@ from tests.train.loop.test_loop import fit, rows, settings, weights
 from tests.train.loop.test_loop import lines as metrics
 from train.eagle import EagleObjective
 from train.loop import loop, resume
-from train.loop.job import Job
+from train.loop.loop import Job
 from train.medusa import MedusaObjective
 from train.medusa2 import Medusa2Objective
 from train.parallel import processes

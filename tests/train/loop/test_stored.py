@@ -31,7 +31,7 @@ from heads.vocab import DraftVocab
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
 from train.loop import command, loop
-from train.loop.job import Job, Outcome
+from train.loop.loop import Job, Outcome
 from train.loop.replay import HeldoutReplay, StoredReplay
 from train.loop.stored import check_taps, load_ends, open_store
 from train.medusa import make_head

@@ -16,11 +16,11 @@ from conf.settings.eagle import (
 from heads.eagle.branches import Branches, causal_rows
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
-from train.batch.rows import DOCUMENTS, NOISE_SEEDS
+from train.batch.supervision import DOCUMENTS, NOISE_SEEDS
 from train.eagle import EagleObjective, make_head
 from train.loss.divergences import Pair, Softmax, divergence, top_k, total_variation
 from train.loss.eagle import step_weights
-from train.loss.losses import Sums
+from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher, TargetProbs
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).

@@ -13,8 +13,8 @@ from toys import random_target
 from conf.settings.eagle import Divergence, EagleConfig
 from heads.layers.projection import Projection
 from heads.vocab import DraftVocab
-from train.batch.rows import SortedIndices
-from train.loss import fused, pieces
+from train.batch.supervision import SortedIndices
+from train.loss import fused
 from train.loss.divergences import (
     MIN_ALPHA,
     Pair,
@@ -23,9 +23,9 @@ from train.loss.divergences import (
     total_variation,
 )
 from train.loss.eagle import EagleCriterion
-from train.loss.fused import Part, fused_linear
-from train.loss.losses import TextTeacher, text_criterion
-from train.loss.teachers import HiddenTeacher, TargetProbs, TopKTeacher
+from train.loss.fused import Student, fused_linear
+from train.loss.medusa import text_criterion
+from train.loss.teachers import HiddenTeacher, TargetProbs, TextTeacher, TopKTeacher
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
 DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])
@@ -108,7 +108,7 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     rows = rows.sort().values
     vocab = DraftVocab(DRAFTED, VOCAB)
 
-    part = Part(hidden, Projection(weight, bias, scale, cap), sorted_indices(rows), scales)
+    part = Student(hidden, Projection(weight, bias, scale, cap), sorted_indices(rows), scales)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
@@ -156,7 +156,7 @@ def test_hard_labels_and_several_projections() -> None:
         weight = random(VOCAB, WIDTH, seed=10 + number).requires_grad_()
         rows = torch.arange(7) + 2 * number
         scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
-        parts.append(Part(hidden, Projection(weight), sorted_indices(rows), scales))
+        parts.append(Student(hidden, Projection(weight), sorted_indices(rows), scales))
         leaves += [hidden, weight]
         loss = F.cross_entropy(hidden @ weight.T, labels[rows], reduction="none")
         expected = expected + (scales * loss).sum()
@@ -167,7 +167,7 @@ def test_hard_labels_and_several_projections() -> None:
     assert [tuple(each.shape) for each in found] == [(3, 7), (3, 7)]
 
 
-def hard_parts(widths: list[int]) -> tuple[list[Part], list[Tensor]]:
+def hard_parts(widths: list[int]) -> tuple[list[Student], list[Tensor]]:
     """A part over 7 rows of the text for each width of its logits; all that has a gradient."""
     parts, leaves = [], []
     for number, width in enumerate(widths):
@@ -175,7 +175,7 @@ def hard_parts(widths: list[int]) -> tuple[list[Part], list[Tensor]]:
         weight = random(width, WIDTH, seed=10 + number).requires_grad_()
         scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
         rows = sorted_indices(torch.arange(7) + number)
-        parts.append(Part(hidden, Projection(weight), rows, scales))
+        parts.append(Student(hidden, Projection(weight), rows, scales))
         leaves += [hidden, weight]
     return parts, leaves
 
@@ -225,10 +225,10 @@ def test_logits_of_all_chunks_lie_in_one_place(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_slices_are_few_and_alike() -> None:
-    assert pieces.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
-    assert pieces.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
-    assert pieces.balanced(5, 5, 3) == []
-    assert [pieces.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
+    assert fused.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert fused.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
+    assert fused.balanced(5, 5, 3) == []
+    assert [fused.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
@@ -250,7 +250,7 @@ def test_under_autocast_logits_are_narrow(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(fused, "_compiled", lambda: compiled)
     hidden, weight = random(7, WIDTH, seed=0).float(), random(VOCAB, WIDTH, seed=1).float()
-    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(7)), torch.ones(7))
+    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(7)), torch.ones(7))
     for enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
             fused_linear([part], TextTeacher(torch.arange(7)), text_criterion, compiled=True)
@@ -276,7 +276,7 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     # What was kept is float32, and so is the rest's mass.
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
-    part = Part(
+    part = Student(
         hidden, Projection(weight), sorted_indices(torch.arange(NUM_ROWS)), torch.ones(NUM_ROWS)
     )
     total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
@@ -309,7 +309,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     log_p = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -1.0, -9.0]]).double()
     hidden = random(2, WIDTH, seed=0).requires_grad_()
     weight = random(2, WIDTH, seed=1)
-    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(2)), torch.ones(2))
+    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(2)), torch.ones(2))
     criterion = EagleCriterion(EagleConfig(), vocab)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
     (grad,) = gradients(total, hidden)
@@ -337,7 +337,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
     weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
-    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(40)), torch.ones(40))
+    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(40)), torch.ones(40))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
     return total, gradients(total, hidden, weight)
@@ -382,7 +382,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     with _Largest() as largest:
         target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
-        part = Part(
+        part = Student(
             hidden, Projection(weight), sorted_indices(torch.arange(num_rows)), torch.ones(num_rows)
         )
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
@@ -411,7 +411,7 @@ def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
 
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
-    part = Part(hidden, Projection(weight), sorted_indices(torch.arange(4)), torch.ones(4))
+    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(4)), torch.ones(4))
     with torch.no_grad():
         total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
     assert not total.requires_grad

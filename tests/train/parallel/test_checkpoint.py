@@ -17,7 +17,7 @@ from heads.storage import write_folder
 from train.parallel import checkpoint
 from train.parallel.checkpoint import Progress, Tensors
 
-RUN = {"seed": 0}
+RUN = {"seed": 0, "train.batch_size": 2}
 
 
 def head_of(width: int = 4) -> nn.Linear:
@@ -38,12 +38,12 @@ def tensors(width: int = 4, value: float = 0.5) -> Tensors:
 
 
 def save(folder: Path, made: Tensors, number: int, keep: int = 2) -> Path:
-    return checkpoint.save(folder, made, Progress(number, 10 * number, 2 * number, RUN), keep)
+    return checkpoint.save(folder, made, Progress(number, 10 * number, RUN), keep)
 
 
 def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
     progress, found = checkpoint.read(save(tmp_path, tensors(), 1))
-    assert progress == Progress(1, 10, 2, RUN)
+    assert progress == Progress(1, 10, RUN)
     assert sorted(found.head) == ["bias", "weight"]
     assert sorted(found.state) == ["weight.exp_avg", "weight.exp_avg_sq"]
     assert found.head["bias"].tolist() == [0.0, 1.0, 2.0]
@@ -195,7 +195,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         pytest.skip("may not mount a small file system here")
     try:
         made = tensors(width=16_000)
-        older = checkpoint.save(tmp_path / "c", tensors(), Progress(1, 1, 1, RUN), 2)
+        older = checkpoint.save(tmp_path / "c", tensors(), Progress(1, 1, RUN), 2)
         check_full(tmp_path / "c", made, older, "No space left on device")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -18,8 +18,13 @@ from tests.train.loop.test_memory import eagle, medusa
 from tests.train.parallel.test_placement import UNIT, batch, layout, one_step, placed, values
 from train.objective import Objective
 from train.parallel import processes
-from train.parallel.muon import COEFFICIENTS, Muon, orthogonalized
-from train.parallel.optimizers import make_optimizers, state_keys
+from train.parallel.optimizers import (
+    COEFFICIENTS,
+    Muon,
+    make_optimizers,
+    orthogonalized,
+    state_keys,
+)
 from train.parallel.placement import Placement, place
 
 __all__ = ["layout"]

@@ -32,7 +32,7 @@ from tests.train.parallel.test_launch import (
     wait_for,
 )
 from train.loop import loop
-from train.loop.job import Job
+from train.loop.loop import Job
 from train.objective import Group
 from train.parallel import processes
 from train.parallel.placement import Placement, Sharded, place

@@ -13,8 +13,9 @@ from tests.train.loop.test_loop import ToyObjective, fit, lines, rows, settings,
 from tests.train.parallel.test_launch import ROOT, TWO, arguments, curve, inputs, trained
 from tests.train.parallel.test_placement import assert_same_run
 from train import schedule
-from train.loop.skipping import Skipped
-from train.loss.losses import Batch, Sums
+from train.batch.supervision import Batch
+from train.loop.non_finite import SkippedSequences
+from train.loss.sums import Sums
 
 __all__ = ["inputs"]
 BAD = 5
@@ -160,8 +161,8 @@ def test_sequences_that_are_bad_in_company_alone_are_left_out_together(tmp_path:
 
 
 def test_one_percent_may_be_left_out_or_eight() -> None:
-    assert (Skipped(799).most, Skipped(800).most, Skipped(5000).most) == (8, 8, 50)
-    skipped = Skipped(10, known=range(6))
+    assert [SkippedSequences(size).most for size in (799, 800, 5000)] == [8, 8, 50]
+    skipped = SkippedSequences(10, known=range(6))
     said = skipped.add([8, 7], step=3)
     assert "step 3: the loss of packed training sequences [7, 8]" in said
     assert "(8 of at most 8)" in said
@@ -180,7 +181,7 @@ def test_most_of_eight_sequences_tell_a_head_that_has_diverged_from_bad_data() -
             return number in others
 
         around = [[9, 10, 11], [11, 12, 13], [14, 15, 16, 17], [18]]
-        return Skipped(100, known).diverged(bad, own, around, is_bad)
+        return SkippedSequences(100, known).diverged(bad, own, around, is_bad)
 
     assert not asked([1], [1], others={10, 11, 12})  # four of eight
     assert shown == [10, 11, 12, 13, 14, 15, 16]
@@ -197,7 +198,7 @@ def test_padding_takes_the_place_of_everything() -> None:
         "input_ids": torch.tensor([[1, 2], [3, 4]]), "document_ids": torch.zeros(2, 2).long(),
         "hidden_states": torch.full((2, 2, 1), torch.nan),
     }  # fmt: skip
-    skipped = Skipped(2000, known=[12])
+    skipped = SkippedSequences(2000, known=[12])
     assert skipped.blanked(batch, [3, 4]) is batch
     found = skipped.blanked(batch, [3, 12])
     assert found["input_ids"].tolist() == [[1, 2], [0, 0]]

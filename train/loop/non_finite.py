@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 import torch
 
 from conf.errors import InputError
-from train.batch.rows import Batch
+from train.batch.supervision import Batch
 
 FEWEST_ALLOWED = 8
 FEWEST_SHOWN = 8
 
 
-class Skipped:
+class SkippedSequences:
     """Packed training sequences that are left out of every step from now on.
 
     A head that has diverged finds no loss finite, and that costs no sequence its place. It is told

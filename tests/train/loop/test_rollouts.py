@@ -19,7 +19,7 @@ from heads.target_model.model import Target
 from tests.chat_server import ChatServer
 from train import schedule
 from train.loop import resume
-from train.loop.rounds import TEXTS, Rollouts
+from train.loop.rollouts import TEXTS, Rollouts
 
 SEED = 3
 

@@ -13,7 +13,7 @@ RATES_OF_TRAINED = 0.2
 2.5 million tokens fell from a tau of 3.18 to 3.01 in 100 steps; at a fifth it rose to 3.24."""
 
 
-def settled_length(
+def resolve_length(
     config: TrainConfig, num_sequences: int, length: int, num_processes: int
 ) -> TrainConfig:
     """The settings with numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
@@ -39,7 +39,7 @@ def settled_length(
     return config
 
 
-def settled_optimizer(
+def resolve_optimizer(
     config: TrainConfig, objective: Objective, deepspeed: bool, trained: bool = False
 ) -> tuple[TrainConfig, str]:
     """The settings with an optimizer, rates and schedule for `auto`, and what to say about them.
@@ -76,7 +76,7 @@ def _settled(value: float | str, usual: float) -> tuple[float, str]:
     return float(value), f"{float(value):.2g}"
 
 
-def described(config: TrainConfig, num_sequences: int, length: int) -> str:
+def describe_length(config: TrainConfig, num_sequences: int, length: int) -> str:
     """`290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
     epochs = config.max_steps * config.batch_size / max(1, num_sequences)
     tokens = config.batch_size * length

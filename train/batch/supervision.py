@@ -39,7 +39,7 @@ class SortedIndices:
 
 
 @dataclass(frozen=True)
-class Rows:
+class MatchedRows:
     """Rows of a student, in the order of the teacher's rows that they are compared with.
 
     Attributes:
@@ -63,7 +63,7 @@ class Supervision:
     """
 
     places: Tensor
-    depths: tuple[Rows, ...]
+    depths: tuple[MatchedRows, ...]
 
     @classmethod
     def of(cls, batch: Batch, num_depths: int) -> "Supervision":
@@ -74,7 +74,7 @@ class Supervision:
         for depth in range(num_depths + 1):
             places = supervised(batch, depth).flatten().nonzero().squeeze(1)
             answers = number[places + depth]
-            depths.append(Rows(places, SortedIndices(answers, answers)))
+            depths.append(MatchedRows(places, SortedIndices(answers, answers)))
         return cls(depths[0].places, tuple(depths))
 
     @property
@@ -98,7 +98,7 @@ class Unrolled:
 
     drafts: Tensor
     tokens: Tensor
-    rows: Rows
+    rows: MatchedRows
     steps: Tensor
     by_step: Tensor
     sizes: tuple[int, ...]
@@ -126,7 +126,7 @@ class Unrolled:
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
         answers = [rows.answers.host[own] for rows, own in zip(depths, mine, strict=True)]
         sorted_answers, order = torch.cat(answers).sort(stable=True)
-        rows = Rows(torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers))
+        rows = MatchedRows(torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers))
         token = torch.cat(tokens)[order]
         return cls(drafts[0], token, rows, steps[order], order.argsort(), sizes)
 

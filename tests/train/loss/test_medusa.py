@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from heads.layers.projection import Projection
-from train.batch.rows import SUPERVISION, Batch, Supervision, Unrolled, indexed, supervised
+from train.batch.supervision import SUPERVISION, Batch, Supervision, Unrolled, indexed, supervised
 from train.loss import fused
-from train.loss.losses import SoftLabels, medusa_loss, medusa_weights
+from train.loss.medusa import SoftLabels, medusa_loss, medusa_weights
 from train.loss.ranking import fast_argmax, fast_topk, hits
 from train.loss.teachers import TargetProbs
 

@@ -5,7 +5,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from tests.train.loop.test_memory import eagle, medusa
-from train.loop.settle import described, settled_length, settled_optimizer
+from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
 
 
 @pytest.mark.parametrize(
@@ -13,16 +13,16 @@ from train.loop.settle import described, settled_length, settled_optimizer
 )  # fmt: skip
 def test_epochs_are_whole_steps(num_epochs: float, steps: int) -> None:
     config = TrainConfig(num_epochs=num_epochs, batch_size=4, warmup_steps=5)
-    found = settled_length(config, num_sequences=100, length=512, num_processes=1)
+    found = resolve_length(config, num_sequences=100, length=512, num_processes=1)
     assert (found.max_steps, found.num_epochs, found.batch_size) == (steps, None, 4)
     with pytest.raises(InputError, match=r"train.warmup_steps=50: .* below train.max_steps=25"):
-        settled_length(TrainConfig(num_epochs=1.0, batch_size=4, warmup_steps=50), 100, 512, 1)
+        resolve_length(TrainConfig(num_epochs=1.0, batch_size=4, warmup_steps=50), 100, 512, 1)
 
 
 def test_an_unset_warm_up_is_a_share_of_the_steps() -> None:
     for changes, steps in (({}, 40), ({"max_steps": 290}, 12), ({"num_epochs": 1.0}, 1)):
-        assert settled_length(TrainConfig(**changes), 100, 512, 1).warmup_steps == steps
-    assert settled_length(TrainConfig(warmup_steps=0), 100, 512, 1).warmup_steps == 0
+        assert resolve_length(TrainConfig(**changes), 100, 512, 1).warmup_steps == steps
+    assert resolve_length(TrainConfig(warmup_steps=0), 100, 512, 1).warmup_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -34,31 +34,31 @@ def test_tokens_are_the_nearest_batch_that_divides(
     tokens: int, processes: int, micro: int, batch: int
 ) -> None:
     config = TrainConfig(batch_tokens=tokens, micro_batch_size=micro)
-    found = settled_length(config, 100, 512, processes)
+    found = resolve_length(config, 100, 512, processes)
     assert (found.batch_size, found.batch_tokens) == (batch, None)
 
 
 def test_what_is_given_stays() -> None:
-    assert settled_length(TrainConfig(), 100, 512, 2) == TrainConfig(warmup_steps=40)
+    assert resolve_length(TrainConfig(), 100, 512, 2) == TrainConfig(warmup_steps=40)
 
 
 def test_rates_are_taken_by_optimizer_and_said() -> None:
     objective = eagle()
     muon, adam = objective.usual_rates(Optimizer.muon)
-    found, said = settled_optimizer(TrainConfig(optimizer=Optimizer.muon), objective, False)
+    found, said = resolve_optimizer(TrainConfig(optimizer=Optimizer.muon), objective, False)
     assert (found.learning_rate, found.adam_learning_rate) == (muon, adam)
     assert said == (
         f"optimizer: Muon at {muon:.2g} (auto) for hidden matrices, "
         f"AdamW at {adam:.2g} (auto) for the rest; schedule: wsd"
     )
     config = TrainConfig(optimizer=Optimizer.muon, learning_rate=1, adam_learning_rate=3e-4)
-    found, said = settled_optimizer(config, objective, False)
+    found, said = resolve_optimizer(config, objective, False)
     assert (found.learning_rate, found.adam_learning_rate) == (1.0, 3e-4)
     assert (
         said
         == "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest; schedule: wsd"
     )
-    found, said = settled_optimizer(TrainConfig(optimizer=Optimizer.adamw), objective, False)
+    found, said = resolve_optimizer(TrainConfig(optimizer=Optimizer.adamw), objective, False)
     assert found.learning_rate == objective.usual_rates(Optimizer.adamw)[0]
     assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto); schedule: wsd"
     assert found.learning_rate != muon
@@ -66,32 +66,32 @@ def test_rates_are_taken_by_optimizer_and_said() -> None:
 
 def test_a_trained_head_goes_on_at_a_fifth_of_the_usual_rates() -> None:
     objective = eagle()
-    anew, _ = settled_optimizer(TrainConfig(), objective, False)
-    found, said = settled_optimizer(TrainConfig(), objective, False, trained=True)
+    anew, _ = resolve_optimizer(TrainConfig(), objective, False)
+    found, said = resolve_optimizer(TrainConfig(), objective, False, trained=True)
     assert found.learning_rate == pytest.approx(0.2 * float(anew.learning_rate))
     assert found.adam_learning_rate == pytest.approx(0.2 * float(anew.adam_learning_rate))
     assert said.startswith("optimizer: Muon at 0.006 (auto)")
     chosen = TrainConfig(learning_rate=1.0)
-    assert settled_optimizer(chosen, objective, False, trained=True)[0].learning_rate == 1.0
+    assert resolve_optimizer(chosen, objective, False, trained=True)[0].learning_rate == 1.0
 
 
 def test_auto_is_what_suits_the_head_and_adamw_under_deepspeed() -> None:
     objective = eagle()
-    found, said = settled_optimizer(TrainConfig(), objective, deepspeed=False)
+    found, said = resolve_optimizer(TrainConfig(), objective, deepspeed=False)
     assert found.optimizer is Optimizer.muon
     assert said.startswith("optimizer: Muon at")
-    found, said = settled_optimizer(TrainConfig(), objective, deepspeed=True)
+    found, said = resolve_optimizer(TrainConfig(), objective, deepspeed=True)
     assert found.optimizer is Optimizer.adamw
     assert said.startswith("optimizer: AdamW at")
     assert found.schedule is Schedule.wsd
     chosen = TrainConfig(schedule=Schedule.constant)
-    assert settled_optimizer(chosen, objective, False)[0].schedule is Schedule.constant
+    assert resolve_optimizer(chosen, objective, False)[0].schedule is Schedule.constant
     objective.usual_schedule = Schedule.cosine
-    found, said = settled_optimizer(TrainConfig(), objective, False)
+    found, said = resolve_optimizer(TrainConfig(), objective, False)
     assert found.schedule is Schedule.cosine
     assert said.endswith("; schedule: cosine")
     objective.usual_optimizer = Optimizer.adamw
-    assert settled_optimizer(TrainConfig(), objective, False)[0].optimizer is Optimizer.adamw
+    assert resolve_optimizer(TrainConfig(), objective, False)[0].optimizer is Optimizer.adamw
 
 
 @pytest.mark.parametrize("make", [eagle, medusa])
@@ -104,4 +104,4 @@ def test_the_rest_learns_slower_in_a_wider_head(make: type) -> None:
 
 def test_the_length_of_a_run_in_words() -> None:
     config = TrainConfig(max_steps=290, batch_size=4)
-    assert described(config, 1000, 512) == "290 steps of 4 x 512 = 2,048 tokens, 1.2 epochs"
+    assert describe_length(config, 1000, 512) == "290 steps of 4 x 512 = 2,048 tokens, 1.2 epochs"

@@ -1,0 +1,204 @@
+"""Losses against the text: of Medusa heads, and of the target itself.
+
+Both are sums over supervised tokens (see `train.loss.sums`) of a cross-entropy, or of a KL
+divergence from a distribution that stands beside the text.
+
+Shapes: B batch, T tokens, D hidden, V vocab, K heads, P answered places.
+"""
+
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from data.features.layout import HIDDEN
+from heads.layers.projection import Projection
+from heads.target_model.adapter import Adapter
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target
+from train.batch.prefetch import Dataset, on_device, stacked
+from train.batch.states import with_states
+from train.batch.supervision import SUPERVISION, Batch, MatchedRows, indexed, labels_of
+from train.loss.divergences import Softmax, kl
+from train.loss.fused import RowLosses, Scales, Student, Teacher, fused_linear
+from train.loss.ranking import hits
+from train.loss.sums import PathScales, PathTeacher, Sums, TargetPath, counted_rows, term_sums
+from train.loss.teachers import TextTeacher
+
+
+class SoftLabels(NamedTuple):
+    """The target's own distributions, learnt in place of the text.
+
+    Attributes:
+        teacher: of the answered places.
+        off_path_weight: multiplies what a draft adds to the total, for each token between that is
+            not the teacher's first choice.
+    """
+
+    teacher: Teacher
+    off_path_weight: float = 1.0
+
+
+class MedusaHeads(Protocol):
+    """Heads that the Medusa loss can train."""
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        ...
+
+    def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
+        """Input [N, D] of the projection of head k, from 0, for final hidden states [N, D]."""
+        ...
+
+    def projection(self, k: int, /) -> Projection:
+        """Projection of head k, from 0."""
+        ...
+
+
+def medusa_weights(num_heads: int, decay: float) -> Tensor:
+    """[K] float32 lambda_k = decay ** k for k = 1..K."""
+    return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
+
+
+def medusa_loss(
+    heads: MedusaHeads,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    soft: SoftLabels | None = None,
+    compiled: bool = False,
+) -> Sums:
+    """Cross-entropy of every head against the text, or KL from the target's distribution.
+
+    Args:
+        heads: the heads.
+        hidden: [B, T, D], the target's last hidden states.
+        batch: `input_ids` [B, T], and what is learnt of it.
+        scale: [K] float32, the weight of each head's sum in the total.
+        soft: with it head k at t learns the distribution that the target gives at t + k, its own
+            prediction of x_{t+1+k}. Accuracies are against the text either way.
+        compiled: compile the loss on first use.
+
+    Returns:
+        Measures are tokens that were the head's first choice, and among its first five.
+
+    Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
+    """
+    flat, labels = hidden.flatten(0, 1), labels_of(batch)
+    path, teacher = None, None
+    if soft is not None:
+        path = TargetPath(batch, soft.off_path_weight)
+        teacher = PathTeacher(soft.teacher, labels, path)
+    students = []
+    with record_function("head"):
+        for k in range(heads.num_heads):
+            rows: MatchedRows = batch[SUPERVISION].depths[1 + k]
+            states = heads.states(k, flat[rows.places])
+            scales: Scales = scale[k].expand(len(states))
+            if path is not None:
+                depths = rows.places.new_full((), 1 + k).expand(len(states))
+                scales = PathScales(path, rows.places, depths, scales[:])
+            students.append(Student(states, heads.projection(k), rows.answers, scales))
+    with record_function("loss"):
+        text = TextTeacher(labels, teacher)
+        total, values = fused_linear(students, text, text_criterion, compiled)
+    terms = map(term_sums, values, map(counted_rows, students))
+    return Sums(total, torch.stack(list(terms), dim=1))
+
+
+def target_loss(
+    target: EmbeddingsAndHead,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
+) -> Sums:
+    """Cross-entropy of the target itself against the text, or KL from what it gave before.
+
+    Args:
+        target: its output head, which gets no gradient.
+        hidden: [B, T, D], its last hidden states.
+        batch: `input_ids` [B, T], and what is learnt of it.
+        scale: [1] float32, the weight of the sum in the total.
+        teacher: of the answered places, learnt in place of the text.
+        compiled: compile the loss on first use.
+
+    Returns:
+        One term, with the measures of `medusa_loss`.
+    """
+    rows: MatchedRows = batch[SUPERVISION].depths[0]
+    states = hidden.flatten(0, 1)[rows.places]
+    student = Student(states, target.projection, rows.answers, scale.expand(len(states)))
+    with record_function("loss"):
+        text = TextTeacher(labels_of(batch), teacher)
+        total, (values,) = fused_linear([student], text, text_criterion, compiled)
+    return Sums(total, term_sums(values).unsqueeze(1))
+
+
+class _TextCriterion:
+    """Cross-entropy against the text or KL from a distribution; top-1 and top-5 of the text."""
+
+    num_measures = 2
+
+    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
+        labels, soft = chunk[0][at], chunk[1]
+        measures = hits(student.logits, labels)
+        if soft is not None:
+            loss, grad = kl(soft.pair(at, student), want_grad)
+            return RowLosses(torch.stack([loss, *measures]), grad)
+        column = labels.unsqueeze(1)
+        loss = -student.log_q_at(column).squeeze(1)
+        # The gradient is q - 1 at the label.
+        minus_one = student.q.new_full(column.shape, -1.0)
+        grad = student.q.scatter_add_(1, column, minus_one) if want_grad else None
+        return RowLosses(torch.stack([loss, *measures]), grad)
+
+
+text_criterion = _TextCriterion()
+
+
+class HeldoutLoss:
+    """The mean cross-entropy of a target on the answers of held-out sequences.
+
+    Args:
+        target: with the adapter on it.
+        adapter: being trained.
+        heldout: packed sequences.
+        num_sequences: of them, at most.
+    """
+
+    def __init__(
+        self, target: Target, adapter: Adapter, heldout: Dataset, num_sequences: int
+    ) -> None:
+        self.target = target
+        self.adapter = adapter
+        self.heldout = heldout
+        self.num_sequences = num_sequences
+
+    def __call__(self) -> dict[str, float]:
+        """The loss in nats per token without and with the adapter, and the change in percent."""
+        adapted = self._mean()
+        return {
+            "target_loss_before": self.before,
+            "target_loss": adapted,
+            "target_change_percent": 100 * (adapted / self.before - 1),
+        }
+
+    @cached_property
+    def before(self) -> float:
+        """Loss without the adapter."""
+        with self.adapter.off():
+            return self._mean()
+
+    @torch.no_grad()
+    def _mean(self) -> float:
+        sums = torch.zeros(2, device=self.target.device)
+        for index in range(min(len(self.heldout), self.num_sequences)):
+            batch = on_device(indexed(stacked(self.heldout, [index]), 0), self.target.device)
+            hidden = with_states(self.target, batch, Taps())[HIDDEN]
+            sums += target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
+        return float(sums[0] / sums[1])
