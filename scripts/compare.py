@@ -54,21 +54,16 @@ def load_results(folders: list[str]) -> dict[str, dict[str, Any]]:
             raise InputError(f"results: cannot read {path}: {error}") from error
         if "prompts" not in found[name]:
             raise InputError(f"results: {path} holds no prompts; measure again")
-    _check_alike(found)
-    return found
-
-
-def _check_alike(results: dict[str, dict[str, Any]]) -> None:
-    (first, reference), *others = results.items()
+    (first, reference), *others = found.items()
     before = _statement(reference)
     for name, result in others:
         now = _statement(result)
-        keys = changed(before, now)
-        if keys:
+        if keys := changed(before, now):
             raise InputError(
                 f"results: {first} and {name} are not of the same thing: "
                 f"{differences(before, now, keys)}"
             )
+    return found
 
 
 def _statement(result: dict[str, Any]) -> dict[str, Any]:
@@ -84,10 +79,10 @@ def _statement(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table of `rows`."""
-    header, *others = map(_line, rows(results))
-    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *others])
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table of cells, the header first."""
+    header, *others = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([header, "|---" * len(lines[0]) + "|", *others])
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
@@ -97,7 +92,7 @@ def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
         "head", "tau, chain", "95% interval", f"more than {first}", "tau, tree",
         f"more than {first}", "alpha per depth of the chain",
     )  # fmt: skip
-    found: list[Sequence[str]] = [header]
+    lines: list[Sequence[str]] = [header]
     for name, result in results.items():
         tree, reference = tree_figures(result), results[first]
         cells = [
@@ -109,12 +104,8 @@ def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
             "" if name == first else _difference(tree_figures(reference), tree),
             " ".join(f"{rate:.2f}" for rate in result["alpha"]),
         ]
-        found.append(cells)
-    return found
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        lines.append(cells)
+    return lines
 
 
 def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
@@ -125,7 +116,7 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
 def main(config: CompareRun) -> None:
     """Prints the table; writes `comparison.md` and `comparison.png`."""
     results = load_results(config.results)
-    text = table(results)
+    text = markdown(rows(results))
     print(text)
     out_dir = Path(config.out_dir)
     try:

@@ -1,27 +1,154 @@
-"""The plan of a contest: how long each recipe trains, and what everything is going to take."""
+"""The plan of a contest: who competes, what runs, how long each trains, and what it will take."""
 
 import json
+import shlex
 import shutil
 import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from conf.command.statement import check_unchanged
-from conf.errors import InputError
-from conf.files import write_whole
-from conf.settings.scripts import ContestRun
-from data.rows.records import load_data
-from scripts.contest import parts
-from scripts.contest.parts import Part, Took
-from scripts.contest.recipes import Recipe, measuring, methods_of, settings, training
+from omegaconf import OmegaConf
 
+from conf.command.journal import write_whole
+from conf.command.statement import check_unchanged, flat, plain
+from conf.errors import InputError
+from conf.settings.data import DataConfig
+from conf.settings.scripts import ContestRun
+from conf.settings.target import TargetConfig
+from data.rows.records import load_data
+from heads.kinds import KINDS, forms
+from scripts.contest.tasks import Task, Took, bytes_of, device_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "conf" / "head"
+SETTLED = ("max_steps", "num_epochs", "batch_size", "batch_tokens", "micro_batch_size", "resume")
+"""Of `train.*`: what the contest decides for all."""
+WAYS = ("chain", "tree")
 SAVED_EVERY_S = 300.0
 NUM_PROBED = 2
 """Dialogues of the measurement that tells what measuring takes."""
 USUAL_TAU = 1.7
 """Of heads once they are trained; those of a probe draft in vain."""
-Plan = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A head to train.
+
+    Attributes:
+        label: its name in the contest.
+        kind: its name in `heads/kinds.py`.
+        overrides: for the training command.
+    """
+
+    label: str
+    kind: str
+    overrides: tuple[str, ...]
+
+
+def read_recipes(entries: list[str]) -> list[Entrant]:
+    """Entrants from the entries of `recipes`.
+
+    Raises:
+        InputError: no such recipe, or a setting that is the same for all.
+    """
+    entrants: list[Entrant] = []
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        name, *overrides = shlex.split(entry) or [""]
+        kind = name if name in KINDS else _kind_of_file(name)
+        for override in overrides:
+            key, equals, _ = override.partition("=")
+            group, _, rest = key.partition(".")
+            if not equals or group not in ("head", "train") or rest in ("", *SETTLED):
+                raise InputError(
+                    f"recipes: {entry!r}: {override} is not for one recipe alone; allowed: "
+                    f"head.* and train.* but {', '.join(SETTLED)}"
+                )
+        counts[name] += 1
+        label = name if counts[name] == 1 else f"{name}-{counts[name]}"
+        chosen = [] if name in KINDS else [f"head={name}"]
+        entrants.append(Entrant(label, kind, (*chosen, *overrides)))
+    return entrants
+
+
+def _kind_of_file(name: str) -> str:
+    """The name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
+    known = sorted({*KINDS, *(path.stem for path in RECIPES.glob("*.yaml"))})
+    if name not in known:
+        raise InputError(f"recipes: {name!r} is none; allowed: {', '.join(known)}")
+    content: Any = {"defaults": [name]}
+    while "form" not in content.get("head", {}):
+        content = OmegaConf.load(RECIPES / f"{content['defaults'][0]}.yaml")
+    return next(key for key, kind in KINDS.items() if kind is forms()[content.head.form])
+
+
+def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
+    """Methods of `eval/speedup.py`: the ways to draft with each head, by label and way."""
+    counts: Counter[str] = Counter()
+    methods = {}
+    for entrant in entrants:
+        counts[entrant.kind] += 1
+        number = f"_{counts[entrant.kind]}" if counts[entrant.kind] > 1 else ""
+        methods[entrant.label] = {way: f"{entrant.kind}_{way}{number}" for way in WAYS}
+    return methods
+
+
+def overrides(prefix: str, config: TargetConfig | DataConfig) -> list[str]:
+    """The settings of a group that differ from the schema's, for a command line."""
+    usual = plain(type(config)())
+    return [
+        f"{prefix}.{key}={_written(value)}"
+        for key, value in plain(config).items()
+        if value != usual[key]
+    ]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "\\'") + "'"
+    return "null" if value is None else str(value).lower()
+
+
+def training(config: ContestRun, entrant: Entrant, out_dir: Path, *more: str) -> list[str]:
+    """The command that trains a head; it is evaluated once, at the end, and not by replay."""
+    launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
+    size = config.train
+    return [
+        sys.executable, *launcher, str(ROOT / "train" / f"{entrant.kind}.py"),
+        *overrides("target", config.target), *overrides("data", config.data),
+        f"train.batch_size={size.batch_size}", f"train.micro_batch_size={size.micro_batch_size}",
+        "train.num_checkpoints=1", "train.num_replay_prompts=0", "train.resume=auto",
+        f"seed={config.seed}", *entrant.overrides, *more, f"out_dir={_written(str(out_dir))}",
+    ]  # fmt: skip
+
+
+def measuring(
+    config: ContestRun, script: str, heads: list[Path], out_dir: Path, *more: str
+) -> list[str]:
+    """A command that measures heads on the prompts."""
+    first, *others = map(str, heads)
+    return [
+        sys.executable, str(ROOT / script),
+        *overrides("target", config.target), *overrides("data", config.prompts),
+        f"head.path={_written(first)}", *([f"heads={_written(others)}"] if others else []),
+        f"max_new_tokens={config.max_new_tokens}", f"num_turns={config.num_turns}",
+        f"seed={config.seed}", *more, f"out_dir={_written(str(out_dir))}",
+    ]  # fmt: skip
+
+
+def settings(config: ContestRun) -> dict[str, Any]:
+    """The settings that decide the result of a contest, by dotted keys."""
+    free = {"out_dir", "parts", "launch"}
+    return flat({key: value for key, value in plain(config).items() if key not in free})
 
 
 def check_folder(config: ContestRun, out_dir: Path) -> None:
@@ -40,31 +167,69 @@ def check_folder(config: ContestRun, out_dir: Path) -> None:
     write_whole(path, json.dumps(now, indent=1) + "\n")
 
 
-def probes(config: ContestRun, recipes: list[Recipe], out_dir: Path) -> list[Part]:
-    """A few steps of every recipe, then a look at the prompts with what came of them."""
-    steps = config.probe_steps
-    more = [f"train.{name}={steps}" for name in ("max_steps", "eval_steps", "save_steps")]
+def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
+    """A few steps of every head, then a look at the prompts with what came of them."""
+    more = [
+        f"train.{name}={config.probe_steps}" for name in ("max_steps", "eval_steps", "save_steps")
+    ]
     more += ["train.log_steps=1", "train.warmup_steps=0"]
-    found = []
-    for recipe in recipes:
-        folder = probe_of(out_dir, recipe.label)
-        command = training(config, recipe, folder, *more)
-        found.append(Part(f"probe {recipe.label}", command, folder / "head/config.json", folder))
+    tasks = []
+    for entrant in entrants:
+        folder = probe_of(out_dir, entrant.label)
+        command = training(config, entrant, folder, *more)
+        tasks.append(Task(f"probe {entrant.label}", command, folder / "head/config.json", folder))
     folder = probe_of(out_dir, "speed")
-    heads = [probe_of(out_dir, recipe.label) / "head" for recipe in recipes]
-    once = ["num_repeats=1", "num_warmups=0", _methods(config, recipes)]
+    heads = [probe_of(out_dir, entrant.label) / "head" for entrant in entrants]
     num_prompts = min(NUM_PROBED, config.prompts.num_prompts or NUM_PROBED)
-    command = measuring(config, "eval/speedup.py", heads, folder, *once)
-    command.append(f"data.num_prompts={num_prompts}")
-    found.append(Part("probe speed", command, folder / "speedup.json", folder))
-    return [*found, timing(config, heads, probe_of(out_dir, "costs"), "probe costs")]
+    command = measuring(
+        config, "eval/speedup.py", heads, folder, "num_repeats=1", "num_warmups=0",
+        _methods(config, entrants),
+    )  # fmt: skip
+    command.append(f"data.num_prompts={num_prompts}")  # later than that of `prompts`
+    tasks.append(Task("probe speed", command, folder / "speedup.json", folder))
+    return [*tasks, timing(config, heads, probe_of(out_dir, "costs"), "probe costs")]
 
 
-def timing(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Part:
-    """What steps with these heads cost at each batch size."""
+def trainings(
+    config: ContestRun, entrants: list[Entrant], out_dir: Path, plan: dict[str, Any]
+) -> list[Task]:
+    """The training of every head, as the plan has it."""
+    tasks = []
+    for entrant in entrants:
+        label, folder = entrant.label, out_dir / "heads" / entrant.label
+        steps = plan["steps"][label]
+        command = training(
+            config, entrant, folder, f"train.max_steps={steps}", f"train.eval_steps={steps}",
+            f"train.save_steps={plan['save_steps'][label]}",
+        )  # fmt: skip
+        tasks.append(Task(f"train {label}", command, folder / "head/config.json"))
+    return tasks
+
+
+def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
+    """Acceptance of each head, what steps cost, and the speed of all ways to draft."""
+    heads = [out_dir / "heads" / entrant.label / "head" for entrant in entrants]
+    tasks = []
+    for entrant, head in zip(entrants, heads, strict=True):
+        folder = out_dir / "acceptance" / entrant.label
+        command = measuring(config, "eval/acceptance.py", [head], folder)
+        tasks.append(Task(f"acceptance {entrant.label}", command, folder / "acceptance.json"))
+    tasks.append(timing(config, heads, out_dir / "costs", "costs"))
+    folder = out_dir / "speed"
+    sizes = sorted(set(config.concurrency))
+    command = measuring(
+        config, "eval/speedup.py", heads, folder, f"batch_size={sizes[0]}",
+        f"concurrency=[{','.join(map(str, sizes))}]", f"num_repeats={config.num_repeats}",
+        "num_warmups=1", _methods(config, entrants),
+    )  # fmt: skip
+    return [*tasks, Task("speed", command, folder / "speedup.json")]
+
+
+def timing(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Task:
+    """Times steps with these heads at each batch size."""
     sizes = ",".join(map(str, sorted({1, *config.concurrency})))
     command = measuring(config, "scripts/contest/costs.py", heads, folder, f"concurrency=[{sizes}]")
-    return Part(name, command, folder / "costs.json")
+    return Task(name, command, folder / "costs.json")
 
 
 def probe_of(out_dir: Path, name: str) -> Path:
@@ -72,39 +237,41 @@ def probe_of(out_dir: Path, name: str) -> Path:
     return out_dir / "probes" / name
 
 
-def _methods(config: ContestRun, recipes: list[Recipe]) -> str:
-    ways = [name for each in methods_of(recipes).values() for name in each.values()]
-    return f"methods=[{','.join([*ways, *config.untrained])}]"
+def _methods(config: ContestRun, entrants: list[Entrant]) -> str:
+    names = [name for ways in methods_of(entrants).values() for name in ways.values()]
+    return f"methods=[{','.join([*names, *config.untrained])}]"
 
 
-def make_plan(config: ContestRun, recipes: list[Recipe], out_dir: Path, took: Took) -> Plan:
-    """Taps the probes, writes `plan.json`, which never changes again, and drops the probes.
+def make_plan(
+    config: ContestRun, entrants: list[Entrant], out_dir: Path, took: Took
+) -> dict[str, Any]:
+    """Reads the probes, writes `plan.json`, which never changes again, and drops the probes.
 
     Raises:
-        InputError: the budget buys a recipe no step.
+        InputError: the budget buys a head no step.
     """
     step_s = {
-        each.label: seconds_per_step(probe_of(out_dir, each.label) / "metrics.jsonl")
-        for each in recipes
+        entrant.label: seconds_per_step(probe_of(out_dir, entrant.label) / "metrics.jsonl")
+        for entrant in entrants
     }
-    steps = {label: num_steps(config, label, each, len(recipes)) for label, each in step_s.items()}
+    steps = {label: num_steps(config, label, s, len(entrants)) for label, s in step_s.items()}
     estimate = {}
     for label, number in steps.items():
         row = took.rows[f"probe {label}"]
         around = max(0.0, row["seconds"] - config.probe_steps * step_s[label])
         estimate[f"train {label}"] = {
             "seconds": around + number * step_s[label],
-            "bytes": parts.bytes_of(probe_of(out_dir, label)),
+            "bytes": bytes_of(probe_of(out_dir, label)),
             "memory": row["memory"],
-            **parts.device_memory(out_dir, f"probe {label}"),
+            **device_memory(out_dir, f"probe {label}"),
         }
     num_prompts = len(load_data(str(config.prompts.path), config.prompts).records)
     num_prompts = min(num_prompts, config.prompts.num_prompts or num_prompts)
-    estimate |= measuring_takes(config, recipes, out_dir, num_prompts, took)
+    estimate |= measuring_takes(config, methods_of(entrants), out_dir, num_prompts, took)
     plan = {
         "steps": steps,
         "seconds_per_step": step_s,
-        "save_steps": {label: max(1, int(SAVED_EVERY_S / each)) for label, each in step_s.items()},
+        "save_steps": {label: max(1, int(SAVED_EVERY_S / s)) for label, s in step_s.items()},
         "estimate": estimate,
     }
     write_whole(out_dir / "plan.json", json.dumps(plan, indent=1) + "\n")
@@ -114,33 +281,33 @@ def make_plan(config: ContestRun, recipes: list[Recipe], out_dir: Path, took: To
 
 def seconds_per_step(metrics: Path) -> float:
     """The median of a run's steps but the first two, from how far it had come at each."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    ends = [
+    rows = map(json.loads, metrics.read_text().splitlines())
+    times = [
         row["train/tokens"] / row["train/tokens_per_s"]
         for row in rows
         if "train/tokens_per_s" in row
     ]
-    return statistics.median(after - end for end, after in pairwise(ends[1:]))
+    return statistics.median(after - before for before, after in pairwise(times[1:]))
 
 
-def num_steps(config: ContestRun, label: str, step_s: float, num_recipes: int) -> int:
+def num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) -> int:
     """Optimizer steps that the budget buys.
 
     Args:
         config: the settings.
-        label: of the recipe.
+        label: of the head.
         step_s: seconds of one of its steps.
-        num_recipes: that share the minutes.
+        num_entrants: heads that share the minutes.
 
     Raises:
-        InputError: none.
+        InputError: it buys none.
     """
     if config.tokens is not None:
         a_step = config.train.batch_size * config.data.max_length
         number, key, cost = config.tokens // a_step, f"tokens={config.tokens}", f"{a_step} tokens"
     else:
         assert config.minutes is not None
-        number = int(config.minutes * 60 / num_recipes / step_s)
+        number = int(config.minutes * 60 / num_entrants / step_s)
         key, cost = f"minutes={config.minutes:g}", f"{step_s:.2f} s"
     if number < 1:
         raise InputError(f"{key}: buys {label} no step of {cost}; raise it")
@@ -148,46 +315,48 @@ def num_steps(config: ContestRun, label: str, step_s: float, num_recipes: int) -
 
 
 def measuring_takes(
-    config: ContestRun, recipes: list[Recipe], out_dir: Path, num_prompts: int, took: Took
+    config: ContestRun, ways: dict[str, dict[str, str]], out_dir: Path, num_prompts: int, took: Took
 ) -> dict[str, dict[str, Any]]:
-    """What the parts behind the trainings take.
+    """Seconds and memory of the tasks behind the trainings.
 
     Args:
         config: the settings.
-        recipes: that compete.
+        ways: methods of each head by label and way.
         out_dir: with probes.
         num_prompts: dialogues that are measured.
         took: by the probes.
     """
-    speed = json.loads((probe_of(out_dir, "speed") / "speedup.json").read_text())
-    costs = json.loads((probe_of(out_dir, "costs") / "costs.json").read_text())
-    ways, rows = methods_of(recipes), [took.rows[f"probe {each}"] for each in ("speed", "costs")]
+    speed, costs = (
+        json.loads((probe_of(out_dir, folder) / name).read_text())
+        for folder, name in (("speed", "speedup.json"), ("costs", "costs.json"))
+    )
+    probed = [took.rows[f"probe {name}"] for name in ("speed", "costs")]
     decoding = sum(sum(_seconds(row)) for row in speed["methods"].values())
-    start = max(0.0, rows[0]["seconds"] - decoding)
-    each_s = seconds_per_dialogue(speed["methods"], costs, ways)
-    found = {
+    start = max(0.0, probed[0]["seconds"] - decoding)
+    dialogue_s = seconds_per_dialogue(speed["methods"], costs, ways)
+    seconds = {
         f"acceptance {label}": start
-        + num_prompts * (each_s["vanilla", 1] + each_s[names["tree"], 1])
+        + num_prompts * (dialogue_s["vanilla", 1] + dialogue_s[names["tree"], 1])
         for label, names in ways.items()
     }
-    found["costs"] = rows[1]["seconds"]
-    found["speed"] = start + sum(
-        each_s[name, size] * (config.num_repeats * num_prompts + size)
+    seconds["costs"] = probed[1]["seconds"]
+    seconds["speed"] = start + sum(
+        dialogue_s[name, size] * (config.num_repeats * num_prompts + size)
         for name in speed["methods"]
         for size in set(config.concurrency)
     )
-    memory = max(row["memory"] for row in rows)
-    return {name: {"seconds": each, "memory": memory} for name, each in found.items()}
+    memory = max(row["memory"] for row in probed)
+    return {name: {"seconds": value, "memory": memory} for name, value in seconds.items()}
 
 
-def _seconds(row: dict[str, Any]) -> list[float]:
-    return [each["seconds"]["total"][0] for each in row["prompts"]]
+def _seconds(method: dict[str, Any]) -> list[float]:
+    return [prompt["seconds"]["total"][0] for prompt in method["prompts"]]
 
 
 def seconds_per_dialogue(
     methods: dict[str, Any], costs: dict[str, Any], ways: dict[str, dict[str, str]]
 ) -> dict[tuple[str, int], float]:
-    """What a dialogue is going to take by each method at each batch size.
+    """Seconds that a dialogue is going to take by each method at each batch size.
 
     As long as in the probe, less what heads learn until then; in a batch as its steps do.
 
@@ -201,44 +370,13 @@ def seconds_per_dialogue(
         for place, names in enumerate(ways.values())
         for way, name in names.items()
     }
-    found = dict[tuple[str, int], float]()
+    seconds = dict[tuple[str, int], float]()
     for name, row in methods.items():
-        steps = {size: each["plain"] / int(size) for size, each in costs["sizes"].items()}
         alone = statistics.mean(_seconds(row))
+        steps = {size: cost["plain"] for size, cost in costs["sizes"].items()}
         if name in heads:
             (place, way), alone = heads[name], alone * row["tau"] / USUAL_TAU
-            sizes = costs["sizes"].items()
-            steps = {size: each["heads"][place][way] / int(size) for size, each in sizes}
-        found |= {(name, int(size)): alone * each / steps["1"] for size, each in steps.items()}
-    return found
-
-
-def trainings(config: ContestRun, recipes: list[Recipe], out_dir: Path, plan: Plan) -> list[Part]:
-    """Every recipe, as the plan has it."""
-    found = []
-    for recipe in recipes:
-        label, folder = recipe.label, out_dir / "heads" / recipe.label
-        number = plan["steps"][label]
-        more = [f"train.max_steps={number}", f"train.eval_steps={number}"]
-        more.append(f"train.save_steps={plan['save_steps'][label]}")
-        command = training(config, recipe, folder, *more)
-        result = folder / "head/config.json"
-        found.append(Part(f"train {label}", command, result, folder=folder))
-    return found
-
-
-def measurements(config: ContestRun, recipes: list[Recipe], out_dir: Path) -> list[Part]:
-    """Acceptance of each head, what steps cost, and the speed of all ways to draft."""
-    heads = [out_dir / "heads" / recipe.label / "head" for recipe in recipes]
-    found = []
-    for recipe, head in zip(recipes, heads, strict=True):
-        folder = out_dir / "acceptance" / recipe.label
-        command = measuring(config, "eval/acceptance.py", [head], folder)
-        found.append(Part(f"acceptance {recipe.label}", command, folder / "acceptance.json"))
-    found.append(timing(config, heads, out_dir / "costs", "costs"))
-    folder = out_dir / "speed"
-    sizes = sorted(set(config.concurrency))
-    more = [f"batch_size={sizes[0]}", f"concurrency=[{','.join(map(str, sizes))}]"]
-    more += [f"num_repeats={config.num_repeats}", "num_warmups=1", _methods(config, recipes)]
-    command = measuring(config, "eval/speedup.py", heads, folder, *more)
-    return [*found, Part("speed", command, folder / "speedup.json")]
+            steps = {size: cost["heads"][place][way] for size, cost in costs["sizes"].items()}
+        for size, step_s in steps.items():
+            seconds[name, int(size)] = alone * step_s / int(size) / steps["1"]
+    return seconds

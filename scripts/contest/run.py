@@ -24,6 +24,7 @@ if __name__ == "__main__":
     COMMAND.begin()
 
 import json
+from typing import Any
 
 from conf.errors import InputError
 from conf.files import locked
@@ -31,21 +32,20 @@ from conf.settings.data import DataRun
 from conf.settings.scripts import ContestPart
 from data.embedded import fill_unset
 from eval.compare.names import check_methods
-from scripts.contest import plan, report
-from scripts.contest.parts import Part, Took, end_orphans
-from scripts.contest.parts import run as run_part
-from scripts.contest.recipes import read_recipes
+from scripts.contest import plan, report, tasks
 
 
-def run_parts(todo: list[Part], out_dir: Path, took: Took, estimate: plan.Plan) -> None:
-    """Runs what is missing of some parts, and says what runs now and what comes."""
-    missing = [part for part in todo if not part.result.exists()]
-    for number, part in enumerate(missing):
-        following = missing[number + 1].name if number + 1 < len(missing) else "nothing more"
-        about = estimate.get(part.name)
+def run_missing(
+    todo: list[tasks.Task], out_dir: Path, took: tasks.Took, estimate: dict[str, Any]
+) -> None:
+    """Runs the tasks whose results are not there, and says what runs now and what comes."""
+    missing = [task for task in todo if not task.result.exists()]
+    names = [*(task.name for task in missing[1:]), "nothing more"]
+    for task, following in zip(missing, names, strict=True):
+        about = estimate.get(task.name)
         words = "" if about is None else f", about {report.minutes(about['seconds'])} min"
-        print(f"{part.name}{words}; then {following}", flush=True)
-        run_part(part, out_dir, took)
+        print(f"{task.name}{words}; then {following}", flush=True)
+        tasks.run(task, out_dir, took)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def stop_raises() -> Iterator[None]:
 def main(config: ContestRun) -> None:
     """Plans, trains, measures; writes `contest.md`, `contest.html`, `contest.json`, `winner`."""
     check_contest(config)
-    recipes = read_recipes(config.recipes)
+    entrants = plan.read_recipes(config.recipes)
     check_methods(config.untrained)
     fill_unset(config)
     fill_unset(DataRun(config.target, config.prompts), prompts=True)
@@ -73,23 +73,23 @@ def main(config: ContestRun) -> None:
         raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
     with lock, stop_raises():
         plan.check_folder(config, out_dir)
-        end_orphans(out_dir)
-        took, path = Took(out_dir), out_dir / "plan.json"
+        tasks.end_orphans(out_dir)
+        took, path = tasks.Took(out_dir), out_dir / "plan.json"
         if ContestPart.plan in config.parts and not path.exists():
-            run_parts(plan.probes(config, recipes, out_dir), out_dir, took, {})
-            plan.make_plan(config, recipes, out_dir, took)
+            run_missing(plan.probes(config, entrants, out_dir), out_dir, took, {})
+            plan.make_plan(config, entrants, out_dir, took)
         if not path.exists():
             raise InputError(f"parts: {path} is not there; run the part plan first")
         settled = json.loads(path.read_text())
         print(report.shown_plan(settled))
-        todo: list[Part] = []
+        todo: list[tasks.Task] = []
         if ContestPart.train in config.parts:
-            todo += plan.trainings(config, recipes, out_dir, settled)
+            todo += plan.trainings(config, entrants, out_dir, settled)
         if ContestPart.measure in config.parts:
-            todo += plan.measurements(config, recipes, out_dir)
-        run_parts(todo, out_dir, took, settled["estimate"])
+            todo += plan.measurements(config, entrants, out_dir)
+        run_missing(todo, out_dir, took, settled["estimate"])
         if ContestPart.report in config.parts:
-            print(report.write(recipes, out_dir, settled, took))
+            print(report.write(entrants, out_dir, settled, took))
 
 
 if __name__ == "__main__":

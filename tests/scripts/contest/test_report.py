@@ -16,12 +16,12 @@ from stores import save_inputs
 from conf.errors import InputError
 from heads.kinds import load_head
 from scripts.contest import report
-from scripts.contest.parts import Took
-from scripts.contest.recipes import Recipe
+from scripts.contest.plan import Entrant
+from scripts.contest.tasks import Took
 from tests.train.parallel.test_launch import ENV, wait_for
 from train.loop import memory
 
-RECIPES = [Recipe("medusa", "medusa", ()), Recipe("eagle3_1", "eagle", ("head=eagle3_1",))]
+RECIPES = [Entrant("medusa", "medusa", ()), Entrant("eagle3_1", "eagle", ("head=eagle3_1",))]
 WAYS = {
     "medusa": {"chain": "medusa_chain", "tree": "medusa_tree"},
     "eagle3_1": {"chain": "eagle_chain", "tree": "eagle_tree"},

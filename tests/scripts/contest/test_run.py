@@ -18,13 +18,13 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.scripts import ContestPart, ContestRun, ContestTrainConfig
 from conf.settings.target import TargetConfig
-from scripts.contest import parts, plan, recipes
+from scripts.contest import plan, tasks
 from scripts.contest import run as contest
-from scripts.contest.parts import Part, Took
+from scripts.contest.tasks import Task, Took
 
 
 def test_a_recipe_is_a_name_with_settings_behind() -> None:
-    found = recipes.read_recipes(
+    found = plan.read_recipes(
         ["medusa", "dspark head.num_layers=2", "eagle3_1", "hass", "dspark 'head.layers=[1, 2]'"]
     )
     assert [(each.label, each.kind, each.overrides) for each in found] == [
@@ -34,7 +34,7 @@ def test_a_recipe_is_a_name_with_settings_behind() -> None:
         ("hass", "eagle", ("head=hass",)),
         ("dspark-2", "dspark", ("head.layers=[1, 2]",)),
     ]
-    assert recipes.methods_of(found)["hass"] == {"chain": "eagle_chain_2", "tree": "eagle_tree_2"}
+    assert plan.methods_of(found)["hass"] == {"chain": "eagle_chain_2", "tree": "eagle_tree_2"}
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_recipe_is_a_name_with_settings_behind() -> None:
 )
 def test_unknown_recipes_and_unfair_settings_are_refused(entry: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        recipes.read_recipes([entry])
+        plan.read_recipes([entry])
 
 
 def test_settings_reach_a_command_as_they_are() -> None:
     given = DataConfig(
         path="it's, here [1]=x", columns={"prompt": "my ask"}, num_prompts=3, streaming=True
     )
-    words = recipes.overrides("data", given)
+    words = plan.overrides("data", given)
     parsed = OverridesParser.create().parse_overrides(words)
     assert {each.key_or_group: each.value() for each in parsed} == {
         "data.path": "it's, here [1]=x",
@@ -65,7 +65,7 @@ def test_settings_reach_a_command_as_they_are() -> None:
         "data.num_prompts": 3,
         "data.streaming": True,
     }
-    assert recipes.overrides("target", TargetConfig()) == []
+    assert plan.overrides("target", TargetConfig()) == []
 
 
 def settings(folder: Path, **changes: Any) -> ContestRun:
@@ -123,7 +123,7 @@ def probed(config: ContestRun, took: Took) -> None:
         (folder / "metrics.jsonl").write_text(metrics(*(a_step * n for n in range(1, 9))))
         (folder / "weights").write_bytes(bytes(1000))
         took.rows[f"probe {label}"] = {"seconds": 8 * a_step + 5, "memory": 10**9, "since": None}
-    names = [name for each in recipes.methods_of(recipes.read_recipes(config.recipes)).values()
+    names = [name for each in plan.methods_of(plan.read_recipes(config.recipes)).values()
              for name in each.values()]  # fmt: skip
     row = {"tau": 1.0, "prompts": [{"seconds": {"total": [1.0]}}] * 2}
     plan.probe_of(out_dir, "speed").mkdir()
@@ -146,7 +146,7 @@ def made(tmp_path: Path, **changes: Any) -> tuple[ContestRun, dict[str, Any]]:
     out_dir.mkdir()
     took = Took(out_dir)
     probed(config, took)
-    return config, plan.make_plan(config, recipes.read_recipes(config.recipes), out_dir, took)
+    return config, plan.make_plan(config, plan.read_recipes(config.recipes), out_dir, took)
 
 
 def test_a_plan_is_made_of_probes(tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_a_dialogue_takes_what_its_steps_do_and_less_once_a_head_has_learnt() ->
 
 def test_what_was_planned_is_trained(tmp_path: Path) -> None:
     config, found = made(tmp_path, recipes=["medusa", "eagle3_1 head.num_steps=2"], seed=3)
-    todo = plan.trainings(config, recipes.read_recipes(config.recipes), tmp_path / "out", found)
+    todo = plan.trainings(config, plan.read_recipes(config.recipes), tmp_path / "out", found)
     command = todo[1].command
     assert command[:2] == [sys.executable, str(ROOT / "train/eagle.py")]
     assert {"head=eagle3_1", "head.num_steps=2", "train.max_steps=15", "train.batch_size=4",
             "train.resume=auto", "data.max_length=128", "seed=3"} <= set(command)  # fmt: skip
     config.launch = ["--num_processes", "2"]
-    (first, _) = plan.trainings(config, recipes.read_recipes(config.recipes), tmp_path, found)
+    (first, _) = plan.trainings(config, plan.read_recipes(config.recipes), tmp_path, found)
     assert first.command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
 
 
@@ -236,15 +236,15 @@ def test_what_cannot_begin_is_refused(
         contest.main(settings(tmp_path, **changes))
 
 
-def part(folder: Path, code: str, **changes: Any) -> Part:
-    return Part("a part", [sys.executable, "-c", code], folder / "result", **changes)
+def task(folder: Path, code: str, **changes: Any) -> Task:
+    return Task("a task", [sys.executable, "-c", code], folder / "result", **changes)
 
 
-def test_a_part_is_counted(tmp_path: Path) -> None:
+def test_a_task_is_counted(tmp_path: Path) -> None:
     (tmp_path / "stale").mkdir()
     code = f"open({str(tmp_path / 'result')!r}, 'x').close(); b = bytearray(100_000_000)"
-    one, took = part(tmp_path, code, fresh=tmp_path / "stale"), Took(tmp_path)
-    parts.run(one, tmp_path, took)
+    one, took = task(tmp_path, code, fresh=tmp_path / "stale"), Took(tmp_path)
+    tasks.run(one, tmp_path, took)
     assert not (tmp_path / "stale").exists()
     (row,) = json.loads((tmp_path / "took.json").read_text()).values()
     assert 0 < row["seconds"] < 60
@@ -255,29 +255,29 @@ def test_what_is_there_is_not_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "result").touch()
-    done = part(tmp_path, "raise SystemExit(3)")
-    left = Part("left", [sys.executable, "-c", f"open({str(tmp_path / 'new')!r}, 'x')"],
+    done = task(tmp_path, "raise SystemExit(3)")
+    left = Task("left", [sys.executable, "-c", f"open({str(tmp_path / 'new')!r}, 'x')"],
                 tmp_path / "new")  # fmt: skip
     took = Took(tmp_path)
-    contest.run_parts([done, left], tmp_path, took, {"left": {"seconds": 90.0}})
+    contest.run_missing([done, left], tmp_path, took, {"left": {"seconds": 90.0}})
     assert capsys.readouterr().out == "left, about 1.5 min; then nothing more\n"
     assert list(took.rows) == ["left"]
 
 
-def test_a_part_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
+def test_a_task_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     took = Took(tmp_path)
-    with pytest.raises(InputError, match=r"a part ended with code 3 and without .*\n  error: why"):
-        parts.run(part(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path, took)
-    assert took.rows["a part"]["since"] is None
+    with pytest.raises(InputError, match=r"a task ended with code 3 and without .*\n  error: why"):
+        tasks.run(task(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path, took)
+    assert took.rows["a task"]["since"] is None
 
 
-def test_a_contest_that_is_stopped_stops_its_part(
+def test_a_contest_that_is_stopped_stops_its_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait, codes = parts._wait, list[int]()
+    wait, codes = tasks._wait, list[int]()
 
     def stopped(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
-        monkeypatch.setattr(parts, "_wait", ended)
+        monkeypatch.setattr(tasks, "_wait", ended)
         raise KeyboardInterrupt
 
     def ended(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
@@ -285,12 +285,12 @@ def test_a_contest_that_is_stopped_stops_its_part(
         codes.append(found[0])
         return found
 
-    monkeypatch.setattr(parts, "_wait", stopped)
+    monkeypatch.setattr(tasks, "_wait", stopped)
     took = Took(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        parts.run(part(tmp_path, "import time; time.sleep(20)"), tmp_path, took)
+        tasks.run(task(tmp_path, "import time; time.sleep(20)"), tmp_path, took)
     assert codes == [-signal.SIGTERM]
-    assert took.rows["a part"]["since"] is None
+    assert took.rows["a task"]["since"] is None
 
 
 def test_a_contest_first_ends_what_a_killed_one_left(
@@ -298,7 +298,7 @@ def test_a_contest_first_ends_what_a_killed_one_left(
 ) -> None:
     begin_inputs(tmp_path)
     folders: list[Path] = []
-    monkeypatch.setattr(contest, "end_orphans", folders.append)
+    monkeypatch.setattr(tasks, "end_orphans", folders.append)
     with pytest.raises(InputError, match=r"run the part plan first"):
         contest.main(settings(tmp_path, parts=[ContestPart.train]))
     assert folders == [tmp_path / "out"]
@@ -307,22 +307,22 @@ def test_a_contest_first_ends_what_a_killed_one_left(
 
 def test_what_a_killed_start_took_is_known_from_its_log(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/a-part.log").touch()
-    os.utime(tmp_path / "logs/a-part.log", (1030.0, 1030.0))
+    (tmp_path / "logs/a-task.log").touch()
+    os.utime(tmp_path / "logs/a-task.log", (1030.0, 1030.0))
     row = {"seconds": 5.0, "memory": 7, "since": 1000.0}
-    (tmp_path / "took.json").write_text(json.dumps({"a part": row}))
-    assert Took(tmp_path).rows == {"a part": {"seconds": 35.0, "memory": 7, "since": None}}
+    (tmp_path / "took.json").write_text(json.dumps({"a task": row}))
+    assert Took(tmp_path).rows == {"a task": {"seconds": 35.0, "memory": 7, "since": None}}
 
 
 def test_a_command_that_was_left_alone_is_ended(tmp_path: Path) -> None:
     wait = [sys.executable, "-c", "import time; time.sleep(60)"]
-    environs = [{parts.MARK: str(folder.resolve())} for folder in (tmp_path, tmp_path / "other")]
+    environs = [{tasks.MARK: str(folder.resolve())} for folder in (tmp_path, tmp_path / "other")]
     ours, others = (subprocess.Popen(wait, env=os.environ | each) for each in environs)
     try:
         until = time.monotonic() + 10
-        while not list(parts._orphans(tmp_path)):  # it takes its environment when it begins
+        while not list(tasks.orphans(tmp_path)):  # it takes its environment when it begins
             assert time.monotonic() < until
-        parts.end_orphans(tmp_path)
+        tasks.end_orphans(tmp_path)
         assert ours.wait(10) == -15
         assert others.poll() is None
     finally:

@@ -1,4 +1,4 @@
-"""A part of a contest: a command, the file that it leaves, and what it takes."""
+"""A task of a contest: a command, the file that it leaves, and what it takes."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from conf.files import write_whole
 MARK = "HEADSMITH_CONTEST"
 """The environment variable by which a contest knows its commands; holds its folder."""
 TAIL = 15
-"""Lines of a log that are shown where a part fails."""
+"""Lines of a log that are shown where a task fails."""
 
 
 @dataclass(frozen=True)
-class Part:
+class Task:
     """A command whose result is not made again where it is.
 
     Attributes:
@@ -31,18 +32,16 @@ class Part:
         command: its words.
         result: the file that is there once it is done.
         fresh: a folder that goes before it starts, for what cannot go on.
-        folder: whose bytes count.
     """
 
     name: str
     command: list[str]
     result: Path
     fresh: Path | None = None
-    folder: Path | None = None
 
 
 class Took:
-    """Seconds and peak memory of each part over all starts, in `took.json`."""
+    """Seconds and peak memory of each task over all starts, in `took.json`."""
 
     def __init__(self, out_dir: Path) -> None:
         self.path = out_dir / "took.json"
@@ -57,13 +56,13 @@ class Took:
                 row["since"] = None
 
     def begin(self, name: str) -> None:
-        """A part starts."""
+        """Counts from here on."""
         row = self.rows.setdefault(name, {"seconds": 0.0, "memory": 0})
         row["since"] = time.time()
         self._write()
 
     def end(self, name: str, memory: int) -> None:
-        """It ended, after a peak of so many bytes in one of its processes."""
+        """Counts until here, and a peak of so many bytes in one of the processes."""
         row = self.rows[name]
         row["seconds"] += time.time() - row["since"]
         row |= {"memory": max(row["memory"], memory), "since": None}
@@ -73,32 +72,32 @@ class Took:
         write_whole(self.path, json.dumps(self.rows, indent=1) + "\n")
 
 
-def run(part: Part, out_dir: Path, took: Took) -> None:
-    """Runs a part whose result is not there.
+def run(task: Task, out_dir: Path, took: Took) -> None:
+    """Runs a task.
 
     Raises:
-        InputError: it left none; with the last lines of its log.
+        InputError: it left no result; with the last lines of its log.
     """
-    if part.fresh is not None:
-        shutil.rmtree(part.fresh, ignore_errors=True)
-    log = log_of(out_dir, part.name)
+    if task.fresh is not None:
+        shutil.rmtree(task.fresh, ignore_errors=True)
+    log = log_of(out_dir, task.name)
     log.parent.mkdir(exist_ok=True)
     environ = os.environ | {MARK: str(out_dir.resolve())}
-    took.begin(part.name)
+    took.begin(task.name)
     with log.open("ab") as file:
-        child = subprocess.Popen(part.command, stdout=file, stderr=file, env=environ)
+        child = subprocess.Popen(task.command, stdout=file, stderr=file, env=environ)
         try:
             code, memory = _wait(child)
         except BaseException:  # a signal: the command saves what it has
             child.terminate()
-            took.end(part.name, _wait(child)[1])
+            took.end(task.name, _wait(child)[1])
             raise
-    took.end(part.name, memory)
-    if not part.result.exists():
+    took.end(task.name, memory)
+    if not task.result.exists():
         lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-TAIL:]
         shown = "\n".join(f"  {line}" for line in lines)
         raise InputError(
-            f"{part.name} ended with code {code} and without {part.result}; {log} ends:\n{shown}"
+            f"{task.name} ended with code {code} and without {task.result}; {log} ends:\n{shown}"
         )
 
 
@@ -110,42 +109,36 @@ def _wait(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
 
 
 def log_of(out_dir: Path, name: str) -> Path:
-    """Where a part's words go."""
+    """The file for what a task prints."""
     return out_dir / "logs" / f"{name.replace(' ', '-')}.log"
 
 
 def end_orphans(out_dir: Path) -> None:
     """Ends what a contest in this folder that was killed left running, and waits for it."""
-    while pids := list(_orphans(out_dir)):
+    while pids := list(orphans(out_dir)):
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-            except ProcessLookupError:
-                continue
         time.sleep(1)
 
 
-def _orphans(out_dir: Path) -> Iterator[int]:
+def orphans(out_dir: Path) -> Iterator[int]:
+    """Ids of the processes that contests in this folder have started."""
     wanted = f"{MARK}={out_dir.resolve()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with suppress(OSError):  # another user's, or just gone
             if wanted in path.read_bytes().split(b"\0"):
                 yield int(path.parent.name)
-        except OSError:  # another user's, or just gone
-            continue
 
 
 def device_memory(out_dir: Path, name: str) -> dict[str, float]:
     """`device`: bytes that a training used on each GPU at most, as it said itself; or nothing."""
     log = log_of(out_dir, name)
-    said = (
-        re.findall(r"([\d.]+) GB measured at most", log.read_text(errors="replace"))
-        if log.exists()
-        else []
-    )
+    text = log.read_text(errors="replace") if log.exists() else ""
+    said = re.findall(r"([\d.]+) GB measured at most", text)
     return {"device": float(said[-1]) * 1e9} if said else {}
 
 
 def bytes_of(folder: Path) -> int:
-    """Of all files below a folder."""
+    """The size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
