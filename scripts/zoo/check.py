@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import traceback
 import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -31,12 +32,17 @@ from tqdm import tqdm
 
 from conf.errors import InputError
 from conf.files import write_whole
-from scripts.zoo.checks import check_target
+from scripts.zoo.checks import COLUMNS, check_target
 from scripts.zoo.families import NO_TARGET
-from scripts.zoo.report import counts, result, table
 from scripts.zoo.tiny import MADE, model_types, tiny_target
 
 PROCESSES = multiprocessing.get_context("forkserver")
+HEADINGS = {
+    "medusa": "Medusa", "eagle": "EAGLE-3.1", "replay": "replay = decode",
+}  # fmt: skip
+STATES = ("works", "works with chains", "refused", "differs", "fails", "not made")
+Results = dict[str, dict[str, Any]]
+"""The result of a check, by model type."""
 
 
 def main(config: TargetsRun) -> None:
@@ -54,11 +60,21 @@ def main(config: TargetsRun) -> None:
         for name in bar:
             bar.set_postfix_str(name)
             check_apart(out_dir, name, config.timeout)
-    rows = {n: json.loads(found_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET}
+    results = {n: json.loads(found_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET}
     left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
-    write_whole(out_dir / "targets.json", json.dumps(result(rows, left_out), indent=1) + "\n")
-    write_whole(out_dir / "targets.md", table(rows, left_out))
-    print(counts(rows))
+    content = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "counts": counted(results),
+        "found": {
+            name: {key: value for key, value in result.items() if key != "traceback"}
+            for name, result in results.items()
+        },
+        "no_target": left_out,
+    }
+    write_whole(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
+    write_whole(out_dir / "targets.md", table(results, left_out))
+    print(counts(results))
     print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
 
 
@@ -76,12 +92,12 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def found_at(out_dir: Path, name: str) -> Path:
-    """Where the result of one model type lies."""
+    """The file with the result of one model type."""
     return out_dir / "found" / f"{name}.json"
 
 
 def check_apart(out_dir: Path, name: str, timeout: float) -> None:
-    """Checks one in a process of its own, which may crash or hang."""
+    """Checks a model type in a process of its own, which may crash or hang."""
     log = out_dir / "found" / f"{name}.log"
     process = PROCESSES.Process(target=check_one, args=(name, out_dir, log))
     process.start()
@@ -89,20 +105,18 @@ def check_apart(out_dir: Path, name: str, timeout: float) -> None:
     if process.exitcode is None:
         process.kill()
         process.join()
-        _write_failure(out_dir, name, f"took more than {timeout:g} s")
+        why = f"took more than {timeout:g} s"
     elif not found_at(out_dir, name).is_file():
-        _write_failure(out_dir, name, f"its process ended with code {process.exitcode}")
+        why = f"its process ended with code {process.exitcode}"
     else:
         log.unlink(missing_ok=True)
-
-
-def _write_failure(out_dir: Path, name: str, why: str) -> None:
-    found = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
-    write_whole(found_at(out_dir, name), json.dumps(found, indent=1) + "\n")
+        return
+    result = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
+    write_whole(found_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def check_one(name: str, out_dir: Path, log: Path) -> None:
-    """In a process of its own: makes a target, checks it, writes what was found."""
+    """Makes a target, checks it and writes the result, in a process of its own."""
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     warnings.simplefilter("ignore")
@@ -112,14 +126,73 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
         folder = tiny_target(name, out_dir / "made")
     except Exception as error:  # noqa: BLE001 whatever transformers says of it
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        found: dict[str, Any] = {
-            "state": "not made",
-            "why": why,
-            "traceback": traceback.format_exc(),
-        }
+        result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
     else:
-        found = {**check_target(folder), "made": json.loads((folder / MADE).read_text())}
-    write_whole(found_at(out_dir, name), json.dumps(found, indent=1) + "\n")
+        result = {**check_target(folder), "made": json.loads((folder / MADE).read_text())}
+    write_whole(found_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+
+
+def counted(results: Results) -> dict[str, int]:
+    """Model types in each state that there is."""
+    numbers = Counter(result["state"] for result in results.values())
+    return {state: numbers[state] for state in STATES if numbers[state]}
+
+
+def counts(results: Results) -> str:
+    """One line: how many work, are refused and so on."""
+    parts = ", ".join(f"{number} {state}" for state, number in counted(results).items())
+    return f"{len(results)} model types of transformers {transformers.__version__}: {parts}"
+
+
+def table(results: Results, left_out: dict[str, str]) -> str:
+    """Markdown: a row a model type, the reasons of those that do not work, and who is no target."""
+    names = [HEADINGS.get(name, name) for name in COLUMNS]
+    lines = [
+        "# Targets",
+        "",
+        f"{counts(results)}. Written by `scripts/zoo/check.py`; each is a random model of 4 "
+        "layers, hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, "
+        "past windows of 12, chunks of 8 and RoPE switches at 64, are held to `generate`.",
+        "",
+        f"| model type | {' | '.join(names)} | attention | how made |",
+        f"|---|{'---|' * len(names)}---|---|",
+        *(row(name, each) for name, each in results.items() if each["state"] != "not made"),
+    ]
+    reasons = {name: reason(result) for name, result in results.items()}
+    for title, pairs in (("Why not", reasons), ("No targets", left_out)):
+        rows = [f"| {name} | {why.replace('|', '/')} |" for name, why in pairs.items() if why]
+        if rows:
+            lines += ["", f"## {title}", "", "| model type | reason |", "|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    """A line of the table."""
+    cells = [result["columns"].get(column, "").split(":")[0] for column in COLUMNS]
+    for head, tau in result.get("tau", {}).items():
+        cells[COLUMNS.index(head)] += f", tau {tau:.2f}"
+    attention = result.get("attention", "").split(":")[0]
+    made, how = result.get("made"), ""
+    if made is not None:
+        by_hand = "; ".join(
+            ", ".join(f"{key}={value}" for key, value in settings.items())
+            for settings in made["by_hand"].values()
+        )
+        shown = by_hand.replace("|", "/")
+        how = f"{made['class']}, {made['layers']}" + (f"; {shown}" if shown else "")
+    return f"| {name} | {' | '.join(cells)} | {attention} | {how} |"
+
+
+def reason(result: dict[str, Any]) -> str:
+    """Why a model type was not made, or each check that it did not pass."""
+    if "why" in result:
+        return f"not made: {result['why']}"
+    reasons = [
+        f"{HEADINGS.get(name, name)}: {result['columns'][name]}"
+        for name in COLUMNS
+        if result["columns"].get(name, "yes") != "yes"
+    ]
+    return "; ".join(dict.fromkeys(reasons))
 
 
 if __name__ == "__main__":

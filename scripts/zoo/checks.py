@@ -1,4 +1,4 @@
-"""What is asked of one tiny target: everything that users ask of theirs, held to `generate`."""
+"""Checks of one tiny target: everything that users ask of theirs, held to `generate`."""
 
 import json
 import traceback
@@ -37,8 +37,7 @@ from heads.target_model.load import load_model, load_target, load_tokenizer
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.embedded.corpus import SPECIAL_TOKENS
-from scripts.zoo.sizes import NUM_TOKENS, PAD
-from scripts.zoo.tiny import MADE
+from scripts.zoo.tiny import MADE, NUM_TOKENS, PAD
 from train.eagle import EagleObjective
 from train.medusa import MedusaObjective
 from train.objective import Objective
@@ -69,8 +68,8 @@ COLUMNS = ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "repla
 
 
 @dataclass
-class Found:
-    """What came out for one architecture.
+class Findings:
+    """The result of each check of one architecture.
 
     Attributes:
         folder: the target's, which errors name and the table does not.
@@ -129,9 +128,9 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
         heads: train some too, and replay them.
 
     Returns:
-        JSON content: `Found` and its state.
+        JSON content: `Findings` and its state.
     """
-    found = Found(str(folder))
+    found = Findings(str(folder))
     config = TargetConfig(path=str(folder))
     with found.column("loads"):
         load_model(config, load_tokenizer(config)[0], torch.float32, CPU)
@@ -147,7 +146,7 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
 class _Checks:
     """A target that loads, its prompts, and the texts that `generate` gives after them."""
 
-    def __init__(self, target: Target, found: Found) -> None:
+    def __init__(self, target: Target, found: Findings) -> None:
         self.target, self.found = target, found
         found.attention = f"{target.config._attn_implementation}: {target.attention}"
         generator = torch.Generator().manual_seed(0)

@@ -7,8 +7,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.scripts import TargetsRun
 from scripts.zoo import check as check_targets
-from scripts.zoo.check import check_apart, found_at
-from scripts.zoo.report import counts, table
+from scripts.zoo.check import check_apart, counts, found_at, table
 
 assert commands.FORKS  # the server of processes that tests share, begun as it wants to be
 YES = dict.fromkeys(

@@ -12,10 +12,17 @@ from transformers import LlamaConfig
 
 from heads.target_model.load import load_target
 from scripts.zoo import checks
-from scripts.zoo.checks import YES, Found, check_target
+from scripts.zoo.checks import YES, Findings, check_target
 from scripts.zoo.families import NO_TARGET
-from scripts.zoo.sizes import PAD, tiny_sizes
-from scripts.zoo.tiny import MADE, model_types, placeholders, tiny_config, tiny_target
+from scripts.zoo.tiny import (
+    MADE,
+    PAD,
+    model_types,
+    placeholders,
+    tiny_config,
+    tiny_sizes,
+    tiny_target,
+)
 
 LOSSLESS = ("loads", "check", "chain", "tree", "batch")
 SERVED = {
@@ -208,4 +215,4 @@ def test_states_of_what_was_found() -> None:
         (everything | {"chain": "differs: 1", "batch": "FAILED: KeyError: 1"}, "fails"),
         ({"loads": YES}, "refused"),
     ]:
-        assert Found("t", columns).state == state
+        assert Findings("t", columns).state == state
