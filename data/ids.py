@@ -12,7 +12,7 @@ class Vocabulary(Protocol):
     name: str
 
     @property
-    def num_read(self) -> int:
+    def num_embeddings(self) -> int:
         """Rows of the embedding."""
 
     @property
@@ -35,7 +35,7 @@ def check_ids(
         InputError: with the largest.
     """
     for ids, size, what in (
-        (read, target.num_read, "embedding"),
+        (read, target.num_embeddings, "embedding"),
         (learnt, target.vocab_size, "output head"),
     ):
         largest = max(ids, default=0)

@@ -56,7 +56,7 @@ from eval.tune.confidence import (
     fit,
 )
 from eval.tune.cost import CostCurve, time_steps, typical_context
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 

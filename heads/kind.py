@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Shape

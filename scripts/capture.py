@@ -120,7 +120,7 @@ def write_shards(work: Work, state: PartialState) -> None:
     for packed in work.sets.values():
         packed.check_ids(target)
     if lacks_ends:
-        save_ends(target, ends)
+        save_embeddings_and_head(target, ends)
     total = sum(shard.num_tokens for shard in todo)
     with (
         states_source(work.config, target, work.plan.contents.layers) as states_of,
@@ -144,7 +144,7 @@ def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
     return RemoteTarget.of(config.target, torch.device("cpu"))
 
 
-def save_ends(target: EmbeddingsAndHead, folder: Path) -> None:
+def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
     """Writes embedding and output head, and checks that they give the target's logits.
 
     Raises:

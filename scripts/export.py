@@ -28,7 +28,7 @@ from heads.folders import PROVENANCE
 from heads.kind import UNKNOWN, DraftHead
 from heads.kinds import kind_of, read_head
 from heads.storage import locate
-from heads.target_model.identity import identify, told_of_another
+from heads.target_model.identity import identify, other_target_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from scripts.publish.staging import read_json
@@ -42,7 +42,7 @@ def main(config: ExportRun) -> None:
     where = _target_config(config, head)
     target = load_target(where, _device())
     identity = identify(where, target.tokenizer, target.dtype)
-    other = told_of_another("head.path", str(config.head.path), config.head.revision, identity)
+    other = other_target_notice("head.path", str(config.head.path), config.head.revision, identity)
     if other is not None:
         print(other, file=sys.stderr)
     _attach(head, target, config)

@@ -20,8 +20,8 @@ import torch
 
 from conf.settings.target import Dtype
 from heads.storage import write_folder
+from heads.target_model.adapter import merged, with_adapter
 from heads.target_model.load import load_model, load_tokenizer, resolve_dtype
-from heads.target_model.saved_adapter import merged, with_adapter
 
 
 def main(config: MergeAdapterRun) -> None:

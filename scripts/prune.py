@@ -50,7 +50,7 @@ from heads.kinds import kind_of, load_head
 from heads.layers.low_rank import check_rank, reduce_rank
 from heads.layers.packed import pack
 from heads.storage import locate
-from heads.target_model.identity import identify, told_of_another
+from heads.target_model.identity import identify, other_target_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
 from heads.vocab import DraftVocab, share
@@ -83,7 +83,7 @@ def main(config: PruneRun) -> None:
     target = load_target(config.target, state.device)
     told = follow_or_tell(target)
     identity = identify(config.target, target.tokenizer, target.dtype)
-    other = told_of_another("head.path", str(config.head.path), config.head.revision, identity)
+    other = other_target_notice("head.path", str(config.head.path), config.head.revision, identity)
     for line in filter(None, (told, other)):
         print(line, file=sys.stderr)
     # Still float32: what is saved must not be rounded to the target's dtype.

@@ -32,7 +32,7 @@ from eval.parity import readers
 from eval.parity.gate import check_parity
 from eval.tune import cost
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.kinds import KINDS, load_head
@@ -142,7 +142,7 @@ def test_a_drafter_goes_on_with_some_texts() -> None:
     drafter.keep([0])  # perhaps before any was seen
     states = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     drafter.observe(
-        Seen([[5], [6]], TargetOutput(states, {}), TreeCache(2, torch.device("cpu"), 1))
+        Committed([[5], [6]], TargetOutput(states, {}), TreeCache(2, torch.device("cpu"), 1))
     )
     drafter.keep([1])
     assert drafter.propose(Roots.of([7])).tokens.tolist() == [[1]]

@@ -108,7 +108,7 @@ class StoredDataset(Dataset):
     def check_ids(self, target: Vocabulary) -> None:
         """Has `read` refuse what `PackedDataset.check_ids` refuses."""
         self.target = target
-        self.pad_id = self.pad_id if self.pad_id < target.num_read else 0
+        self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """[V] int64: how often each id occurs among the learnt tokens."""
@@ -138,7 +138,7 @@ class StoredDataset(Dataset):
         room = num_tokens if room is None else room
         row = read_sequence(path, self.fields, found, number, room)
         ids, target = row["input_ids"][:num_tokens], self.target
-        if target is not None and int(ids.max()) >= min(target.num_read, target.vocab_size):
+        if target is not None and int(ids.max()) >= min(target.num_embeddings, target.vocab_size):
             learnt = ids[row["loss_mask"][:num_tokens].bool()]
             where = f"{self.store.folder}: sequence {index} of {self.split}".format
             check_ids(ids.tolist(), target, where, learnt.tolist())

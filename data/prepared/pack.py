@@ -110,8 +110,8 @@ class PackedDataset(Dataset):
         Raises:
             InputError: with the first of them and where it is from.
         """
-        self.pad_id = self.pad_id if self.pad_id < target.num_read else 0
-        if self._samples.highest < min(target.num_read, target.vocab_size):
+        self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
+        if self._samples.highest < min(target.num_embeddings, target.vocab_size):
             return
         for number, length in enumerate(self._lengths.tolist()):
             found = self._samples.read(number, length)

@@ -39,7 +39,7 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree, usual_tree
 from heads.kinds import KINDS
-from heads.layers.low_rank import low_rank_ends
+from heads.layers.low_rank import with_low_rank_head
 from heads.layers.packed import pack
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.load import load_target
@@ -261,7 +261,7 @@ class Builder:
     def _drafting(self, model: Target) -> EmbeddingsAndHead:
         """What makes logits of a model's states while it drafts."""
         rank = self.config.output_rank
-        return model if rank is None else low_rank_ends(model, rank)
+        return model if rank is None else with_low_rank_head(model, rank)
 
     def _draft_chain(self, model: Target) -> Method:
         settings = self.config.draft

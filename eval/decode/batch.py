@@ -21,10 +21,9 @@ from eval.decode.generation import Generation, Request, Step, left_at_end
 from eval.decode.rules import Rules
 from eval.decode.texts import Stops
 from heads.decoding.cache import Kept, TreeCache, upload
-from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import Generators, Sampling, sample_tokens
-from heads.target_model.model import Taps, Target, TargetOutput
-from heads.target_model.prefill import parts
+from heads.target_model.model import Taps, Target, TargetOutput, parts
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Begun:
 
     texts: list[int]
     drafter: Drafter
-    seen: Seen
+    seen: Committed
     roots: Tensor
     generators: Generators
 
@@ -68,7 +67,7 @@ class Batch:
         longest = max(map(len, self.prompts))
         assert target.window is None or longest + max_new_tokens <= target.window
         self.target, self.sampling, self.max_new_tokens = target, sampling, max_new_tokens
-        self.stops, self.rules = Stops.of(target), Rules(target.asked, target.stop_ids)
+        self.stops, self.rules = Stops.of(target), Rules(target.logits_processing, target.stop_ids)
         self.context_limits = ContextLimits(target, self.prompts)
         self.clock = PartClock(target.device, len(requests))
         self.found = [Generation([], times=times) for times in self.clock.times]
@@ -103,7 +102,7 @@ class Batch:
                 seen = self._go_on(next_ones, seen)
             seen, new = self._step(seen)
 
-    def _start(self, batch_size: int) -> tuple[Seen, dict[int, list[int]]]:
+    def _start(self, batch_size: int) -> tuple[Committed, dict[int, list[int]]]:
         """Taps the prompts of the first texts together; their first tokens."""
         self.alive, self.waiting = self.waiting[:batch_size], self.waiting[batch_size:]
         begun, new = self._begin(self.alive)
@@ -111,7 +110,7 @@ class Batch:
         self.going = list(self.alive)
         return begun.seen, new
 
-    def _step(self, seen: Seen) -> tuple[Seen, dict[int, list[int]]]:
+    def _step(self, seen: Committed) -> tuple[Committed, dict[int, list[int]]]:
         """Draft, verify, accept: what was seen, and new tokens by text."""
         roots = Roots(self.roots, [self.found[text].token_ids[-1] for text in self.alive])
         with self.clock.part("draft", self.alive):
@@ -137,11 +136,11 @@ class Batch:
             new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
         return Begun(texts, drafter, seen, roots, generators), new
 
-    def _in_parts(self, cache: TreeCache, rows: list[list[int]], drafter: Drafter) -> Seen:
+    def _in_parts(self, cache: TreeCache, rows: list[list[int]], drafter: Drafter) -> Committed:
         """The last part of prompts; the drafter has seen the others, and nobody keeps them."""
-        found: list[Seen] = []
+        found: list[Committed] = []
         for tokens, output in parts(self.target, cache, rows, drafter.taps):
-            seen = Seen(tokens, output, cache)
+            seen = Committed(tokens, output, cache)
             if found:
                 before, seen = found.pop().hand_on(seen)
                 drafter.observe(before)
@@ -163,7 +162,7 @@ class Batch:
 
     def _accept(
         self, draft: Draft, nodes: "Nodes", cache: TreeCache
-    ) -> tuple[Seen, dict[int, list[int]]]:
+    ) -> tuple[Committed, dict[int, list[int]]]:
         """What is committed of the trees, and the new tokens by text."""
         accepted = verify(draft, nodes.tokens, nodes.logits, self.sampling, self.generators)
         on_path = nodes.tokens.gather(1, accepted.nodes)
@@ -175,7 +174,7 @@ class Batch:
         new = {text: self._add(text, each) for text, each in zip(self.alive, steps, strict=True)}
         kept, seen = [step.tokens for step in steps], accepted.nodes[:, :longest]
         output, found = nodes.output.at(seen), (on_path[:, :longest], counts)
-        return Seen(kept, output, cache, nodes.logits, found, paths, seen), new
+        return Committed(kept, output, cache, nodes.logits, found, paths, seen), new
 
     def _add(self, text: int, step: Fetched) -> list[int]:
         """Notes a step of a text; its new tokens."""
@@ -201,7 +200,7 @@ class Batch:
         self.going = [text for text in self.going if text not in ended]
         return not ended
 
-    def _go_on(self, begun: list[Begun], seen: Seen) -> Seen:
+    def _go_on(self, begun: list[Begun], seen: Committed) -> Committed:
         """The drafter takes what was kept, and new texts the rows of those that have ended."""
         if len(self.going) + len(begun) < len(self.alive):
             seen = self._drop(len(begun), seen)
@@ -223,7 +222,7 @@ class Batch:
             self.alive[row] = each.texts[0]
             self.going += each.texts
 
-    def _drop(self, num_new: int, seen: Seen) -> Seen:
+    def _drop(self, num_new: int, seen: Committed) -> Committed:
         """Goes on with fewer texts, everywhere; the last take the places that are free."""
         free = [text for text in self.alive if text not in self.going]
         # The first rows that are free are among the first of all, which stay where they are.

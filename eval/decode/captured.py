@@ -24,7 +24,7 @@ from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
 from eval.decode.graphs import CaptureError, Graph
 from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators
 from heads.target_model.model import Target
 
@@ -94,7 +94,7 @@ class Rows:
         self.capacity = target.capacity or slots_for(longest, self.num_nodes)
         if not self.fits(longest):
             raise CaptureError(f"{longest} tokens in a compiled target's {self.capacity} slots")
-        self.seen: Seen | None = None
+        self.seen: Committed | None = None
         self.pool, self.width = torch.cuda.graph_pool_handle(), 0
         self.graphs: dict[int, Graph] = {}
         self.met: set[int] = set()
@@ -163,11 +163,11 @@ class Rows:
             cache.commit([], Kept(path, counts))
         self.roots.copy_(accepted.bonus)
         found = on_path[:, : path.shape[1]], counts
-        self._see(Seen([], nodes.output.at(path), cache, nodes.logits, found))
+        self._see(Committed([], nodes.output.at(path), cache, nodes.logits, found))
         told = record(accepted, on_path, draft)
         self.record = told if self.record is None else self.record.copy_(told)
 
-    def _see(self, new: Seen) -> None:
+    def _see(self, new: Committed) -> None:
         """The drafter sees a step, in tensors that it knows."""
         if self.seen is None:
             self.seen = replace(new, logits=None)
@@ -198,7 +198,7 @@ class CapturedBatch(Batch):
         self.late: _Launched | None = None
         self.longest = max(map(len, self.prompts)) + max_new_tokens
 
-    def _start(self, batch_size: int) -> tuple[Seen, dict[int, list[int]]]:
+    def _start(self, batch_size: int) -> tuple[Committed, dict[int, list[int]]]:
         """As ever, or with free rows, which the first texts take."""
         rows = self.rows
         if rows is None or len(rows.roots) != batch_size or not rows.fits(self.longest):
@@ -209,7 +209,7 @@ class CapturedBatch(Batch):
         self.alive, self.going = [FREE] * batch_size, []
         return rows.seen, {}
 
-    def _go_on(self, begun: list[Begun], seen: Seen) -> Seen:
+    def _go_on(self, begun: list[Begun], seen: Committed) -> Committed:
         """New texts take the rows of those that have ended; the drafter has seen its steps."""
         if self.rows is None:
             seen = super()._go_on(begun, seen)
@@ -229,7 +229,7 @@ class CapturedBatch(Batch):
         of_rows = self.roots, self.generators, cache
         self.rows = Rows(self.target, self.drafter, *of_rows, self.longest)
 
-    def _step(self, seen: Seen) -> tuple[Seen, dict[int, list[int]]]:  # noqa: ARG002
+    def _step(self, seen: Committed) -> tuple[Committed, dict[int, list[int]]]:  # noqa: ARG002
         """Launches a step; new tokens by text of the one before, of the first none."""
         assert self.rows is not None
         longest = max(len(self.prompts[t]) + len(self.found[t].token_ids) for t in self.going)

@@ -20,7 +20,7 @@ def obstacle(target: Target, sampling: Sampling) -> str:
         return "the target's recurrent layers run by levels"
     if target.rope.switch is not None:
         return "the target reads texts beyond a length in another way"
-    if target.asked:
+    if target.logits_processing:
         return "the target's generation config asks for processors of logits"
     return ""
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD
-from heads.target_model.model import Target
-from heads.target_model.prefill import last_states
+from heads.target_model.model import Target, last_states
 
 
 class ContextLimits:

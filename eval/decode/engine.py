@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from eval.decode.batch import Batch
 from eval.decode.generation import Generation, Request
-from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target
@@ -18,7 +18,7 @@ class NoDraft:
     taps = Taps()
     static_nodes = 1
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Nothing to learn."""
 
     def propose(self, roots: Roots) -> Draft:

@@ -23,7 +23,7 @@ from eval.decode.fetch import fetched, record
 from eval.decode.generation import Request
 from eval.decode.graphs import CaptureError, Graph
 from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target
@@ -109,7 +109,7 @@ class Passes:
         """Whether a text that long has room, with as much drafted for it as ever was."""
         return slots_for(longest, 1 + self.most) <= self.capacity
 
-    def take(self, seen: Seen, roots: Tensor, longest: int) -> Seen:
+    def take(self, seen: Committed, roots: Tensor, longest: int) -> Committed:
         """The one text of another cache goes on here: its prompt, as a drafter reads it."""
         self.longest = longest
         self.cache.take(0, seen.cache)
@@ -209,14 +209,14 @@ class PassedBatch(Batch):
         self.longest = max(map(len, self.prompts)) + max_new_tokens
         self.passes = passes if passes is None or passes.fits(self.longest) else None
 
-    def _start(self, batch_size: int) -> tuple[Seen, dict[int, list[int]]]:
+    def _start(self, batch_size: int) -> tuple[Committed, dict[int, list[int]]]:
         """As ever; an earlier text's slots are used again."""
         seen, new = super()._start(batch_size)
         if self.passes is not None:
             seen, self.roots = self.passes.take(seen, self.roots, self.longest), self.passes.roots
         return seen, new
 
-    def _go_on(self, begun: list[Begun], seen: Seen) -> Seen:
+    def _go_on(self, begun: list[Begun], seen: Committed) -> Committed:
         """As ever; with fewer rows all is new."""
         if len(self.going) + len(begun) < len(self.alive):
             self.passes = None
@@ -226,7 +226,7 @@ class PassedBatch(Batch):
             self.passes = Passes(self.target, *of_rows, self.longest)
         return seen
 
-    def _step(self, seen: Seen) -> tuple[Seen, dict[int, list[int]]]:
+    def _step(self, seen: Committed) -> tuple[Committed, dict[int, list[int]]]:
         """Draft, then the rest at once."""
         assert self.passes is not None
         ids = [self.found[text].token_ids[-1] for text in self.alive]
@@ -241,7 +241,7 @@ class PassedBatch(Batch):
         with self.clock.part("accept", self.alive):
             return self._see(passed, seen.cache)
 
-    def _see(self, passed: Passed, cache: TreeCache) -> tuple[Seen, dict[int, list[int]]]:
+    def _see(self, passed: Passed, cache: TreeCache) -> tuple[Committed, dict[int, list[int]]]:
         """What the host learns, and what the drafter may keep."""
         steps = fetched(passed.record.tolist())
         kept, paths = [step.tokens for step in steps], [step.path for step in steps]
@@ -251,4 +251,4 @@ class PassedBatch(Batch):
         found = passed.on_path[:, :longest].clone(), passed.accepted.num_accepted + 1
         new = {text: self._add(text, each) for text, each in zip(self.alive, steps, strict=True)}
         output = nodes.output.at(path)
-        return Seen(kept, output, cache, nodes.logits, found, paths, path), new
+        return Committed(kept, output, cache, nodes.logits, found, paths, path), new

@@ -42,11 +42,11 @@ def follow(
         InputError: it asks for what drafts cannot be checked by, or for nonsense.
     """
     ours = target.generation_config
-    target.asked = {} if plain else asked_of(target)
+    target.logits_processing = {} if plain else asked_of(target)
     target.stop_strings = tuple(stop or ([] if plain else _texts(ours.stop_strings)))
     # What else it says, e.g. to keep no cache, `generate` would follow and nobody else.
     target.model.generation_config = GenerationConfig(
-        eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id, **target.asked
+        eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id, **target.logits_processing
     )
     target.ignores_stops = ignore_eos
 

@@ -33,8 +33,8 @@ from eval.refusals import check_measure
 from heads.decoding.sampling import Sampling
 from heads.layers.low_rank import reduce_rank
 from heads.layers.packed import pack
-from heads.target_model.identity import Identity, identify, told_of_another, weights_checksum
-from heads.target_model.kernels import told_of_kernels
+from heads.target_model.identity import Identity, identify, other_target_notice, weights_checksum
+from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 
@@ -101,7 +101,7 @@ def open_bench(
     if not prompts:
         raise InputError(f"every prompt is left out; the first: {left_out[0]}")
     if state.is_main_process:
-        _tell(told_of_kernels(target.device))
+        _tell(kernel_notice(target.device))
         _tell(f"left out: {why}" for why in left_out)
         _tell_windows(heads, prompts, run.max_new_tokens)
         _tell_other_targets(refs, identify(run.target, target.tokenizer, target.dtype))
@@ -144,7 +144,7 @@ def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) 
 def _tell_other_targets(refs: Sequence[HeadRef], identity: Identity) -> None:
     for ref in refs:
         assert ref.path is not None
-        line = told_of_another("head.path", ref.path, ref.revision, identity)
+        line = other_target_notice("head.path", ref.path, ref.revision, identity)
         if line is not None:
             Console(stderr=True).print(line, highlight=False, markup=False)
 
@@ -286,7 +286,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
             **{key: made[key] for key in ("config", "data", "versions", "git")},
             "target": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
             "heads": [checksums(each.path) for each in bench.heads],
-            "generation_config": bench.target.asked,
+            "generation_config": bench.target.logits_processing,
             "stop": [*bench.target.stop_ids, *bench.target.stop_strings],
             "device": device_name(),
             "torch_threads": torch.get_num_threads(),
@@ -345,7 +345,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "min_p": run.min_p,
         "stop": list(bench.target.stop_strings),
         "ignore_eos": run.ignore_eos,
-        "generation_config": bench.target.asked,
+        "generation_config": bench.target.logits_processing,
         "num_turns": run.num_turns,
         "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,

@@ -11,7 +11,7 @@ from conf.errors import InputError
 from conf.files import here, write_whole
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Shape, Tree

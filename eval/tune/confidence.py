@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eval.decode.generation import Step
 from eval.tune.cost import CostCurve
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 
 Floats = NDArray[np.float64]
 NUM_BINS = 10

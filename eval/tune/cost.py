@@ -22,11 +22,10 @@ from eval.decode.capturing import obstacle
 from eval.decode.graphs import CaptureError, Graph
 from eval.measure.heads import device_name
 from heads.decoding.cache import TreeCache, upload
-from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target
-from heads.target_model.prefill import prefill
+from heads.target_model.model import Taps, Target, prefill
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
@@ -129,7 +128,7 @@ def time_steps(
         output = prefill(target, cache, tokens, taps)
         logits, counts = target.logits(output.hidden_states[:, -1:]), [len(tokens[0])] * batch_size
         found = upload(tokens, target.device), upload(counts, target.device)
-        seen = Seen(tokens, output, cache, logits, found)
+        seen = Committed(tokens, output, cache, logits, found)
         for drafter in drafters.values():
             _draft(drafter, seen, roots).tolist()
     captures = target.device.type == "cuda" and not obstacle(target, GREEDY)
@@ -207,6 +206,6 @@ def _verify(target: Target, cache: TreeCache, roots: Roots, taps: Taps, size: in
     return accepted.bonus
 
 
-def _draft(drafter: Drafter, seen: Seen, roots: Roots) -> Tensor:
+def _draft(drafter: Drafter, seen: Committed, roots: Roots) -> Tensor:
     drafter.observe(seen)
     return drafter.propose(roots).tokens

@@ -25,8 +25,7 @@ from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.cache import TreeCache
 from heads.decoding.tree import Tree
-from heads.target_model.model import Target
-from heads.target_model.prefill import prefill
+from heads.target_model.model import Target, prefill
 
 MAX_DRAFT_TOKENS = 8
 PATIENCE = 3

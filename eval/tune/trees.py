@@ -18,7 +18,8 @@ from eval.decode.generation import Step
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
-from heads.decoding.drafting import Draft, DynamicDrafter, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.dynamic_trees import DynamicDrafter
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
 
@@ -148,7 +149,7 @@ class _Recorder:
         self.drafters, self.plain, self.taps = drafters, NoDraft(), drafters[0].taps
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """All remember."""
         for each in self.drafters:
             each.observe(seen)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from heads.blocks.head import BlockHead
-from heads.decoding.buffers import SlotBuffer
-from heads.decoding.cache import Slots
-from heads.decoding.confidence import Calibration
-from heads.decoding.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
-from heads.decoding.growing import Drawn, Grown, grow, likeliest
+from heads.decoding.cache import SlotBuffer, Slots
+from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree, rerank
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DynamicShape, Tree
 
@@ -36,7 +35,7 @@ class _BlockDrafter:
         self.buffers = [SlotBuffer() for _ in head.layers]
         self.slots: Slots | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Taps the features of what was committed."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
@@ -119,7 +118,7 @@ class BlockChain(_BlockDrafter):
     def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
         before, outputs, base = self._slots(roots)
-        draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
+        draws = ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(self.depth):
@@ -162,14 +161,14 @@ class BlockTree(_BlockDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
-        return likeliest(self.expand(roots), self.shape)
+        return rerank(self.expand(roots), self.shape)
 
-    def expand(self, roots: Roots) -> Drawn:
+    def expand(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
         sure, outputs, base = self._slots(roots)
         first, state = self.head.step(base[:, 0], outputs[:, 0], sure, None)
 
-        def after(grown: Grown) -> Tensor:
+        def after(grown: Frontier) -> Tensor:
             nonlocal state
             number = len(grown.tokens) // len(roots)
             mine, slot = (
@@ -179,4 +178,4 @@ class BlockTree(_BlockDrafter):
             logits, state = self.head.step(mine, slot, grown.tokens, before)
             return logits
 
-        return grow(self.shape, self.head.vocab, first, after, self._known)
+        return expand_tree(self.shape, self.head.vocab, first, after, self._known)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from heads.blocks.head import BlockHead
 from heads.kind import Drafted
+from heads.target_model.embeddings_and_head import embedding_rows, output_rows, projected
 from heads.target_model.model import Target, TargetOutput
-from heads.target_model.rows import embedding_rows, output_rows, projected
 
 
 def drafted(

@@ -11,7 +11,7 @@ from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.export import BlockLayout
 from heads.blocks.head import BlockHead
 from heads.blocks.readings import readings
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.kind import Drafted, Files, HeadFacts, Kind

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import TreeCache, upload
-from heads.decoding.confidence import Calibration, largest
-from heads.decoding.sampling import Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, TargetOutput
-from heads.vocab import DraftVocab
 
 PAD = -1
 """A node that is not there: trees of a batch are filled up with it to the same size."""
@@ -92,76 +89,6 @@ class Draft:
         return TreeLayout.of(self.tree, self.depth)
 
 
-@dataclass
-class Draws:
-    """The tokens of chains, the best ones or, when sampling, drawn from their distributions.
-
-    Attributes:
-        vocab: of the logits.
-        sampling: the target's, applied to the drafts too.
-        generators: one per text.
-        calibration: cuts the chains; None leaves them whole.
-        probs: [B, V] float32 of each token that was drawn.
-        confidence: [B] float32 of each, see `Draft`.
-        chance: [B] that all of them are accepted.
-        cut: [B] bool of each, whether it lies beyond the end of its chain.
-    """
-
-    vocab: DraftVocab
-    sampling: Sampling
-    generators: Generators
-    calibration: Calibration | None = None
-    probs: list[Tensor] = field(default_factory=list)
-    confidence: list[Tensor] = field(default_factory=list)
-    chance: Tensor | float = 1.0
-    cut: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.calibration is not None and not self.sampling.greedy:
-            # The longest chain of a batch decides how much is drawn for each of its texts.
-            self.generators = self.generators.next_step()
-
-    def token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
-        """[B] target ids by [B, W] logits.
-
-        Args:
-            logits: of the next token, by those before it.
-            confidence: [B] what the head says of it; unset takes the largest probability.
-        """
-        if self.calibration is not None:
-            # Before anything is drawn, see `heads/decoding/confidence.py`.
-            self._weigh(self.calibration, largest(logits) if confidence is None else confidence)
-        if self.sampling.greedy:
-            return self.vocab.to_target(logits.argmax(-1))
-        q = self.sampling.probabilities(logits)
-        self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
-        return self.vocab.to_target(self.generators.sample(q))
-
-    def _weigh(self, calibration: Calibration, confidence: Tensor) -> None:
-        self.confidence.append(confidence)
-        self.chance = self.chance * calibration.chance(confidence, len(self.confidence))
-        self.cut.append(self.chance < calibration.threshold)
-
-    @property
-    def ended(self) -> bool:
-        """Whether no chain goes on; of chains that may be cut, this waits for the device."""
-        return bool(self.cut) and bool(self.cut[-1].all())
-
-    def chains(self, tree: Tree, tokens: Tensor) -> Draft:
-        """Drafts of tokens [B, D], PAD in place of those that no model can read.
-
-        Chains that are cut are as deep as the longest of them.
-        """
-        probs = torch.stack(self.probs, 1) if self.probs else None
-        if self.calibration is None:
-            return Draft.of(tree, tokens, probs)
-        tokens = tokens.masked_fill(torch.stack(self.cut, 1), PAD)
-        depth = int((tokens != PAD).sum(1).max())
-        confidence = torch.stack(self.confidence, 1)[:, :depth]
-        probs = None if probs is None else probs[:, :depth]
-        return Draft(tree.down_to(depth), tokens[:, :depth], depth, probs, confidence)
-
-
 @dataclass(frozen=True)
 class TreeLayout:
     """Shapes of trees as tensors; their batch is B, or 1 if all are the same.
@@ -205,7 +132,7 @@ def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Committed:
     """What a pass of the target added to the texts.
 
     Attributes:
@@ -249,7 +176,7 @@ class Seen:
         """The states [B, 1, D] at the last token committed."""
         return self.output.at(self.counts.unsqueeze(1) - 1)
 
-    def then(self, later: "Seen") -> "Seen":
+    def then(self, later: "Committed") -> "Committed":
         """Both passes as one."""
         token_ids = [a + b for a, b in zip(self.token_ids, later.token_ids, strict=True)]
         output, width = TargetOutput.joined([self.output, later.output]), self.tokens.shape[1]
@@ -258,9 +185,9 @@ class Seen:
         index = torch.where(places < first, places, places + width - first)
         index = index.clamp_max(tokens.shape[1] - 1)
         found = tokens.gather(1, index), self.counts + later.counts
-        return Seen(token_ids, output.at(index), later.cache, later.logits, found)
+        return Committed(token_ids, output.at(index), later.cache, later.logits, found)
 
-    def hand_on(self, later: "Seen") -> tuple["Seen", "Seen"]:
+    def hand_on(self, later: "Committed") -> tuple["Committed", "Committed"]:
         """This part of prompts and the next, to which texts that end here give their last token.
 
         So the very last part has the last token of every text.
@@ -272,7 +199,7 @@ class Seen:
                 later.output.put(row, last.rows(upload([row], last.hidden_states.device)))
         return replace(self, token_ids=mine), replace(later, token_ids=after)
 
-    def put(self, row: int, other: "Seen") -> "Seen":
+    def put(self, row: int, other: "Committed") -> "Committed":
         """With nothing but the last token of another text in a row, which is written over."""
         last = other.token_ids[0][-1:]
         self.output.put(row, other.last)
@@ -281,15 +208,15 @@ class Seen:
         kept = list(self.token_ids)
         if kept:
             kept[row] = last
-        return Seen(kept, self.output, self.cache, self.logits, (tokens, counts))
+        return Committed(kept, self.output, self.cache, self.logits, (tokens, counts))
 
-    def fill(self, new: "Seen") -> None:
+    def fill(self, new: "Committed") -> None:
         """Takes the tensors of a later step of the same shapes, each in its place."""
         self.output.fill(new.output)
         for own, other in zip((self.tokens, self.counts), (new.tokens, new.counts), strict=True):
             own.copy_(other)
 
-    def rows(self, rows: list[int]) -> "Seen":
+    def rows(self, rows: list[int]) -> "Committed":
         """Of some texts only; their cache is another matter."""
         index = upload(rows, self.output.hidden_states.device)
         logits = None if self.logits is None else self.logits[index]
@@ -297,7 +224,7 @@ class Seen:
         found = None if self.found is None else (self.found[0][index], self.found[1][index])
         paths = [self.paths[row] for row in rows] if self.paths else []
         nodes = None if self.nodes is None else self.nodes[index]
-        return Seen(kept, self.output.rows(index), self.cache, logits, found, paths, nodes)
+        return Committed(kept, self.output.rows(index), self.cache, logits, found, paths, nodes)
 
 
 class Drafter(Protocol):
@@ -316,7 +243,7 @@ class Drafter(Protocol):
         Its drafts are then of one size and need nothing from the host; None elsewhere.
         """
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Takes what was committed, first the prompts.
 
         Long prompts come in parts, of which a text may have nothing; of the last all have some.
@@ -330,24 +257,3 @@ class Drafter(Protocol):
 
     def take(self, row: int, other: Self) -> None:
         """A row goes on with the one text of another drafter, which has seen its prompt alone."""
-
-
-def chain_nodes(depth: int, sampling: Sampling, calibration: Calibration | None) -> int | None:
-    """`Drafter.static_nodes` of a chain, which is not drawn for by the host and never cut."""
-    return 1 + depth if sampling.greedy and calibration is None else None
-
-
-class DynamicDrafter(Drafter, Protocol):
-    """A drafter whose trees have another shape for every text.
-
-    Attributes:
-        nested: what is drawn to a depth begins with what is drawn to a smaller one.
-    """
-
-    nested: bool
-
-    def expand(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
-
-        Parents are numbered from 1 in this order; 0 is the root.
-        """

@@ -62,7 +62,7 @@ def levels_of_chain(num_new: int, num_pending: int, device: torch.device) -> lis
     return [Level(*each) for each in zip(tokens[:num_new], tokens[-num_new:], strict=True)]
 
 
-class States:
+class RecurrentStates:
     """The states of a model's recurrent layers, for a batch of texts.
 
     Args:
@@ -171,7 +171,7 @@ class States:
                 rows, last = index[device]
                 table[name] = states[rows] if tokens is None else states[rows, last].unsqueeze(1)
 
-    def take(self, row: int, other: "States") -> None:
+    def take(self, row: int, other: "RecurrentStates") -> None:
         """A text goes on in place of another, with what its mixers have left behind elsewhere."""
         for mixer, table in self._tables.items():
             for name, states in table.items():

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.decoding.buffers import SlotBuffer, rounded
-from heads.decoding.cache import Slots, upload
-from heads.decoding.confidence import Calibration
-from heads.decoding.drafting import PAD, Draft, Draws, Roots, Seen, chain_nodes
-from heads.decoding.growing import Drawn, Grown, grow, likeliest
+from heads.decoding.cache import SlotBuffer, Slots, rounded, upload
+from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree, rerank
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Branches, Stretch
@@ -37,9 +36,9 @@ class EagleMemory(ABC):
         self.taps = head.taps
         self.buffers = [SlotBuffer() for _ in range(head.config.llama.num_hidden_layers)]
         self.slots: Slots | None = None
-        self.seen: Seen | None = None
+        self.seen: Committed | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Keeps what was committed until a draft is wanted; then the token after it is known."""
         if self.seen is None:
             self.seen = seen
@@ -79,14 +78,15 @@ class EagleMemory(ABC):
         if len(tokens) > 1:
             device = self.seen.output.hidden_states.device
             output = self.seen.output.at(torch.arange(len(tokens) - 1, device=device).unsqueeze(0))
-            self._read(Seen([tokens[:-1]], output, self.seen.cache), upload(tokens[-1:], device))
+            before = Committed([tokens[:-1]], output, self.seen.cache)
+            self._read(before, upload(tokens[-1:], device))
         return 0 if self.slots is None else self.slots.lengths[0]
 
     @abstractmethod
-    def _read(self, seen: Seen, following: Tensor) -> Any:
+    def _read(self, seen: Committed, following: Tensor) -> Any:
         """Taps tokens, each with the next; after the last of each text comes `following` [B]."""
 
-    def _taken(self, seen: Seen, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _taken(self, seen: Committed, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
@@ -101,7 +101,7 @@ class EagleMemory(ABC):
         return fused, ids.flatten(), self.slots.place(length, length)
 
     def _remember(
-        self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: Seen
+        self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: Committed
     ) -> tuple[Tensor, Tensor]:
         """Two [B, S, K, d], all of a layer's, once new ones [B * n, K, d] are written."""
         new_keys, new_values = (
@@ -136,7 +136,7 @@ class _EagleDrafter(EagleMemory):
         outputs = self.head.draft(text, last_rows(seen), branches)
         return outputs, self._slots.committed[:, 0] - 1, branches
 
-    def _read(self, seen: Seen, following: Tensor) -> tuple[Text, Branches]:
+    def _read(self, seen: Committed, following: Tensor) -> tuple[Text, Branches]:
         """See above."""
         fused, ids, places = self._taken(seen, following)
         text = self.head.read(fused, ids, self._known(places.flatten()))
@@ -145,7 +145,7 @@ class _EagleDrafter(EagleMemory):
         return text, Branches(keys, values, Stretch.up_to(self._slots.committed[:, 0]))
 
 
-def last_rows(seen: Seen) -> Tensor:
+def last_rows(seen: Committed) -> Tensor:
     """[B] the row of each text's last token, of all B * n in a row."""
     places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
     return places + torch.arange(len(places), device=places.device) * length
@@ -180,7 +180,7 @@ class EagleChain(_EagleDrafter):
     def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
         outputs, positions, branches = self._begin(roots)
-        draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
+        draws = ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens: list[Tensor] = []
         for step in range(self.tree.depth):
             if draws.ended:
@@ -221,13 +221,13 @@ class EagleTree(_EagleDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
-        return likeliest(self.expand(roots), self.shape)
+        return rerank(self.expand(roots), self.shape)
 
-    def expand(self, roots: Roots) -> Drawn:
+    def expand(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
         outputs, first, branches = self._begin(roots)
 
-        def after(grown: Grown) -> Tensor:
+        def after(grown: Frontier) -> Tensor:
             nonlocal outputs, branches
             branches = branches.select(grown.rows)
             number = len(grown.rows) // len(roots)
@@ -239,4 +239,4 @@ class EagleTree(_EagleDrafter):
         def known(tokens: Tensor, level: int) -> Tensor:
             return self._drafted(tokens, first.unsqueeze(1) + level)
 
-        return grow(self.shape, self.head.vocab, self.head.logits(outputs), after, known)
+        return expand_tree(self.shape, self.head.vocab, self.head.logits(outputs), after, known)

@@ -12,8 +12,8 @@ from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
 from heads.kind import Drafted
 from heads.layers.documents import Documents
+from heads.target_model.embeddings_and_head import embedding_rows, output_rows, projected
 from heads.target_model.model import Target, TargetOutput
-from heads.target_model.rows import embedding_rows, output_rows, projected
 
 Head = TypeVar("Head", bound=EagleHead)
 

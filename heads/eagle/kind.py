@@ -7,7 +7,7 @@ from typing import ClassVar, TypeVar
 
 from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.export import ExportFormat
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.eagle import card, export, golden, layouts

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from heads.kind import DraftHead
 from heads.kinds import kind_of
-from heads.target_model.blocks import state_of
+from heads.target_model.decoder import state_of
 from heads.target_model.model import Target
 from heads.target_model.sizes import num_positions
 

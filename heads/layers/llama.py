@@ -41,12 +41,12 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
     Raises:
         InputError: the config names no hidden size, or a size that is none.
     """
-    width = sizes.end_width(config)
+    width = sizes.embedding_size(config)
     heads = sizes.attention(config, width)
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
-        intermediate_size=sizes.inner_width(config),
+        intermediate_size=sizes.mlp_size(config),
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_key_value_heads,
         head_dim=heads.head_dim,

@@ -75,7 +75,7 @@ def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
         )
 
 
-def low_rank_ends(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHead:
+def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHead:
     """The ends of a target with an output head of low rank, for drafting.
 
     Args:
@@ -116,7 +116,7 @@ def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[L
     check_rank("output_rank", rank, target)
     own = {id(each) for each in head.output_heads()}
     if not own:
-        ends = low_rank_ends(target, rank)
+        ends = with_low_rank_head(target, rank)
         head.attach(ends)
         return [ends.output_head]
     made = []

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import upload
-from heads.decoding.confidence import Calibration
-from heads.decoding.drafting import Draft, Draws, Roots, Seen
+from heads.decoding.chains import Calibration, ChainSampler
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators
 from heads.decoding.tree import Tree
 from heads.medusa.head import MedusaHead
@@ -33,7 +33,7 @@ class MedusaDrafter:
         )
         self.hidden: Tensor | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Keeps the states [B, D] of the last committed tokens."""
         hidden = seen.last.hidden_states[:, 0]
         # In its place, which a captured step knows.
@@ -76,7 +76,7 @@ class MedusaCut(MedusaDrafter):
         """Chains of at most `depth` tokens."""
         assert self.hidden is not None
         hidden = self.hidden.to(next(self.head.parameters()).dtype)
-        draws = Draws(self.head.vocab, GREEDY, Generators([], []), self.calibration)
+        draws = ChainSampler(self.head.vocab, GREEDY, Generators([], []), self.calibration)
         tokens: list[Tensor] = []
         while len(tokens) < self.tree.depth and not draws.ended:
             tokens.append(draws.token(self.head.head_logits(len(tokens), hidden)))

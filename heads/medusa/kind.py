@@ -9,7 +9,7 @@ from torch import Tensor
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from conf.settings.medusa import MedusaConfig
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Shape, Tree, usual_tree
 from heads.kind import Drafted, HeadFacts, Kind

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.decoding.confidence import Calibration
-from heads.decoding.drafting import Draft, Draws, Roots, Seen, chain_nodes
-from heads.decoding.growing import Drawn, Grown, grow, likeliest
+from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
+from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree, rerank
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Stretch
@@ -34,11 +34,11 @@ class _PEagleDrafter(EagleMemory):
         super().__init__(head)
         self.depth = depth
 
-    def _read(self, seen: Seen, following: Tensor) -> None:
+    def _read(self, seen: Committed, following: Tensor) -> None:
         """Taps tokens without a draft."""
         self._pass(seen, following, 0)
 
-    def _pass(self, seen: Seen, following: Tensor, num_masks: int) -> list[Tensor]:
+    def _pass(self, seen: Committed, following: Tensor, num_masks: int) -> list[Tensor]:
         """[B * n, H] of tokens, each with the next, and [B, H] of the rows behind them in turn."""
         head, (fused, ids, places) = self.head, self._taken(seen, following)
         flat, end = places.flatten(), self._slots.committed[:, 0] + seen.counts
@@ -94,7 +94,7 @@ class PEagleChain(_PEagleDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
-        draws = Draws(self.head.vocab, self.sampling, self.generators, self.calibration)
+        draws = ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
         tokens = [draws.token(each).unsqueeze(1) for each in self._logits(roots).unbind(1)]
         readable = [self._readable(each, level) for level, each in enumerate(tokens)]
         return draws.chains(self.tree, torch.cat(readable, 1))
@@ -128,14 +128,14 @@ class PEagleTree(_PEagleDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Trees of at most `num_tokens` nodes below the roots."""
-        return likeliest(self.expand(roots), self.shape)
+        return rerank(self.expand(roots), self.shape)
 
-    def expand(self, roots: Roots) -> Drawn:
+    def expand(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
         logits = self._logits(roots)
 
-        def after(grown: Grown) -> Tensor:
+        def after(grown: Frontier) -> Tensor:
             number = len(grown.rows) // len(roots)
             return logits[:, grown.level].repeat_interleave(number, 0)
 
-        return grow(self.shape, self.head.vocab, logits[:, 0], after, self._readable)
+        return expand_tree(self.shape, self.head.vocab, logits[:, 0], after, self._readable)

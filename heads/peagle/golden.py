@@ -13,8 +13,8 @@ from heads.eagle.golden import on_cpu, projected_by
 from heads.kind import Drafted
 from heads.layers.documents import Documents
 from heads.peagle.head import KeysValues, PEagleHead, remembered
+from heads.target_model.embeddings_and_head import embedding_rows
 from heads.target_model.model import Target, TargetOutput
-from heads.target_model.rows import embedding_rows
 
 
 def drafted(

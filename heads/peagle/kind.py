@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from conf.settings.eagle import EagleForm, PEagleConfig
 from conf.settings.export import ExportFormat
 from heads.blocks.readings import masks
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Shape, usual_dynamic_shape
 from heads.eagle import card, export

@@ -10,20 +10,32 @@ is not known here.
 Letters: n tokens, V vocabulary.
 """
 
+import hashlib
+import json
+import os
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict
 from inspect import signature
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
+from conf.command.provenance import code_key
 from conf.errors import InputError
+from conf.files import cache_dir
+from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents
 from heads.target_model.decoder import EVERY_WAY
-from heads.target_model.model import Target, TargetOutput
-from heads.target_model.prefill import prefill
+from heads.target_model.identity import identify
+from heads.target_model.model import Target, TargetOutput, prefill
 
 BEYOND = 8  # tokens that the longer text goes past windows and chunks
 SHORTEST, LONGEST = 16, 16384  # tokens before that; wider windows are not tried
@@ -245,7 +257,8 @@ def _reading(target: Target, text: Tensor, attended: bool) -> str:
         output = target.read(packed, positions, documents)
     except EVERY_WAY as error:
         return f"{type(error).__name__}: {error}"
-    if attended and [window for window, _ in target.attended] != target.attention_pattern.windows:
+    windows = [window for window, _ in target.attention_calls]
+    if attended and windows != target.attention_pattern.windows:
         return f"{type(target.model).__name__} attends in a way of its own"
     alone = [_own_logits(target, each, 3) for each in (first, second)]
     ends = [len(places[0]) - 3, len(places[0])]
@@ -254,3 +267,66 @@ def _reading(target: Target, text: Tensor, attended: bool) -> str:
     expected = torch.cat([*alone, alone[1], alone[0]])
     difference = _difference(target, torch.cat(states), expected)
     return difference and f"a read by documents {difference}"
+
+
+WORTH_S = 2.0
+"""Seconds from which a check is remembered."""
+KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
+
+
+def check_once(target: Target, config: TargetConfig) -> None:
+    """`check_served`, unless this very target passed it here before.
+
+    Args:
+        target: just loaded.
+        config: how.
+
+    Raises:
+        InputError: it cannot be served.
+    """
+    file = _file(target, config)
+    if file is not None and file.is_file():
+        for name, value in json.loads(file.read_text()).items():
+            setattr(target, name, value)
+        return
+    start = time.monotonic()
+    check_served(target)
+    if file is not None and time.monotonic() - start > WORTH_S:
+        # Who cannot write checks again.
+        with suppress(OSError):
+            _write(file, json.dumps({name: getattr(target, name) for name in KEPT}))
+
+
+def _file(target: Target, config: TargetConfig) -> Path | None:
+    """Of a verdict, named for all that it depends on; None where weights cannot be told apart."""
+    identity = identify(config, target.tokenizer, target.dtype)
+    if identity.weights is None:
+        return None
+    heads = Path(__file__).parents[1]
+    folders = ("target_model", "decoding", "layers")
+    code = sorted(file for folder in folders for file in (heads / folder).glob("*.py"))
+    facts: dict[str, Any] = asdict(identity) | {
+        "name": None,  # the same files may lie in several places
+        "code": code_key(code),
+        "versions": [torch.__version__, transformers.__version__],
+        "attention": target.config._attn_implementation,
+        "device": _device(target.device),
+        "device_map": config.device_map,
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return cache_dir() / "checks" / f"{key}.json"
+
+
+def _device(device: torch.device) -> str:
+    """Whose kernels run."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _write(file: Path, content: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(content)
+    Path(temporary).replace(file)

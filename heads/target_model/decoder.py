@@ -1,10 +1,15 @@
 """The decoder of any architecture, and how it is called."""
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from conf.errors import InputError
 
 # In which a model fails that is not as those known here are.
 EVERY_WAY = (
@@ -52,3 +57,132 @@ def call_decoder(
 @cache
 def _arguments(kind: Any) -> frozenset[str]:
     return frozenset(signature(kind.forward).parameters)
+
+
+def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    """The list of layers that run one after another.
+
+    That is the list of as many modules as the config has layers, each of parts of its own. Lists
+    that lie deeper are of experts, or of another model in the same one.
+
+    Args:
+        decoder: the model without its output head.
+        num_layers: as the config says.
+        name: of the target.
+
+    Raises:
+        InputError: there is none, or more than one (XLM keeps attentions and MLPs apart).
+    """
+    found = {
+        path: module
+        for path, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and all(len([*layer.children()]) for layer in module)
+    }
+    outermost = min((path.count(".") for path in found), default=0)
+    found = {path: each for path, each in found.items() if path.count(".") == outermost}
+    if len(found) != 1:
+        raise InputError(
+            f"target.path={name}: {type(decoder).__name__} has {sorted(found) or 'no list'} of "
+            f"{num_layers} layers where one list is needed, so no state between layers can be read "
+            "and no layer left out; allowed: heads that read the last state alone (Medusa, EAGLE-1)"
+        )
+    return next(iter(found.values()))
+
+
+def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]) -> None:
+    """Makes every pass keep a hidden state [B, T, D].
+
+    Args:
+        blocks: the decoder layers.
+        index: as `output_hidden_states` counts: 0 is what the first layer reads, i the output of
+            layer i - 1.
+        active: see `state_of`.
+        kept: gets the state, under its index.
+    """
+
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kept[index] = state_of(args or kwargs["hidden_states"], active)
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        kept[index] = state_of(output, active)
+
+    if index == 0:
+        blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+    else:
+        blocks[index - 1].register_forward_hook(leave)
+
+
+def state_of(given: Any, active: int | None) -> Tensor:
+    """[B, T, D] of what a layer is given or gives: the state, alone or before other values.
+
+    Of several residual streams it is the one that layers read and write ([n, B, T, D], AltUp of
+    Gemma 3n), or where they mix all of them ([B, T, n, D], hyper-connections) their mean.
+
+    Args:
+        given: a tensor, or a list that begins with it.
+        active: index of the stream that is read; None without AltUp.
+    """
+    state: Tensor = given[0] if isinstance(given, (tuple, list)) else given
+    if state.dim() == 3:
+        return state
+    return state.mean(2) if active is None else state[active]
+
+
+@torch.no_grad()
+def num_handed(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
+    """How many values each layer gives: 0 where it is the state alone, and no tuple.
+
+    Args:
+        blocks: the decoder layers.
+        run: a pass of any text.
+        name: of the target.
+
+    Raises:
+        InputError: a layer reads more of another one than its state, so that none can be left out.
+    """
+    found: list[int] = []
+    beside: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = {id(each) for each in (*args, *kwargs.values())}
+        if given & {id(each) for each in beside}:
+            raise InputError(
+                f"target.path={name}: {type(module).__name__} reads more of the layer before than "
+                "its state, so that none can be left out; allowed: methods that run all layers"
+            )
+        parts = output if isinstance(output, (tuple, list)) else ()
+        beside.extend(each for each in parts[1:] if isinstance(each, Tensor))
+        found.append(len(parts))
+
+    handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@contextmanager
+def skipped(block: Any, number: int) -> Iterator[None]:
+    """Inside, a decoder layer hands on what it is given.
+
+    Args:
+        block: the layer.
+        number: of values that it hands on, as `num_handed` gives it.
+    """
+    hooked = block.__dict__.get("forward")  # accelerate's, on a target over several devices
+    block.forward = partial(_hand_on, number)
+    try:
+        yield
+    finally:
+        del block.forward
+        if hooked is not None:
+            block.forward = hooked
+
+
+def _hand_on(number: int, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """What a layer that is left out gives in place of so many values, 0 for its state alone."""
+    return (hidden_states, *[None] * (number - 1)) if number else hidden_states

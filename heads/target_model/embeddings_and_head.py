@@ -76,7 +76,7 @@ class EmbeddingsAndHead:
     @property
     def hidden_size(self) -> int:
         """D, of the embedding and of final hidden states."""
-        return sizes.end_width(self.config)
+        return sizes.embedding_size(self.config)
 
     @property
     def feature_size(self) -> int:
@@ -89,7 +89,7 @@ class EmbeddingsAndHead:
         return self.output_head.weight.shape[0]
 
     @property
-    def num_read(self) -> int:
+    def num_embeddings(self) -> int:
         """Rows of the embedding, which may be more than V."""
         return self.embedding.weight.shape[0]
 
@@ -235,3 +235,33 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         head.bias = nn.Parameter(bias, requires_grad=False)
     return head
+
+
+ROWS_PER_CHUNK = 8192
+
+
+def embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, H] rows of an embedding as an engine that runs in `dtype` holds them."""
+    return weight.detach()[token_ids.to(weight.device)].to("cpu", dtype)
+
+
+def output_rows(target: EmbeddingsAndHead, dtype: torch.dtype) -> Tensor:
+    """[V, F] of the target's output head.
+
+    Its scalings stay out: they change no greedy draft, and engines leave them out of drafts.
+
+    Raises:
+        InputError: it is quantised or has a bias.
+    """
+    if not target.has_plain_head:
+        raise InputError(
+            f"target.path={target.name}: its output head is quantised or has a bias, and this "
+            "head drafts with it; allowed: target.quantization=none and a plain output head"
+        )
+    return target.output_head.weight.detach().to("cpu", dtype)
+
+
+def projected(outputs: Tensor, weight: Tensor) -> Tensor:
+    """[..., W] float32 of outputs [..., H] by a weight [W, H] of any dtype."""
+    parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
+    return torch.cat(parts, dim=-1)

@@ -84,7 +84,7 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     )
 
 
-def told_of_another(key: str, path: str, revision: str | None, found: Identity) -> str | None:
+def other_target_notice(key: str, path: str, revision: str | None, found: Identity) -> str | None:
     """What to say of a head that was trained for another target; None where nothing is known.
 
     Args:

@@ -19,12 +19,12 @@ from conf.command.compiler import missing
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.processor import tell_if_slow
+from heads.target_model.adapter import with_adapter
+from heads.target_model.check import check_once
 from heads.target_model.decoder import EVERY_WAY
 from heads.target_model.language import language_class
 from heads.target_model.model import Target
-from heads.target_model.saved_adapter import with_adapter
-from heads.target_model.unused import check_codes, check_used, reads_codes
-from heads.target_model.verdict import check_once
+from heads.target_model.weight_files import check_codes, check_used, reads_codes
 
 LONGEST_REASON = 300
 

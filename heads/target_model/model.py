@@ -3,30 +3,44 @@
 Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import InputError
-from heads.decoding.cache import TreeCache, upload
-from heads.decoding.recurrent_states import States
+from heads.decoding.cache import Kept, TreeCache, move, upload
+from heads.decoding.recurrent_states import RecurrentStates
 from heads.layers.documents import Documents
-from heads.target_model.attention import Reading, current, dense, under_way
+from heads.target_model.attention import (
+    CachedPass,
+    DocumentPass,
+    current,
+    dense,
+    under_way,
+    under_way_traced,
+    without_masks,
+)
 from heads.target_model.attention_pattern import AttentionPattern, Masks
-from heads.target_model.blocks import find_blocks, num_handed, skipped, tap
-from heads.target_model.compiled import CompiledPasses
-from heads.target_model.decoder import EVERY_WAY, call_decoder, decoder_of
+from heads.target_model.decoder import (
+    EVERY_WAY,
+    call_decoder,
+    decoder_of,
+    find_blocks,
+    num_handed,
+    skipped,
+    tap,
+)
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead, beside
-from heads.target_model.extension import Extension
-from heads.target_model.longrope import LongRope
+from heads.target_model.positions import LongRope, scale_by_position
 from heads.target_model.recurrent import MIXERS, wrap_mixers
-from heads.target_model.temperature import scale_by_position
 
 
 @dataclass(frozen=True)
@@ -135,9 +149,9 @@ class Target(EmbeddingsAndHead):
             self._wrap_mixers()
         self.rope = LongRope(self.decoder)
         scale_by_position(self.decoder)
-        self.attended: list[tuple[int | None, str]] = []
+        self.attention_calls: list[tuple[int | None, str]] = []
         self.needs_masks = self.numerical_difference = ""
-        self.asked: dict[str, Any] = {}
+        self.logits_processing: dict[str, Any] = {}
         self.stop_strings: tuple[str, ...] = ()
         self.ignores_stops = False
 
@@ -206,7 +220,7 @@ class Target(EmbeddingsAndHead):
 
     def new_cache(self, num_texts: int) -> TreeCache:
         """An empty cache, growing unless `compile` fixed its size."""
-        states = States(self.decoder.config, num_texts) if self.is_recurrent else None
+        states = RecurrentStates(self.decoder.config, num_texts) if self.is_recurrent else None
         # Not of as many layers as there are blocks where each holds two attentions (LongCat).
         num_layers = self.config.num_hidden_layers
         if self._compiled is not None:
@@ -262,12 +276,12 @@ class Target(EmbeddingsAndHead):
                 self.attention_pattern.chunks,
                 in_order,
             )
-            found = Extension(*own)
+            found = CachedPass(*own)
             if not self.needs_masks:
                 undo.enter_context(under_way(found))
             return self.behind(found, input_ids, taps)
 
-    def behind(self, found: Extension, input_ids: Tensor, taps: Taps | None) -> TargetOutput:
+    def behind(self, found: CachedPass, input_ids: Tensor, taps: Taps | None) -> TargetOutput:
         """A pass over new tokens [B, n], which is under way if it needs no masks."""
         positions, cache = found.positions, found.cache
         if self.window is not None and cache.width > self.window:
@@ -348,13 +362,13 @@ class Target(EmbeddingsAndHead):
                 long = documents.longer_than(self.rope.switch).view(input_ids.shape)
                 undo.enter_context(self.rope.reading(long))
             if self.needs_masks:
-                undo.enter_context(under_way(Reading(documents)))
+                undo.enter_context(under_way(DocumentPass(documents)))
                 allowed = dense(documents, len(input_ids))
                 return self.forward(input_ids, position_ids, allowed, position_ids, taps=taps)
-            found = Reading(documents, self.decoder.config, self.attention_pattern.chunks)
+            found = DocumentPass(documents, self.decoder.config, self.attention_pattern.chunks)
             undo.enter_context(under_way(found))
             output = self._run(input_ids, position_ids, None, None, taps)
-        self.attended = found.calls
+        self.attention_calls = found.calls
         return output
 
     @property
@@ -362,7 +376,7 @@ class Target(EmbeddingsAndHead):
         """How `read` attends, or did last."""
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
-        kernels = {kernel for _, kernel in self.attended}
+        kernels = {kernel for _, kernel in self.attention_calls}
         how = ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
         return (
             f"{how}; transformers' decoding of it {self.numerical_difference}"
@@ -401,3 +415,118 @@ class Target(EmbeddingsAndHead):
         active = getattr(self.config, "altup_active_idx", None)
         tap(self.blocks, index, active, self._tapped)
         self._taps.add(index)
+
+
+if TYPE_CHECKING:
+    from heads.target_model.model import Taps, Target, TargetOutput
+
+MOST_GRAPHS = 64  # of one target
+
+
+class CompiledPasses:
+    """What `Target.compile` makes.
+
+    Args:
+        target: the target.
+        capacity: slots of its caches on a GPU, where all of them are read, so that shapes stay
+            the same. On a CPU caches grow, as code for any shape is no slower there, and fewer
+            slots are.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, target: "Target", capacity: int, backend: str) -> None:
+        self.target, self.device = target, target.device
+        self.capacity = capacity if self.device.type == "cuda" else None
+        # What they keep is made anew where it is traced, which is right.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")
+        # Every set of layers that heads read is a graph; on a GPU every shape is one.
+        limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        torch._dynamo.config.recompile_limit = limit
+        self._run: Any = torch.compile(self._pass, dynamic=self.capacity is None, backend=backend)
+        self._move: Any = torch.compile(move, dynamic=True, backend=backend)
+
+    def new_cache(self, num_texts: int, num_layers: int) -> TreeCache:
+        """See `Target.new_cache`."""
+        return TreeCache(num_texts, self.device, num_layers, self.capacity, mover=self._move)
+
+    def extend(
+        self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: "Taps"
+    ) -> "TargetOutput":
+        """`Target.extend` by draft tokens: `draft` is their mask and their depths."""
+        for index in taps.layers:
+            # Before a pass is traced, which no later hook becomes part of.
+            self.target.keep_state(index)
+        width = cache.slots.width(draft[0].shape[2])
+        cache.reserve(width)
+        with without_masks(None if self.target.needs_masks else self.target.decoder.config):
+            output: TargetOutput = self._run(cache, input_ids, draft, taps, self.capacity or width)
+        return output
+
+    def _pass(
+        self,
+        cache: TreeCache,
+        input_ids: Tensor,
+        draft: tuple[Tensor, Tensor],
+        taps: "Taps",
+        width: int,
+    ) -> "TargetOutput":
+        """What is compiled; arguments that are no tensors are constants of a graph."""
+        num_new, target = input_ids.shape[1], self.target
+        cache.begin_traced(num_new, draft[0].shape[2], width)
+        found = CachedPass(
+            target.decoder.config, cache, num_new, draft, target.attention_pattern.chunks
+        )
+        with under_way_traced(found):
+            return target.behind(found, input_ids, taps)
+
+
+def prefill(
+    target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
+) -> TargetOutput:
+    """Passes over tokens behind what a cache holds, which commit them.
+
+    Args:
+        target: or a draft model.
+        cache: its own.
+        rows: per text, at least one token each.
+        taps: what is wanted besides the last hidden states.
+
+    Returns:
+        The states [B, n, D]; a shorter row is filled up.
+    """
+    return TargetOutput.joined([output for _, output in parts(target, cache, rows, taps)])
+
+
+def last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
+    """`prefill` that keeps the last hidden states [B, 1, D] of each text alone."""
+    found: Tensor | None = None
+    before = cache.slots.committed
+    for _, output in parts(target, cache, rows):
+        counts, before = cache.slots.committed - before, cache.slots.committed
+        states = output.at(counts - 1).hidden_states
+        found = states if found is None else torch.where(counts.unsqueeze(2) > 0, states, found)
+    assert found is not None
+    return found
+
+
+def parts(
+    target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
+) -> Iterator[tuple[list[list[int]], TargetOutput]]:
+    """`prefill` part by part: the tokens of each, and the states; one part if it is recurrent."""
+    longest = max(map(len, rows))
+    ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
+    # Some recurrent layers of transformers go on from a state with one token only.
+    size = longest if target.is_recurrent else target.prefill_chunk
+    for start in range(0, longest, size):
+        new = [row[start : start + size] for row in rows]
+        width = max(map(len, new))
+        # What fills up a shorter row comes after its tokens, which cannot see it.
+        counts = list(map(len, new))
+        filled = [row + [0] * (width - len(row)) for row in new]
+        both = upload([*chain.from_iterable(filled), *counts], target.device)
+        ids = both[: -len(new)].view(len(new), width)
+        cache.announce(counts, ends)
+        output = target.extend(cache, ids, taps=taps)
+        every = torch.arange(width, device=target.device).expand_as(ids)
+        cache.commit([list(range(count)) for count in counts], Kept(every, both[-len(new) :]))
+        yield new, output

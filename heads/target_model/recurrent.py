@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache, DynamicCache
 
 from heads.decoding.cache import TreeCache, upload
-from heads.decoding.recurrent_states import States
-from heads.target_model.attention import Reading, current
+from heads.decoding.recurrent_states import RecurrentStates
+from heads.target_model.attention import DocumentPass, current
 from heads.target_model.decoder import call_decoder
 
 MIXERS = "recurrent layers, document by document"
@@ -92,18 +92,18 @@ class Mixer:
             assert cache.states is not None
             run = self._texts if cache.states.sure else self._tree
             return run(_Call(self.forward, args, kwargs), cache.states)
-        if cache is None and isinstance(reading, Reading):
+        if cache is None and isinstance(reading, DocumentPass):
             return _documents(_Call(self.forward, args, kwargs), reading)
         return self.forward(*args, **kwargs)
 
-    def _texts(self, call: "_Call", states: States) -> Any:
+    def _texts(self, call: "_Call", states: RecurrentStates) -> Any:
         """Tokens that are sure; texts with as many are one run."""
         for texts, tokens in states.sure_runs(call.device):
             committed = torch.zeros_like(texts)
             self._run(call, states, (texts, tokens), committed, committed)
         return call.output()
 
-    def _tree(self, call: "_Call", states: States) -> Any:
+    def _tree(self, call: "_Call", states: RecurrentStates) -> Any:
         """Draft tokens, level by level."""
         for level in states.levels:
             nodes, parents = (
@@ -116,7 +116,7 @@ class Mixer:
         return call.output()
 
     def _run(
-        self, call: "_Call", states: States, run: tuple[Tensor, Tensor], before: Tensor,
+        self, call: "_Call", states: RecurrentStates, run: tuple[Tensor, Tensor], before: Tensor,
         after: Tensor,
     ) -> None:  # fmt: skip
         """Rows [m, n] of tokens, each on from one state and up to another."""
@@ -126,7 +126,7 @@ class Mixer:
         states.put(self.number, texts, after[:, 0], states.in_cache(self.layer))
 
 
-def _documents(call: "_Call", reading: Reading) -> Any:
+def _documents(call: "_Call", reading: DocumentPass) -> Any:
     """Each document from an empty state; those of like length in one run, filled up behind."""
     if call.device not in reading.runs:
         reading.runs[call.device] = _runs(reading.documents.lengths, call.shape[1], call.device)
@@ -164,15 +164,15 @@ def _runs(
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
     """Documents that are run together, the longest first."""
     groups: list[list[int]] = []
-    num_run = num_read = 0
+    num_run = num_embeddings = 0
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         length = lengths[number]
-        if groups and num_run + lengths[groups[-1][0]] <= WASTE * (num_read + length):
+        if groups and num_run + lengths[groups[-1][0]] <= WASTE * (num_embeddings + length):
             groups[-1].append(number)
-            num_run, num_read = num_run + lengths[groups[-1][0]], num_read + length
+            num_run, num_embeddings = num_run + lengths[groups[-1][0]], num_embeddings + length
         else:
             groups.append([number])
-            num_run = num_read = length
+            num_run = num_embeddings = length
     return groups
 
 

@@ -21,7 +21,7 @@ from heads.target_model.load import (
     resolve_dtype,
     tokenizer_of,
 )
-from heads.target_model.unused import check_codes, check_used
+from heads.target_model.weight_files import check_codes, check_used
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),

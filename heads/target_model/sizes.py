@@ -68,7 +68,7 @@ def hidden_size(config: Any) -> int:
     return _size(config, "hidden_size")
 
 
-def end_width(config: Any) -> int:
+def embedding_size(config: Any) -> int:
     """Of what the embedding gives and the output head reads; OPT-350m projects it in between."""
     return _size(config, "word_embed_proj_dim", hidden_size(config))
 
@@ -82,7 +82,7 @@ def num_layers(config: Any) -> int:
     return _size(config, "num_hidden_layers")
 
 
-def inner_width(config: Any) -> int:
+def mlp_size(config: Any) -> int:
     """Of a gated MLP that does as much for a token as the target's.
 
     A mixture whose width is missing, or below twice the hidden size and so an expert's, counts

@@ -4,10 +4,17 @@ Format: safetensors, https://github.com/huggingface/safetensors.
 """
 
 import json
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import cached_file
+
 from conf.errors import InputError
+from conf.settings.target import TargetConfig
 
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader has it."""
@@ -46,3 +53,100 @@ def tensors(file: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{file}: not a safetensors file ({error!r})") from error
     return found
+
+
+CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
+"""Dtypes of quantised weights, as safetensors calls them."""
+OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
+CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
+"""Of older versions of transformers, which kept them among the weights."""
+OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
+"""Of caches that engines quantise, and of layers that trained in FP8; no weight needs one."""
+
+
+def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
+    """Refuses weights that would change what a model computes; says which others are left out.
+
+    What belongs to a module that computes, to one of the layers or to an adapter changes that;
+    whole layers and modules beside them, such as those for multi-token prediction, do not.
+
+    Args:
+        config: where the model is.
+        model: as it was loaded.
+        unexpected: names of weights in its files that it does not have.
+
+    Raises:
+        InputError: naming the first of them.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    modules = dict(model.named_modules())
+    computing, beside = [], set()
+    for key in sorted(unexpected):
+        if key in buffers or key.endswith(CONSTANTS + OF_ENGINES):
+            continue
+        parts = key.split(".")
+        depth = max(n for n in range(len(parts)) if ".".join(parts[:n]) in modules)
+        within = [modules[".".join(parts[:n])] for n in range(depth + 1)]
+        # A whole layer that the model does not have ends at the list of those that it has.
+        in_layer = any(isinstance(each, nn.ModuleList) for each in within[:-1])
+        if in_layer or not list(within[-1].children()) or "lora_" in key:
+            computing.append(key)
+        else:
+            beside.add(".".join(parts[: depth + 1]))
+    if computing:
+        more = f" and {len(computing) - 1} more" if len(computing) > 1 else ""
+        raise InputError(
+            f"target.path={config.path}: its files hold weights that {type(model).__name__} would "
+            f"leave out and compute something else: {computing[0]}{more}. {_advice(computing[0])}"
+        )
+    if beside:
+        print(  # noqa: T201
+            f"target.path={config.path}: left out, as the language model does not use them: "
+            f"{', '.join(sorted(beside))}",
+            file=sys.stderr,
+        )
+
+
+def _advice(key: str) -> str:
+    if "lora_" in key:
+        return "They are of an adapter: merge it, or name its folder as target.adapter"
+    if any(word in key for word in OF_QUANTISATION):
+        return "They are of a quantisation that transformers does not read: name the model without"
+    return "Its config.json is that of another model: name the right one"
+
+
+def reads_codes(model_config: Any) -> bool:
+    """Whether transformers knows what quantised weights in a model's files stand for.
+
+    Args:
+        model_config: of transformers, before the model is loaded, which may take it away.
+    """
+    stored = getattr(model_config, "quantization_config", None)
+    stored = stored or getattr(model_config.get_text_config(), "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    return method in AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+def check_codes(config: TargetConfig, is_read: Callable[[str], bool]) -> None:
+    """Refuses one-byte weights that were loaded as if they were numbers.
+
+    Args:
+        config: where the model is.
+        is_read: whether a weight of its files became one of the model, by name.
+
+    Raises:
+        InputError: naming the first of them.
+    """
+    assert config.path is not None
+    found = cached_file(
+        config.path, "config.json", revision=config.revision, local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+    )  # fmt: skip
+    files = found and weight_files(Path(str(found)).parent, "model")
+    for file in files or ():
+        for name, tensor in tensors(file).items():
+            if tensor["dtype"] in CODES and is_read(name):
+                raise InputError(
+                    f"target.path={config.path}: {name} holds codes of dtype {tensor['dtype']}, "
+                    "of a quantisation that transformers does not read: name the model without"
+                )

@@ -52,7 +52,7 @@ class AskedFor(LogitsProcessor):
     """What a target's generation config asks for, of each row without what fills it up."""
 
     def __init__(self, target: Target, prompts: list[list[int]]) -> None:
-        self.rules = Rules(target.asked, target.stop_ids)
+        self.rules = Rules(target.logits_processing, target.stop_ids)
         self.longest = max(map(len, prompts))
         self.begins = [self.longest - len(prompt) for prompt in prompts]
 
@@ -85,7 +85,7 @@ class LocalAnswers:
         self.temperature = temperature
         self.stop_ids, self.stops = target.stop_ids, Stops.of(target)
         pads = (target.tokenizer.pad_token_id, *self.stop_ids, 0)
-        self.pad_id = next(i for i in pads if i is not None and i < target.num_read)
+        self.pad_id = next(i for i in pads if i is not None and i < target.num_embeddings)
         target.model.generation_config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,

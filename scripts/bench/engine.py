@@ -33,7 +33,7 @@ from eval.decode.engine import NoDraft, decode
 from eval.decode.generation import Generation
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import STEP_PARTS
-from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Shape, Tree, default_tree
 from heads.kinds import KINDS
@@ -54,7 +54,7 @@ class Corrected:
         # The oracle's tree is as large as the drafter's, or larger.
         self.static_nodes = drafter.static_nodes and oracle.static_nodes
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Shows both drafters what the target committed."""
         self.drafter.observe(seen)
         self.oracle.observe(seen)

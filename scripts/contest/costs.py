@@ -24,7 +24,7 @@ from eval.measure.bench import Bench, greedy_responses, open_bench, write_result
 from eval.tune.cost import time_steps, typical_context
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.target_model.prefill import prefill
+from heads.target_model.model import prefill
 
 
 def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:

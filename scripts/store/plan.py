@@ -106,7 +106,7 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
             f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "
             "name some of them, each once"
         )
-    width, ends = sizes.hidden_size(model_config), sizes.end_width(model_config)
+    width, ends = sizes.hidden_size(model_config), sizes.embedding_size(model_config)
     if layers and width != ends:
         raise InputError(
             f"layers={layers}: the hidden states of target.path={config.target.path} are {width} "

@@ -95,7 +95,7 @@ def test_a_place_counts_malformed_rows(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("\n".join(["7", "", *lines[:2], "{}", *lines[2:]]))
     config = data(tmp_path, on_bad_row=OnBadRow.skip)
     sets = prepare(config, words, seed=0)[:2]
-    toy = SimpleNamespace(name="toy", num_read=300, vocab_size=300)
+    toy = SimpleNamespace(name="toy", num_embeddings=300, vocab_size=300)
     with pytest.raises(InputError, match=r"chat.jsonl:7: token id 301, but the embedding of toy"):
         for each in sets:
             each.check_ids(toy)
@@ -107,13 +107,13 @@ def test_ids_in_a_store_are_checked_as_they_are_read(inputs: Path, tmp_path: Pat
     (tmp_path / "target").symlink_to(inputs / "target")
     store = FeatureStore(captured(tmp_path, tmp_path / "store"))
     assert store.manifest.plan.pad_id == 0  # the tokenizer's is 300
-    store.train.check_ids(SimpleNamespace(name="toy", num_read=ord("z"), vocab_size=300))
+    store.train.check_ids(SimpleNamespace(name="toy", num_embeddings=ord("z"), vocab_size=300))
     with pytest.raises(InputError, match=r"store: sequence 0 of train: token id \d+, but the emb"):
         store.train[0]
     from_store(TrainRun(), store, CPU)  # as every training does
     for each in (store.train, store.heldout, store.replay):
         assert each.target is not None
-        assert each.target.num_read == ROWS
+        assert each.target.num_embeddings == ROWS
 
 
 def load_tokenizer_of(inputs: Path):

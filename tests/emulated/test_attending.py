@@ -18,7 +18,7 @@ from eval.decode.generation import Request
 from eval.tune import cost
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
-from heads.target_model import extension
+from heads.target_model import attention
 
 
 class Attended(NamedTuple):
@@ -61,7 +61,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
     name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", 32)
-    monkeypatch.setattr(extension, "LONG", 0)
+    monkeypatch.setattr(attention, "LONG", 0)
     shapes = Shapes(monkeypatch)
     target = random_target("cuda")
     target.model.to(torch.bfloat16)

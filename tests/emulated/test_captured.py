@@ -29,7 +29,7 @@ from eval.decode.graphs import CaptureError, Graph
 from eval.decode.passes import PassedBatch
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.decoding import buffers
-from heads.decoding.drafting import Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import DynamicShape
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -237,7 +237,7 @@ def test_what_cannot_be_captured_says_why() -> None:
     target = random_target("cuda")
     assert obstacle(target, GREEDY) == ""
     assert "sampled" in obstacle(target, Sampling(temperature=1.0))
-    target.asked = {"repetition_penalty": 1.1}
+    target.logits_processing = {"repetition_penalty": 1.1}
     assert "generation config" in obstacle(target, GREEDY)
     target.model.lm_head.to("cuda:1")
     assert "several devices" in obstacle(target, GREEDY)
@@ -419,7 +419,7 @@ class Keeping(PromptLookup):
         super().__init__(4)
         self.kept: list[tuple[list[Tensor], list[Any]]] = []
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         tensors = [seen.tokens, seen.counts, seen.output.hidden_states]
         self.kept.append((tensors, [each.tolist() for each in tensors]))
         super().observe(seen)

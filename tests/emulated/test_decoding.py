@@ -25,7 +25,7 @@ from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical
 from heads.decoding.tree import DynamicShape, Tree, default_tree

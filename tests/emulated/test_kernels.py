@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents, flash, flash_backward
-from heads.target_model import extension
-from heads.target_model.attention import FLASH, Reading
-from heads.target_model.extension import Extension
+from heads.target_model import attention
+from heads.target_model.attention import FLASH, CachedPass, DocumentPass
 from heads.target_model.kernels import Scores, choose_kernels
 
 CUDA = torch.device("cuda", 0)
@@ -240,7 +239,7 @@ def test_gradients_through_attention_sinks_are_those_of_the_cpu(window: int | No
         # What the CPU rounds between its products is not what the kernel does.
         given = [each.float() if device == "cpu" else each for each in leaves]
         query, keys, values = (each.transpose(0, 1).unsqueeze(0) for each in given[:3])
-        reading, scores = Reading(documents), Scores(window, 0.3, sinks=given[3])
+        reading, scores = DocumentPass(documents), Scores(window, 0.3, sinks=given[3])
         output = reading.attend(None, query, keys, values, scores)
         output.backward(grad.to(device, output.dtype))
         found[device] = [output.detach(), *(each.grad for each in leaves)]
@@ -281,7 +280,7 @@ DRAFTS = ("sure", "chain", "tree")
 def test_tokens_behind_texts_whose_lengths_the_device_knows(
     window: int | None, committed: list[int], num_new: int, long: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(extension, "LONG", long)
+    monkeypatch.setattr(attention, "LONG", long)
     num_texts, found = len(committed), {}
     chain = torch.ones(1, num_new, num_new).tril().bool()
     tree = chain.clone()
@@ -295,7 +294,7 @@ def test_tokens_behind_texts_whose_lengths_the_device_knows(
         draft = None if drafted == "sure" else (mask, mask.sum(2) - 1)
         cache.sure = [num_new] * num_texts if draft is None else []
         cache.begin(num_new, num_new)
-        behind = Extension(None, cache, num_new, draft, {}, in_order=drafted == "chain")
+        behind = CachedPass(None, cache, num_new, draft, {}, in_order=drafted == "chain")
         heads = [drawn(num_texts, 8, num_new, 16, dtype=torch.float16)]
         heads += slots_of(num_texts, 32, torch.float16)
         query, *text = (each.to(device) for each in heads)

@@ -22,7 +22,7 @@ from eval.decode.generation import Step
 from eval.tune import cost
 from eval.tune.confidence import Costs, Expected, Told, Until, bins, by_depth, ece, fit, sigmoid
 from eval.tune.cost import CostCurve
-from heads.decoding.confidence import Calibration
+from heads.decoding.chains import Calibration
 from heads.kinds import KINDS
 from heads.target_model.load import load_target
 from tests.eval.test_commands import made, settings

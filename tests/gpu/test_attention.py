@@ -6,9 +6,8 @@ from torch import Tensor
 
 from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents
-from heads.target_model import extension
-from heads.target_model.attention import FLASH, Reading
-from heads.target_model.extension import Extension
+from heads.target_model import attention
+from heads.target_model.attention import FLASH, CachedPass, DocumentPass
 from heads.target_model.kernels import Scores, choose_kernels
 
 pytestmark = [
@@ -33,7 +32,7 @@ def attended(
     cache.sure = [num_new] * num_texts if mask is None else []
     cache.begin(num_new, num_new)
     draft = None if mask is None else (mask, mask.sum(2) - 1)
-    found = Extension(None, cache, num_new, draft, {}, in_order)
+    found = CachedPass(None, cache, num_new, draft, {}, in_order)
     with torch.no_grad():
         return found.attend(None, query, *(each[:, :, : cache.width] for each in text), scores)
 
@@ -51,7 +50,7 @@ def test_tokens_behind_texts_of_which_a_graph_learns_how_long_they_are(
     long: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extension, "LONG", long)
+    monkeypatch.setattr(attention, "LONG", long)
     choose_kernels(torch.device("cuda"))
     num_texts, num_new = len(committed), 1 if drafted == "token" else 4
     mask = (
@@ -90,7 +89,7 @@ def test_gradients_through_attention_sinks(window: int | None) -> None:
         leaves = [drawn(n, *shape)[:1] for n, shape in enumerate(shapes, 1)] + [drawn(8)]
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
-        reading, scores = Reading(documents), Scores(window, sinks=leaves[3])
+        reading, scores = DocumentPass(documents), Scores(window, sinks=leaves[3])
         output = reading.attend(None, *leaves[:3], scores)
         output.backward(drawn(1, 133, 8, SIZE).to(device, dtype))
         found[device] = [output.detach(), *(each.grad for each in leaves)]

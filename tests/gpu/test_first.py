@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heads.blocks.kernels import attend, attend_backward
 from heads.layers.documents import Documents
-from heads.target_model.attention import FLASH, Reading
+from heads.target_model.attention import FLASH, DocumentPass
 from heads.target_model.kernels import Scores, causal, choose_kernels
 
 pytestmark = [
@@ -111,7 +111,7 @@ def test_documents_give_the_gradients_of_float32(window: int | None, sinks: bool
         leaves = [each.requires_grad_() for each in leaves]
         *text, score = leaves
         scores = Scores(window, sinks=score if sinks else None)
-        reading = Reading(documents.on(torch.device(device)))
+        reading = DocumentPass(documents.on(torch.device(device)))
         output = reading.attend(None, *text, scores)
         output.backward(drawn(*output.shape, seed=5).to(device, dtype))
         found.append([output.detach(), *(each.grad for each in leaves[: 3 + sinks])])

@@ -401,7 +401,7 @@ def test_an_output_head_that_is_more_than_a_projection_is_refused(
     target = load_target(settings(inputs, tmp_path).target, CPU)
     target.output_head.register_forward_hook(lambda _module, _inputs, output: output * 2)
     with pytest.raises(InputError, match="is more than a projection"):
-        script.save_ends(target, tmp_path / "target")
+        script.save_embeddings_and_head(target, tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 

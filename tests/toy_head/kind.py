@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.settings.export import ExportFormat
-from heads.decoding.confidence import Calibration
-from heads.decoding.drafting import Draft, Draws, Roots, Seen
+from heads.decoding.chains import Calibration, ChainSampler
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Shape, Tree
 from heads.folders import PROVENANCE
@@ -89,14 +89,14 @@ class ToyDrafter:
         self.head, self.tree, self.taps = head, tree, head.taps
         self.calibration = calibration
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
 
     def propose(self, roots: Roots) -> Draft:
         assert self.hidden is not None
         logits = self.head.out(self.hidden)
         if self.calibration is not None:
-            draws = Draws(self.head.vocab, GREEDY, Generators([], []), self.calibration)
+            draws = ChainSampler(self.head.vocab, GREEDY, Generators([], []), self.calibration)
             return draws.chains(self.tree, draws.token(logits).unsqueeze(1))
         best = logits.topk(self.tree.width).indices
         return Draft.of(self.tree, best[:, list(self.tree.ranks[1:])])

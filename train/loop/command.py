@@ -20,8 +20,8 @@ from data.prepared.pack import DataReport, PackedDataset, prepare
 from data.servers.endpoint import Endpoint
 from eval.measure.asked import follow, follow_or_tell
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.identity import Identity, identify, told_of_another
-from heads.target_model.kernels import told_of_kernels
+from heads.target_model.identity import Identity, identify, other_target_notice
+from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
 from train.loop import loop, memory
@@ -30,7 +30,7 @@ from train.loop.loop import Evaluate, Job, Outcome
 from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
-from train.loop.stored import check_taps, identity_of, load_ends, open_store
+from train.loop.stored import check_taps, identity_of, load_embeddings_and_head, open_store
 from train.loss.sizes import Setting
 from train.objective import Objective
 from train.parallel import processes
@@ -102,7 +102,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     head: Any = config.head  # type: ignore[attr-defined]  # of each kind's own settings
     objective, lines = build(source.target, source.train)
     if head.path is not None:
-        other = told_of_another("head.path", head.path, head.revision, source.identity)
+        other = other_target_notice("head.path", head.path, head.revision, source.identity)
         lines += [] if other is None else [other]
     deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
     config.train, optimizer = resolve_optimizer(
@@ -119,7 +119,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
-        lines_of_run = [*source.lines, *told_of_kernels(accelerator.device), *lines, optimizer]
+        lines_of_run = [*source.lines, *kernel_notice(accelerator.device), *lines, optimizer]
         lines_of_run.append(describe_length(config.train, size, length))
         print_plan(config, source.target.name, lines_of_run, where)
     parts = memory_of(accelerator, objective, config.train, source.train)
@@ -229,7 +229,7 @@ def wants_compile(
 
 def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> Source:
     """Takes everything from a feature store."""
-    ends = load_ends(store, device)
+    ends = load_embeddings_and_head(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
     for data in (store.train, store.heldout, store.replay):

@@ -18,7 +18,7 @@ from conf.errors import InputError
 from conf.settings.training import TrainConfig
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
-from heads.target_model.sizes import inner_width
+from heads.target_model.sizes import mlp_size
 from train.loss.sizes import FLOAT32, Setting
 from train.objective import Objective
 from train.parallel.optimizers import state_keys
@@ -118,7 +118,7 @@ def _pass(target: EmbeddingsAndHead, setting: Setting) -> int:
     """Of a layer without gradients: 3 N I t in its MLP and 4 N H t beside it."""
     if not isinstance(target, Target):
         return 0
-    inner = inner_width(target.config)
+    inner = mlp_size(target.config)
     return setting.tokens * target.dtype.itemsize * (3 * inner + 4 * target.hidden_size)
 
 

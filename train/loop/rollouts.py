@@ -131,7 +131,7 @@ class Rollouts:
     @property
     def answers(self) -> dict[str, Any]:
         """What decides the target's answers besides its weights and the run's settings."""
-        asked = sorted(self.target.asked.items())
+        asked = sorted(self.target.logits_processing.items())
         return {"generation_config": plain(asked), "stop": plain(self.target.stop_strings)}
 
     def _statement(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class Rollouts:
     def _served(self, requests: list[Request]) -> list[Generation]:
         """The answers of a server, which does not tell what was drafted."""
         assert self.server is not None
-        asked = self.target.asked
+        asked = self.target.logits_processing
         if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
             raise InputError(
                 f"{self.server}: cannot be told {', '.join(untold)}, which the generation config "

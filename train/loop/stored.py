@@ -36,7 +36,7 @@ def open_store(data: DataConfig, target: TargetConfig) -> FeatureStore:
     return store
 
 
-def load_ends(store: FeatureStore, device: torch.device) -> EmbeddingsAndHead:
+def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> EmbeddingsAndHead:
     """The embedding and the output head of the store's target.
 
     Raises:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.decoding.cache import Kept, TreeCache, upload
-from heads.decoding.drafting import PAD, Draft, Roots, Seen, tree_layout
+from heads.decoding.drafting import PAD, Committed, Draft, Roots, tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target
-from heads.target_model.prefill import last_states
+from heads.target_model.model import Taps, Target, last_states
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class DraftModel:
         self.numbers = upload([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
         self.cache: TreeCache | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Keeps what was accepted in the cache."""
         if self.cache is None:
             self.cache = self.model.new_cache(len(seen.token_ids))
@@ -149,7 +148,7 @@ class DraftModel:
         )
         self.generators.take(row, other.generators)
 
-    def _commit(self, seen: Seen) -> list[list[int]]:
+    def _commit(self, seen: Committed) -> list[list[int]]:
         """Keeps what was read of accepted paths; gives the numbers of these nodes."""
         assert self.cache is not None
         assert seen.nodes is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.decode.drafters.suffix import Suffix
-from heads.decoding.drafting import PAD, Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
 
 KEPT = 0.5
 """Of the tokens that a suffix draft counts on, the share that was right on 72 prompts of six kinds;
@@ -38,7 +38,7 @@ class Hybrid:
         self.means: list[float] = []
         self.copied: list[bool] = []
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Both take it; the head's share is remembered per text."""
         self.head.observe(seen)
         self.suffix.observe(seen)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 import torch
 
 from heads.decoding.cache import upload
-from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.target_model.model import Taps
 
 Ngram = tuple[int, ...]
@@ -122,7 +122,7 @@ class Lookahead:
         self.size, self.num_guesses = (window, level), num_guesses
         self.windows: list[_Window] = []
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Starts from the prompts, then moves the windows on."""
         self.device = seen.output.hidden_states.device
         if seen.logits is None and self.windows:

@@ -1,6 +1,6 @@
 """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
-from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.target_model.model import Taps
 
 
@@ -99,7 +99,7 @@ class _FromText:
         self.limits = (max_ngram, min_ngram)
         self.tables: list[_Table] = []
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Taps on; a root is in the table since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.tables:

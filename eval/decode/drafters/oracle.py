@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.decoding.cache import upload
-from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps
 
@@ -53,7 +53,7 @@ class Oracle:
         """All there are."""
         return self.tree.num_nodes
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Counts what was committed."""
         if self.places is None:
             device = seen.output.hidden_states.device

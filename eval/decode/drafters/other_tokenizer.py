@@ -16,7 +16,7 @@ import torch
 from eval.decode.drafters.draft_model import read_rows, room
 from eval.decode.texts import common_prefix
 from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.target_model.model import Taps, Target
 
 CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
@@ -138,7 +138,7 @@ class OtherTokenizer:
         self.translator = Translator(target_tokenizer, model.tokenizer)
         self.cache: TreeCache | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Takes the texts."""
         if self.cache is None:
             num_texts = len(seen.token_ids)

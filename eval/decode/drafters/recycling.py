@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import upload
-from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps
 
@@ -67,7 +67,7 @@ class Recycling:
         self.static_nodes = tree.num_nodes
         self.drafted: Tensor | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Learns from every node of the last draft."""
         self.device = seen.output.hidden_states.device
         if seen.logits is not None:

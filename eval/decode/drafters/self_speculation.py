@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import TreeCache, upload
-from heads.decoding.drafting import Draft, Roots, Seen, chain_nodes
+from heads.decoding.chains import chain_nodes
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
@@ -59,7 +60,7 @@ class SelfDraft:
         self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Only where the target keeps the texts."""
         self.cache = seen.cache
 

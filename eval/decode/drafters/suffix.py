@@ -9,7 +9,7 @@ runs that were met once are not unfolded, so that a text costs a few nodes per t
 one per token and depth.
 """
 
-from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.target_model.model import Taps
 
 
@@ -154,7 +154,7 @@ class Suffix:
         self.answers, self.limits = answers, (num_tokens, factor, min_prob)
         self.texts: list[_Text] = []
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         """Taps on; a root is in the text since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.texts:

@@ -107,7 +107,7 @@ def test_token_counts_are_of_learnt_tokens():
 
 def test_a_tokenizer_larger_than_the_output_head_is_refused():
     packed = PackedDataset([sample(4, 5, 6)], 4, seed=0, pad_id=7)
-    target = SimpleNamespace(name="toy", num_read=7, vocab_size=6)
+    target = SimpleNamespace(name="toy", num_embeddings=7, vocab_size=6)
     with pytest.raises(InputError, match=r"sample 0: token id 6, but the output head of toy has 6"):
         packed.check_ids(target)
     assert (packed.pad_id, packed[0]["input_ids"].tolist()) == (0, [4, 5, 6, 0])

@@ -20,8 +20,8 @@ from eval.decode import accept
 from eval.decode.accept import Accepted, verify
 from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.drafting import PAD, Draft, Roots, Seen
-from heads.decoding.recurrent_states import States
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.recurrent_states import RecurrentStates
 from heads.decoding.sampling import Generators, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree
 from heads.medusa.drafter import MedusaDrafter
@@ -300,7 +300,7 @@ class SampledMedusa:
         self.head, self.tree, self.sampling, self.taps = head, tree, sampling, head.taps
         self.generators = Generators.seeded(drafter_seeds(seeds), torch.device("cpu"))
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         self.hidden = seen.last.hidden_states[:, 0]
 
     def propose(self, roots: Roots) -> Draft:
@@ -380,12 +380,12 @@ def test_decoding_keeps_the_targets_distribution(family: str, kind: str) -> None
 )
 def test_states_of_what_was_rejected_change_it(monkeypatch, family: str, kind: str) -> None:
     """States go on from the last node, not from the last one that was kept."""
-    commit = States.commit
+    commit = RecurrentStates.commit
 
-    def forward_only(states: States, kept: list[list[int]]) -> None:
+    def forward_only(states: RecurrentStates, kept: list[list[int]]) -> None:
         commit(states, [[states._num_pending - 1] for _ in kept])
 
-    monkeypatch.setattr(States, "commit", forward_only)
+    monkeypatch.setattr(RecurrentStates, "commit", forward_only)
     assert not keeps_what_is_said(family, kind)
 
 

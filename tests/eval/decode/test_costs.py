@@ -13,7 +13,7 @@ from toys import random_target
 
 from conf.settings.eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode
-from heads.decoding.buffers import reserved
+from heads.decoding.cache import reserved
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain

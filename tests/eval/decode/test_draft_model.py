@@ -18,7 +18,7 @@ from eval.decode.drafters.draft_model import (
     sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.drafting import PAD, Draft, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target
@@ -118,7 +118,7 @@ def test_the_target_accepts_all_that_it_drafts_itself(sampling: Sampling) -> Non
 class Checked(DraftModel):
     """Compares every draft with what the model's own passes over the whole text say."""
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         old = getattr(self, "committed", [[]] * len(seen.token_ids))
         self.committed = [a + b for a, b in zip(old, seen.token_ids, strict=True)]
         super().observe(seen)
@@ -270,7 +270,7 @@ def test_a_sampled_tree_gives_what_it_was_drawn_from() -> None:
     tree = Tree.from_paths([[0], [1], [2], [2, 0], [2, 3]])
     drafter = DraftModel(target, tree, WARM)
     states = target.read_text(PROMPTS[0])
-    drafter.observe(Seen([PROMPTS[0]], states, target.new_cache(1)))
+    drafter.observe(Committed([PROMPTS[0]], states, target.new_cache(1)))
     draft = drafter.propose(Roots.of([50]))
     assert draft.draft_probs.shape == (1, 4, VOCAB_SIZE)
     for node, path in [(0, []), (3, [int(draft.tokens[0, 2])])]:

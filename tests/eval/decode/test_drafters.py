@@ -6,7 +6,7 @@ from drafters import EVERY_DRAFTER, small_target
 
 from eval.decode.drafters.draft_model import read_rows
 from eval.decode.engine import decode, decode_batch
-from heads.decoding.drafting import Seen
+from heads.decoding.drafting import Committed
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import TargetOutput
@@ -38,7 +38,7 @@ def test_the_prompts_of_a_batch_come_in_parts(name: str, monkeypatch) -> None:
     widths, drafter = [], make(GREEDY, seeds)
     observe = drafter.observe
 
-    def watch(seen: Seen) -> None:
+    def watch(seen: Committed) -> None:
         states = [seen.output.hidden_states, *seen.output.layers.values()]
         widths.extend(each.shape[1] for each in states)
         observe(seen)

@@ -7,7 +7,7 @@ from toys import eagle_head, random_target, texts
 from conf.settings.eagle import EagleConfig, EagleForm
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.decoding.drafting import Roots, Seen
+from heads.decoding.drafting import Committed, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle import branch_attention
@@ -159,7 +159,7 @@ def test_the_tree_is_eagle2s(target, heads, name: str, shape: DynamicShape) -> N
         output = target.read_text(committed[:-1], head.taps)
         output.hidden_states = output.hidden_states[:, part]
         output.layers = {i: states[:, part] for i, states in output.layers.items()}
-        drafter.observe(Seen([committed[:-1][part]], output, cache))
+        drafter.observe(Committed([committed[:-1][part]], output, cache))
         if part.start == 0:
             drafter.propose(Roots.of([committed[6]]))
     draft = drafter.propose(Roots.of([committed[-1]]))
@@ -194,7 +194,7 @@ def test_a_sampled_chain_says_what_it_was_drawn_from(target, heads, name: str) -
     drafter = EagleChain(head, 3, warm, [4])
     committed = texts(target, 1, 9)[0]
     output = target.read_text(committed[:-1], head.taps)
-    drafter.observe(Seen([committed[:-1]], output, target.new_cache(1)))
+    drafter.observe(Committed([committed[:-1]], output, target.new_cache(1)))
     draft = drafter.propose(Roots.of([committed[-1]]))
     path = draft.tokens[0].tolist()
     for depth in range(3):
@@ -244,7 +244,9 @@ def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict
     }
 
 
-def piece(target: Target, head: EagleHead, texts: list[list[int]], start: int, end: int) -> Seen:
+def piece(
+    target: Target, head: EagleHead, texts: list[list[int]], start: int, end: int
+) -> Committed:
     """What the engine would show of texts of one length when it has read on."""
     outputs = [target.read_text(text, head.taps) for text in texts]
     shown = TargetOutput(
@@ -254,7 +256,7 @@ def piece(target: Target, head: EagleHead, texts: list[list[int]], start: int, e
             for i in head.taps.layers
         },
     )
-    return Seen([text[start:end] for text in texts], shown, target.new_cache(len(texts)))
+    return Committed([text[start:end] for text in texts], shown, target.new_cache(len(texts)))
 
 
 @torch.no_grad()
@@ -275,8 +277,8 @@ def test_rows_of_different_lengths_are_joined() -> None:
     def states(*rows: list[float]) -> TargetOutput:
         return TargetOutput(torch.tensor(rows).unsqueeze(2))
 
-    first = Seen([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
-    second = Seen([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
+    first = Committed([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
+    second = Committed([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
     joined = first.then(second)
     assert joined.token_ids == [[1, 2, 4], [3, 5, 6]]
     expected = torch.tensor([[0.1, 0.2, 0.4], [0.3, 0.5, 0.6]])

@@ -11,7 +11,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch, stream
 from eval.decode.generation import Step
 from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
-from heads.decoding.drafting import Draft, Roots, Seen
+from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -38,7 +38,7 @@ class Oracle:
         self.texts, self.tree = texts, tree
         self.seen = [-len(prompt) for prompt in prompts]
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         assert seen.output.hidden_states.shape[1] >= max(map(len, seen.token_ids))
         self.seen = [n + len(ids) for n, ids in zip(self.seen, seen.token_ids, strict=True)]
 

@@ -11,7 +11,7 @@ from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Draft, Drafter, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle.drafter import EagleTree
@@ -29,7 +29,7 @@ class Forks:
     def __init__(self) -> None:
         self.num_drafts = 0
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Committed) -> None:
         self.num_texts = len(seen.token_ids)
 
     def propose(self, roots: Roots) -> Draft:
@@ -40,11 +40,11 @@ class Forks:
         self.num_texts = len(rows)
 
 
-def seen(token_ids: list[list[int]], read: bool = True) -> Seen:
+def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
     """What the engine would show of prompts, or of what a pass has read."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    return Seen(token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
+    return Committed(token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
 
 
 def hybrid(expected: float = 1.0) -> Hybrid:

@@ -5,7 +5,7 @@ from toys import random_target
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Roots
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target, TargetOutput
 
@@ -14,7 +14,7 @@ PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 SIZES = [(1, 2, 1), (4, 2, 3), (7, 5, 7)]
 
 
-def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Seen:
+def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Committed:
     """What the engine would show, with the target's answers at some nodes."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
@@ -24,7 +24,7 @@ def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None
         for row, at in zip(logits, answers, strict=True):
             for node, token in at.items():
                 row[node, token] = 1
-    return Seen(token_ids, output, cache, logits)
+    return Committed(token_ids, output, cache, logits)
 
 
 def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.decode.generate import hf_generate
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import Target, TargetOutput
 
@@ -19,11 +19,12 @@ PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 DRAFTERS = [PromptLookup, Ngram]
 
 
-def seen(*token_ids: list[int], read: bool = False) -> Seen:
+def seen(*token_ids: list[int], read: bool = False) -> Committed:
     """What the engine would show of prompts, or of what a pass has read."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    return Seen(list(token_ids), output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
+    cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
+    return Committed(list(token_ids), output, cache, logits)
 
 
 def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:

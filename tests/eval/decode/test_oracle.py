@@ -5,7 +5,7 @@ from toys import random_target
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Roots, Seen
+from heads.decoding.drafting import Committed, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import TargetOutput
 
@@ -14,10 +14,10 @@ PROMPTS = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
 
 
-def seen(*token_ids: list[int], first: bool = False) -> Seen:
+def seen(*token_ids: list[int], first: bool = False) -> Committed:
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
-    return Seen(list(token_ids), output, cache, None if first else torch.zeros(1))
+    return Committed(list(token_ids), output, cache, None if first else torch.zeros(1))
 
 
 def right(tree: Tree, tokens: list[int], ahead: list[int]) -> list[list[int]]:

@@ -5,7 +5,7 @@ from toys import random_target
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target, TargetOutput
@@ -15,7 +15,7 @@ PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0]])
 
 
-def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Seen:
+def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Committed:
     """What the engine would show, with the target's best tokens after each node."""
     output = TargetOutput(torch.zeros(num_texts, 1, 1))
     cache = TreeCache(num_texts, torch.device("cpu"), 1)
@@ -25,7 +25,7 @@ def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Seen:
         for row, nodes in zip(logits, best, strict=True):
             for node, tokens in zip(row, nodes, strict=True):
                 node[tokens] = torch.arange(9.0, 9.0 - len(tokens), -1)
-    return Seen([[0]] * num_texts, output, cache, logits)
+    return Committed([[0]] * num_texts, output, cache, logits)
 
 
 def test_a_draft_is_filled_from_what_was_ranked_before() -> None:

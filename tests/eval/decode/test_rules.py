@@ -42,7 +42,7 @@ def target() -> Target:
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     target = small_target()
-    for name in ("asked", "stop_strings", "ignores_stops", "generation_config"):
+    for name in ("logits_processing", "stop_strings", "ignores_stops", "generation_config"):
         monkeypatch.setattr(target, name, getattr(target, name))
     monkeypatch.setattr(target.model, "generation_config", GenerationConfig())
 
@@ -50,7 +50,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def asks(target: Target, **settings: object) -> None:
     target.generation_config = target.model.generation_config
     target.generation_config.update(**settings)
-    target.asked = asked_of(target)
+    target.logits_processing = asked_of(target)
 
 
 @pytest.mark.parametrize(

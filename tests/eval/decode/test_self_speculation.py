@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.decoding.drafting import Roots, Seen
+from heads.decoding.drafting import Committed, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.decoder import decoder_of
@@ -120,7 +120,7 @@ def proposed(target: Target, skip: tuple[int, ...], num_tokens: int) -> torch.Te
     output = target.extend(cache, ids, (places[:, None] >= places)[None], places[None])
     cache.commit([places.tolist()])
     drafter = SelfDraft(target, skip, num_tokens)
-    drafter.observe(Seen([PROMPT[:-1]], output, cache))
+    drafter.observe(Committed([PROMPT[:-1]], output, cache))
     return drafter.propose(Roots.of(PROMPT[-1:])).tokens[0]
 
 

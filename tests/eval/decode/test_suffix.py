@@ -11,7 +11,7 @@ from toys import random_target
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Roots
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target, TargetOutput
 
@@ -19,11 +19,11 @@ PROMPT = [5, 17, 40, 8, 77, 23, 61]
 PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 
 
-def seen(token_ids: list[list[int]], read: bool = True) -> Seen:
+def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
     """What the engine would show of prompts, or of what a pass has read."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    return Seen(token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
+    return Committed(token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
 
 
 def suffix(max_ngram: int = 24, *limits) -> Suffix:

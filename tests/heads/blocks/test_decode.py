@@ -13,7 +13,7 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
-from heads.decoding.drafting import PAD, Roots, Seen
+from heads.decoding.drafting import PAD, Committed, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target, TargetOutput
@@ -86,7 +86,7 @@ def test_trees_are_lossless(target, prompts, answers, heads, name, shape: Dynami
 def observed(target: Target, drafter: BlockChain | BlockTree, text: list[int]) -> None:
     """Gives a drafter a text, whose last token is the root of what it drafts next."""
     output = target.read_response(text[:1], text[1:], drafter.taps)
-    drafter.observe(Seen([text[:-1]], output, target.new_cache(1)))
+    drafter.observe(Committed([text[:-1]], output, target.new_cache(1)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,7 +150,7 @@ def test_a_sampled_token_has_the_probability_that_is_told(target, heads, name: s
         output.hidden_states.expand(number, -1, -1),
         {index: each.expand(number, -1, -1) for index, each in output.layers.items()},
     )
-    drafter.observe(Seen([text[:-1]] * number, many, target.new_cache(number)))
+    drafter.observe(Committed([text[:-1]] * number, many, target.new_cache(number)))
     draft = drafter.propose(Roots.of([text[-1]] * number))
     assert draft.draft_probs is not None
     first, second = draft.tokens.unbind(1)

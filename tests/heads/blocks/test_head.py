@@ -24,11 +24,10 @@ from heads.eagle.drafter import EagleChain
 from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
-from heads.layers.low_rank import low_rank_ends
+from heads.layers.low_rank import with_low_rank_head
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.blocks import find_blocks, num_handed, state_of
 from heads.target_model.check import check_served
-from heads.target_model.decoder import decoder_of
+from heads.target_model.decoder import decoder_of, find_blocks, num_handed, state_of
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import final_norm, load_remote
 from heads.vocab import DraftVocab
@@ -317,7 +316,7 @@ def test_heads_start_from_the_rows_of_a_biased_output_head_but_cannot_freeze_the
 def test_an_output_head_of_low_rank_keeps_the_bias() -> None:
     target = made("phi")
     target.output_head.bias.data.mul_(100)  # decides which ids are likely
-    ends = low_rank_ends(target, 63)
+    ends = with_low_rank_head(target, 63)
     ends.output_head.num_candidates = 4
     states = target.read_text(PROMPT).hidden_states
     found, expected = ends.logits(states), target.logits(states)

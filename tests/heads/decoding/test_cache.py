@@ -2,8 +2,7 @@ import pytest
 import torch
 from toys import FAMILIES, random_target
 
-from heads.decoding.buffers import SlotBuffer, _index
-from heads.decoding.cache import Kept, Slots
+from heads.decoding.cache import Kept, SlotBuffer, Slots, _index
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from conf.settings.eagle import EagleForm
 from eval.decode.accept import verify
 from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
 from eval.decode.generation import Request
-from heads.decoding.confidence import Calibration, largest
-from heads.decoding.drafting import PAD, Draft, Drafter, Draws, Roots
+from heads.decoding.chains import Calibration, ChainSampler, largest
+from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
@@ -53,7 +53,7 @@ def test_a_chance_by_hand() -> None:
 
 def drawn(chances: list[list[float]], calibration: Calibration | None) -> Draft:
     """Chains of texts that are as sure as given at each depth; token d at depth d, from 1."""
-    draws = Draws(DraftVocab.everything(9), GREEDY, Generators([], []), calibration)
+    draws = ChainSampler(DraftVocab.everything(9), GREEDY, Generators([], []), calibration)
     tree, tokens = Tree.chain(len(chances[0])), []
     for depth, each in enumerate(zip(*chances, strict=True), start=1):
         if draws.ended:
@@ -192,7 +192,7 @@ def emitted(calibration: Calibration) -> Counter:
     """First two tokens of texts, by chains of two and the target."""
     generators = Generators.seeded(range(NUM_TEXTS), CPU)
     drafts = Generators.seeded(range(1 << 32, (1 << 32) + NUM_TEXTS), CPU)
-    draws = Draws(DraftVocab.everything(3), ONE, drafts, calibration)
+    draws = ChainSampler(DraftVocab.everything(3), ONE, drafts, calibration)
     first = draws.token(Q[:1].log().expand(NUM_TEXTS, -1))
     second = draws.token(Q[1 + first].log())
     draft = draws.chains(Tree.chain(2), torch.stack([first, second], 1))
@@ -216,7 +216,7 @@ def distance(counts: Counter) -> float:
     return 0.5 * sum(abs(counts[pair] / NUM_TEXTS - p) for pair, p in exact.items())
 
 
-def wrong_token(draws: Draws, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
+def wrong_token(draws: ChainSampler, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
     """By the probability of the token that was drawn."""
     calibration, draws.calibration = draws.calibration, None
     token = TOKEN(draws, logits, confidence)
@@ -227,7 +227,7 @@ def wrong_token(draws: Draws, logits: Tensor, confidence: Tensor | None = None) 
     return token
 
 
-TOKEN = Draws.token
+TOKEN = ChainSampler.token
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.61])
@@ -239,7 +239,7 @@ def test_cut_chains_keep_the_targets_distribution(threshold: float) -> None:
 
 
 def test_chains_that_are_cut_by_what_was_drawn_do_not(monkeypatch) -> None:
-    monkeypatch.setattr(Draws, "token", wrong_token)
+    monkeypatch.setattr(ChainSampler, "token", wrong_token)
     assert distance(emitted(Calibration((1.0, 1.0), (0.0, 0.0), 0.3))) > 3 * (8 / NUM_TEXTS) ** 0.5
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from toys import random_model, tree_of
 
 from heads.decoding.drafting import Draft
-from heads.decoding.recurrent_states import CONV, RECURRENT, State, States, levels
+from heads.decoding.recurrent_states import CONV, RECURRENT, RecurrentStates, State, levels
 from heads.decoding.tree import Tree
 
 
@@ -73,15 +73,15 @@ def state(*values: float) -> State:
     return {KEY: found, OTHER: -torch.stack([found, found], 1)}
 
 
-def held(states: States, texts: list[int], tokens: list[int]) -> list[float]:
+def held(states: RecurrentStates, texts: list[int], tokens: list[int]) -> list[float]:
     found = states.after(MIXER, torch.tensor(texts), torch.tensor(tokens))
     assert torch.equal(found[OTHER], -torch.stack([found[KEY]] * 2, 1))
     return found[KEY].flatten().tolist()
 
 
-def prefilled() -> States:
+def prefilled() -> RecurrentStates:
     """Texts of 3 and 2 tokens have left 10 and 20."""
-    states = States(random_model("lfm2").config, 2)
+    states = RecurrentStates(random_model("lfm2").config, 2)
     states.begin([3, 2], None)
     assert states.levels == []
     assert states.after(MIXER, BOTH, FIRST) == {}
@@ -90,7 +90,7 @@ def prefilled() -> States:
     return states
 
 
-def drafted() -> States:
+def drafted() -> RecurrentStates:
     """A root and two children have left 11, 12, 13 and 21, 22, 23."""
     states = prefilled()
     states.begin([], (rows("100 110 101").bool(), torch.tensor([[0, 1, 1]])))

@@ -80,7 +80,7 @@ def test_a_document_is_read_as_if_it_were_alone(family: str) -> None:
     target = target_of(family)
     assert_read_alone(target)
     plain = [PLAIN if family in ("gemma2", "gpt_oss") else FUSED]
-    assert target.attended == [(window, *plain) for window in target.attention_pattern.windows]
+    assert target.attention_calls == [(size, *plain) for size in target.attention_pattern.windows]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -88,7 +88,7 @@ def test_every_family_is_read_without_masks(family: str) -> None:
     target = target_of(family)
     check_served(target)
     assert target.needs_masks == ""
-    assert [window for window, _ in target.attended] == target.attention_pattern.windows
+    assert [window for window, _ in target.attention_calls] == target.attention_pattern.windows
 
 
 def test_layers_are_tapped_in_a_read() -> None:
@@ -154,14 +154,14 @@ def use_flash(monkeypatch) -> None:
 def test_the_kernel_for_documents_is_told_bounds_windows_and_scale(family: str) -> None:
     target = target_of(family)
     assert_read_alone(target)
-    assert target.attended == [(window, FLASH) for window in target.attention_pattern.windows]
+    assert target.attention_calls == [(size, FLASH) for size in target.attention_pattern.windows]
 
 
 @pytest.mark.usefixtures("flash_kernel")
 def test_soft_caps_do_not_go_to_the_kernel() -> None:
     target = target_of("gemma2")
     assert_read_alone(target)
-    assert {kernel for _, kernel in target.attended} == {PLAIN}
+    assert {kernel for _, kernel in target.attention_calls} == {PLAIN}
 
 
 def gradients(kernel: str) -> list[Tensor]:
@@ -169,7 +169,7 @@ def gradients(kernel: str) -> list[Tensor]:
     target = random_target("mistral")
     adapter = Adapter(target, AdapterConfig(rank=2), seed=0)
     read(target).hidden_states.square().mean().backward()
-    assert {found for _, found in target.attended} == {kernel}
+    assert {found for _, found in target.attention_calls} == {kernel}
     return [each.grad for each in adapter.factors.values()]
 
 

@@ -19,7 +19,7 @@ from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.kind import DraftHead
 from heads.kinds import kind_of
-from heads.layers.low_rank import LowRankHead, low_rank_ends, reduce_rank
+from heads.layers.low_rank import LowRankHead, reduce_rank, with_low_rank_head
 from heads.target_model.model import Target
 
 
@@ -83,7 +83,7 @@ def test_a_draft_model_and_the_target_itself_draft_through_ends_of_low_rank() ->
     target = random_target(num_hidden_layers=4)
     prompt = texts(target, 1, 4)[0]
     plain = decode(target, NoDraft(), prompt, 16)
-    ends = low_rank_ends(target, 2)
+    ends = with_low_rank_head(target, 2)
     ends.output_head.num_candidates = 1
     for rank in (None, 2):
         model = random_target(num_hidden_layers=4)
@@ -106,4 +106,4 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(
         InputError, match=r"output_rank=8: the output head of target.path=.* quantis"
     ):
-        low_rank_ends(target, 8)
+        with_low_rank_head(target, 8)

@@ -9,13 +9,12 @@ from torch import Tensor
 from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.target_model import kernels
+from heads.target_model.attention import CachedPass
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.extension import Extension
 from heads.target_model.kernels import Scores, causal, folded_mask, masked
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps, Target
-from heads.target_model.prefill import parts
-from heads.target_model.prefill import prefill as read_rows
+from heads.target_model.model import Taps, Target, parts
+from heads.target_model.model import prefill as read_rows
 from scripts.bench.harness import peak_bytes
 from tests.toys import FAMILIES, random_target, save_target, texts
 
@@ -165,11 +164,11 @@ def test_parts_of_a_prompt_are_as_long_as_is_asked(tmp_path) -> None:
     assert [rows for rows, _ in found] == [[[5, 6, 7]], [[8, 9, 10]], [[11]]]
 
 
-def extension(cache: TreeCache, sure: list[int], num_new: int) -> Extension:
+def extension(cache: TreeCache, sure: list[int], num_new: int) -> CachedPass:
     if sure:
         cache.announce(sure, [])
     cache.begin(num_new, num_new)
-    return Extension(None, cache, num_new, None, {})
+    return CachedPass(None, cache, num_new, None, {})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_a_token_alone_needs_no_mask() -> None:
     cache.slots.commit([[0, 1, 2, 3]])
     cache.begin(1, 1)
     one = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64)
-    found = Extension(None, cache, 1, one, {})
+    found = CachedPass(None, cache, 1, one, {})
     assert found._mask(None, None, 2, torch.device("cpu"), torch.float32) is None
     windowed = found._mask(3, None, 2, torch.device("cpu"), torch.float32)
     assert windowed is not None

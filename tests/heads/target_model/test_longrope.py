@@ -16,7 +16,7 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.check import check_served
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
-from heads.target_model.prefill import prefill as read_rows
+from heads.target_model.model import prefill as read_rows
 from tests.eval.decode.test_engine import Oracle
 
 SWITCH, NUM_NEW = 24, 23

@@ -14,9 +14,9 @@ from conf.settings.target import Dtype, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
 from heads.layers.documents import Documents
 from heads.processor import Processor, tell_if_slow
+from heads.target_model.attention import CachedPass
 from heads.target_model.check import check_served
 from heads.target_model.embeddings_and_head import beside
-from heads.target_model.extension import Extension
 from heads.target_model.load import load_model, load_target, load_tokenizer
 from heads.target_model.model import Taps, Target
 
@@ -84,7 +84,7 @@ def test_an_unknown_output_scaling_is_refused() -> None:
         check_served(target)
 
 
-def wrong(_found: Extension, _layer: Any, query: Tensor, *_others: Any) -> Tensor:
+def wrong(_found: CachedPass, _layer: Any, query: Tensor, *_others: Any) -> Tensor:
     return torch.zeros_like(query).transpose(1, 2)
 
 
@@ -97,7 +97,7 @@ def refusing(*_given: Any) -> Tensor:
 )
 def test_what_only_decodes_wrong_without_masks_is_given_them(attend, reason, monkeypatch) -> None:
     target = random_target()
-    monkeypatch.setattr(Extension, "attend", attend)
+    monkeypatch.setattr(CachedPass, "attend", attend)
     check_served(target)
     assert reason in target.needs_masks
 

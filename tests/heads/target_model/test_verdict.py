@@ -10,7 +10,8 @@ from toys import save_target
 
 from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
-from heads.target_model import load, verdict
+from heads.target_model import check as checking
+from heads.target_model import load
 from heads.target_model.check import check_served
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -27,8 +28,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         found.append(target.config._attn_implementation)
         check_served(target)
 
-    monkeypatch.setattr(verdict, "check_served", check)
-    monkeypatch.setattr(verdict, "WORTH_S", 0.0)
+    monkeypatch.setattr(checking, "check_served", check)
+    monkeypatch.setattr(checking, "WORTH_S", 0.0)
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path / "cache"))
     return found
 
@@ -45,7 +46,9 @@ def test_a_second_load_checks_nothing_and_knows_what_the_first_found(
     assert checked == ["sdpa"]
     # Of a convolution, 64 channels with two tokens before each, and its own.
     assert second.state_bytes == first.state_bytes == 64 * 3 * 4
-    assert [list(each) for each in first.attended] == [list(each) for each in second.attended]
+    assert [list(each) for each in first.attention_calls] == [
+        list(each) for each in second.attention_calls
+    ]
     assert second.needs_masks == first.needs_masks == ""
     assert second.attention == first.attention
     moved = (tmp_path / "t").rename(tmp_path / "elsewhere")
@@ -86,7 +89,7 @@ def other_code(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
 
 
 def other_versions(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
-    patch.setattr(verdict.transformers, "__version__", "9.0.0")
+    patch.setattr(checking.transformers, "__version__", "9.0.0")
     return {}
 
 
@@ -138,7 +141,7 @@ def test_a_target_that_was_refused_is_checked_again(
         raise InputError("it differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(verdict, "check_served", refuse)
+        patch.setattr(checking, "check_served", refuse)
         with pytest.raises(InputError, match="it differs"):
             load_target(settings(folder), CPU)
     assert len(checked) == 2  # with SDPA and with eager attention
@@ -149,7 +152,7 @@ def test_a_target_that_was_refused_is_checked_again(
 def test_a_check_that_is_quick_is_not_remembered(
     checked: list[str], tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(verdict, "WORTH_S", 1000.0)
+    monkeypatch.setattr(checking, "WORTH_S", 1000.0)
     folder = save_target(tmp_path / "t")
     for _ in range(2):
         load_target(settings(folder), CPU)
@@ -199,7 +202,7 @@ def test_eager_attention_is_taken_where_sdpa_differs(
             raise InputError("sdpa differs")
         check_served(target)
 
-    monkeypatch.setattr(verdict, "check_served", differs)
+    monkeypatch.setattr(checking, "check_served", differs)
     assert load_target(settings(folder), CPU).config._attn_implementation == "eager"
     assert checked == ["sdpa", "eager"]
     with pytest.raises(InputError, match="sdpa differs"):

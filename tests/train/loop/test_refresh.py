@@ -21,7 +21,7 @@ from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
-from heads.target_model.identity import identify, told_of_another
+from heads.target_model.identity import identify, other_target_notice
 from heads.target_model.load import load_tokenizer
 from tests.train.parallel.test_launch import curve
 from train import medusa
@@ -117,7 +117,7 @@ def test_a_head_from_a_store_knows_the_target_that_was_captured(
     for name, told in (("target", False), ("changed", True)):
         where = TargetConfig(path=str(inputs / name))
         identity = identify(where, load_tokenizer(where)[1], torch.float32)
-        assert (told_of_another("head.path", str(found), None, identity) is not None) == told
+        assert (other_target_notice("head.path", str(found), None, identity) is not None) == told
 
 
 def test_what_is_not_known_is_not_told(inputs: Path, head: Path, tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_what_is_not_known_is_not_told(inputs: Path, head: Path, tmp_path: Path)
     noted = json.loads(file.read_text())
     del noted["target_identity"]
     file.write_text(json.dumps(noted))
-    assert told_of_another("head.path", str(folder), None, identity) is None
+    assert other_target_notice("head.path", str(folder), None, identity) is None
     file.unlink()
-    assert told_of_another("head.path", str(folder), None, identity) is None
+    assert other_target_notice("head.path", str(folder), None, identity) is None
 
 
 def other_target(run: MedusaRun, inputs: Path, _folder: Path) -> None:
@@ -185,14 +185,14 @@ def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: 
         file.write_text(json.dumps(usual | asks))
         return from_target(run, launched)
 
-    assert source().target.asked == {}
+    assert source().target.logits_processing == {}
     found = source(repetition_penalty=1.5, stop_strings=["end"])
-    assert (found.target.asked, found.target.stop_strings) == (
+    assert (found.target.logits_processing, found.target.stop_strings) == (
         {"repetition_penalty": 1.5},
         ("end",),
     )
     found = source(num_beams=4)
-    assert found.target.asked == {}
+    assert found.target.logits_processing == {}
     assert found.lines[0].startswith("tau is of plain greedy answers: ")
     assert "num_beams=4, which drafts cannot be checked by" in found.lines[0]
     run.rollout.steps = 1

@@ -111,7 +111,7 @@ def test_a_round_that_was_written_in_another_way_is_written_again(
     greedy = answers("kept")
     assert answers("kept", temperature=1.0) == answers("new", temperature=1.0) != greedy
     assert answers("kept") == greedy
-    monkeypatch.setattr(target, "asked", {"repetition_penalty": 1.5})
+    monkeypatch.setattr(target, "logits_processing", {"repetition_penalty": 1.5})
     assert answers("kept") == answers("penalty") != greedy
     assert rollouts(target, data, tmp_path / "kept").round(0, head)[1] == {}
 
@@ -206,7 +206,7 @@ def test_a_server_answers_as_the_generation_config_says(
     head = noisy_head(target)
     monkeypatch.setattr(target, "tokenizer", tokenizer())
     first = documents(rollouts(target, data, tmp_path / "0").round(0, head)[0].data)[0][0][6:]
-    monkeypatch.setattr(target, "asked", {"repetition_penalty": 1.5})
+    monkeypatch.setattr(target, "logits_processing", {"repetition_penalty": 1.5})
     monkeypatch.setattr(target, "stop_strings", (target.tokenizer.decode(first[2:3]),))
     here = documents(rollouts(target, data, tmp_path / "here").round(0, head)[0].data)
     with Served(target) as server:
@@ -215,7 +215,7 @@ def test_a_server_answers_as_the_generation_config_says(
         monkeypatch.setattr(server, "stops", False)
         assert documents(made.round(0, head)[0].data) == here
         assert {body["repetition_penalty"] for body in server.bodies} == {1.5}
-        monkeypatch.setattr(target, "asked", {"no_repeat_ngram_size": 2})
+        monkeypatch.setattr(target, "logits_processing", {"no_repeat_ngram_size": 2})
         with pytest.raises(InputError, match=r"rollout\.endpoint=http.*no_repeat_ngram_size=2"):
             made.round(2, head)
 

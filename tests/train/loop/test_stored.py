@@ -33,7 +33,7 @@ from train import eagle, medusa
 from train.loop import command, loop
 from train.loop.loop import Job, Outcome
 from train.loop.replay import HeldoutReplay, StoredReplay
-from train.loop.stored import check_taps, load_ends, open_store
+from train.loop.stored import check_taps, load_embeddings_and_head, open_store
 from train.medusa import make_head
 from train.objective import Objective
 
@@ -164,7 +164,7 @@ def test_damaged_ends_are_refused(store: Path, tmp_path: Path) -> None:
     path.write_bytes(content)
     opened = open_store(DataConfig(features=str(tmp_path / "store")), TargetConfig())
     with pytest.raises(InputError, match=r"ends\.safetensors: not the bytes that were written"):
-        load_ends(opened, CPU)
+        load_embeddings_and_head(opened, CPU)
 
 
 def test_heads_that_read_what_is_not_stored_are_refused(store: Path, top_k: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
     assert job.evaluate is not None
     opened = open_store(config.data, TargetConfig())
     head = job.objective.head.eval()
-    replay = StoredReplay(load_ends(opened, CPU), opened.replay, 16, 2, head.taps)
+    replay = StoredReplay(load_embeddings_and_head(opened, CPU), opened.replay, 16, 2, head.taps)
     assert job.evaluate(head) == replay(head)
     said = capsys.readouterr().out
     assert f"target: {inputs / 'target'}\n" in said
@@ -247,7 +247,7 @@ def test_tau_from_a_store_is_that_of_the_target(
 ) -> None:
     folder = request.getfixturevalue(teacher)
     opened = open_store(DataConfig(features=str(folder)), TargetConfig())
-    ends = load_ends(opened, CPU)
+    ends = load_embeddings_and_head(opened, CPU)
     target = load_target(settings(inputs, folder, dtype=Dtype.bfloat16).target, CPU)
     heads = [(eagle3(ends), eagle3(target))]
     if teacher == "store":
@@ -276,7 +276,7 @@ def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
     for name, store, depth in (("medusa", hidden, 4), ("eagle", top_k, 7)):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         opened = open_store(DataConfig(features=str(store)), TargetConfig())
-        ends = load_ends(opened, CPU)
+        ends = load_embeddings_and_head(opened, CPU)
         head = load_head(str(tmp_path / name / "head")).attach(ends).eval()
         replay = StoredReplay(ends, opened.replay, 1, depth, head.taps)
         assert json.loads(lines[-1])["eval/tau"] == pytest.approx(replay(head)["tau"])

@@ -7,17 +7,17 @@ draft vocabulary.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from heads.decoding.drafting import PAD, Draft
+from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.tree import DynamicShape
 from heads.vocab import DraftVocab
 
 
-class Drawn(NamedTuple):
+class ExpandedTree(NamedTuple):
     """Everything that is drawn of trees, level by level.
 
     Attributes:
@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
     parents: Tensor
 
 
-class Grown(NamedTuple):
+class Frontier(NamedTuple):
     """The nodes of a level that are expanded.
 
     Attributes:
@@ -44,13 +44,13 @@ class Grown(NamedTuple):
     tokens: Tensor
 
 
-def grow(
+def expand_tree(
     shape: DynamicShape,
     vocab: DraftVocab,
     first: Tensor,
-    after: Callable[[Grown], Tensor],
+    after: Callable[[Frontier], Tensor],
     known: Callable[[Tensor, int], Tensor],
-) -> Drawn:
+) -> ExpandedTree:
     """Draws trees below roots.
 
     Args:
@@ -65,7 +65,7 @@ def grow(
     texts = torch.arange(num_texts, device=device).unsqueeze(1)
     scores = torch.zeros(num_texts, 1, device=device)  # of the nodes expanded now
     nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
-    drawn: list[Drawn] = []
+    drawn: list[ExpandedTree] = []
     logits, num_nodes = first, 1
     for level in range(shape.depth):
         best = logits.float().log_softmax(-1).topk(width)
@@ -73,19 +73,19 @@ def grow(
         all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
         drafted = known(tokens, level)
         sure = all_scores.masked_fill(drafted == PAD, -torch.inf)
-        drawn.append(Drawn(drafted, sure, nodes.repeat_interleave(width, 1)))
+        drawn.append(ExpandedTree(drafted, sure, nodes.repeat_interleave(width, 1)))
         if level + 1 == shape.depth:
             break
         num_rows = nodes.shape[1]
         scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
         rows = (texts * num_rows + chosen // width).flatten()
-        logits = after(Grown(level + 1, rows, tokens.gather(1, chosen).flatten()))
+        logits = after(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
         nodes = num_nodes + chosen
         num_nodes += all_scores.shape[1]
-    return Drawn(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
+    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
 
 
-def likeliest(drawn: Drawn, shape: DynamicShape) -> Draft:
+def rerank(drawn: ExpandedTree, shape: DynamicShape) -> Draft:
     """Trees of at most `num_tokens` nodes."""
     tokens, scores, parents = drawn
     kept = min(shape.num_tokens, tokens.shape[1])
@@ -95,3 +95,19 @@ def likeliest(drawn: Drawn, shape: DynamicShape) -> Draft:
     new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
     number.scatter_(1, order + 1, new)
     return Draft(number.gather(1, parents.gather(1, order)), tokens.gather(1, order), shape.depth)
+
+
+class DynamicDrafter(Drafter, Protocol):
+    """A drafter whose trees have another shape for every text.
+
+    Attributes:
+        nested: what is drawn to a depth begins with what is drawn to a smaller one.
+    """
+
+    nested: bool
+
+    def expand(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
+
+        Parents are numbered from 1 in this order; 0 is the root.
+        """
