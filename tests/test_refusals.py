@@ -22,7 +22,7 @@ from conf.settings.target import TargetConfig
 from data.rows.sources import check_data, find_source
 from heads.folders import check_head, check_target
 from heads.storage import locate
-from scripts.publish.card_facts import is_hub_id
+from scripts.publish.card import is_hub_id
 
 SIZES = {"model_type": "llama", "hidden_size": 8, "vocab_size": 32}
 

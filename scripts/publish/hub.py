@@ -1,4 +1,4 @@
-"""What the Hub knows of a target, and how a folder gets there."""
+"""The Hub: its terms of a repository, and the upload of folders."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ RESUME = (
 
 @dataclass(frozen=True)
 class Terms:
-    """What the Hub says of a repository.
+    """Terms of a repository, as the Hub tells them.
 
     Attributes:
         name: its id.
@@ -95,21 +95,18 @@ def upload(folders: dict[str, Path], private: bool) -> list[str]:
                     f"repo_id={repo_id}: exists and is public; set private=false to publish there"
                 )
     for repo_id, folder in folders.items():
+        files = {path.relative_to(folder).as_posix(): path for path in files_of(folder)}
         with _explained(repo_id, api.endpoint):
-            _commit(api, repo_id, folder)
+            stale = _stale(api.list_repo_files(repo_id), files)
+            api.create_commit(
+                repo_id,
+                [
+                    *(CommitOperationDelete(name) for name in stale),
+                    *(CommitOperationAdd(name, path) for name, path in files.items()),
+                ],
+                commit_message="Upload draft head",
+            )
     return urls
-
-
-def _commit(api: HfApi, repo_id: str, folder: Path) -> None:
-    files = {str(path.relative_to(folder).as_posix()): path for path in files_of(folder)}
-    api.create_commit(
-        repo_id,
-        [
-            *(CommitOperationDelete(name) for name in _stale(api.list_repo_files(repo_id), files)),
-            *(CommitOperationAdd(name, path) for name, path in files.items()),
-        ],
-        commit_message="Upload draft head",
-    )
 
 
 def _stale(there: list[str], files: dict[str, Path]) -> list[str]:
@@ -127,34 +124,29 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def told(error: BaseException) -> str:
-    """What an error and its cause say, on one line and without keys."""
+    """The words of an error and its cause, on one line and without keys."""
     cause = f" {error.__cause__}" if error.__cause__ else ""
     return " ".join(str(plain(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
 
 
 @contextmanager
 def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Says what the client's errors mean for who runs the command."""
+    """Turns the client's errors into words for who runs the command."""
     try:
         yield
     except InputError:
         raise
     except errors.HfHubHTTPError as error:
-        raise InputError(_refusal(error, repo_id, endpoint)) from error
+        status = error.response.status_code
+        problem = f"{endpoint} answered HTTP {status}: {told(error)}; {RESUME}"
+        if status == 401:
+            problem = f"not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
+        elif status == 403:
+            problem = f"this token may not write there (HTTP 403): {told(error)}"
+        raise InputError(f"repo_id={repo_id}: {problem}") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
         raise InputError(f"cannot reach {endpoint}: {told(error)}; {RESUME}") from error
     except ValueError as error:
         raise InputError(f"repo_id={repo_id}: {told(error)}") from error
     except (RuntimeError, OSError) as error:  # what the client raises about a file's transfer
         raise InputError(f"repo_id={repo_id}: {told(error)}; {RESUME}") from error
-
-
-def _refusal(error: errors.HfHubHTTPError, repo_id: str, endpoint: str) -> str:
-    status = error.response.status_code
-    if status == 401:
-        return (
-            f"repo_id={repo_id}: not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
-        )
-    if status == 403:
-        return f"repo_id={repo_id}: this token may not write there (HTTP 403): {told(error)}"
-    return f"repo_id={repo_id}: {endpoint} answered HTTP {status}: {told(error)}; {RESUME}"

@@ -1,4 +1,4 @@
-"""What of somebody's files others may have: no local paths, no keys, no data."""
+"""Files as others may have them: no local paths, no keys, no data."""
 
 import json
 import os

@@ -1,14 +1,19 @@
 """The model card of a published head: what it is, what it was made from, what it gives."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from conf.errors import InputError
+from conf.files import here
+from data.rows.sources import SUFFIXES
 from eval.measure.stats import shown
 from heads.export.engines import template_note, vllm_command
-from heads.kind import trained_with
-from scripts.publish.card_facts import CardFacts, is_hub_id
+from heads.kind import DraftHead, HeadFacts, trained_with
+from heads.kinds import kind_of
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "optimizer", "learning_rate", "adam_learning_rate", "schedule",
@@ -17,16 +22,89 @@ TRAIN_KEYS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ExportFacts:
+    """Facts of an export, as a card states them.
+
+    Attributes:
+        format: its name.
+        repo_id: of the repository it lies in.
+        folder: in that repository; empty for its root.
+        loaders: the engines' versions whose loaders it was written for.
+        commands: what downloads it, where the engine does not, and serves it.
+        max_difference: of its logits from the trained head's, as an independent reader found it.
+        scale: the largest of those logits.
+        target_weights: what it holds of the target's weights, in words.
+    """
+
+    format: str
+    repo_id: str
+    folder: str
+    loaders: str
+    commands: str
+    max_difference: float
+    scale: float
+    target_weights: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """The repository, and the folder in it."""
+        return f"{self.repo_id}/{self.folder}".removesuffix("/")
+
+    @property
+    def parity(self) -> str:
+        """How near the export is to the trained head, in words."""
+        return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Everything that a card states; paths in it are already scrubbed."""
+
+    repo_id: str
+    head: HeadFacts
+    target: str | None
+    """Hub id or name of the target; None for the embedded default."""
+    provenance: dict[str, Any]
+    """Contents of `headsmith.json`."""
+    license: str | None = None
+    acceptance: dict[str, Any] | None = None
+    speedup: dict[str, Any] | None = None
+    figures: list[str] = field(default_factory=list)
+    """File names beside the card."""
+    exports: list[ExportFacts] = field(default_factory=list)
+    head_repo: str | None = None
+    """Where the head itself is, on the card of an export's own repository."""
+    notices: list[str] = field(default_factory=list)
+    """Whose terms apply, one paragraph each."""
+
+
+def is_hub_id(name: str) -> bool:
+    """True of a name that can be a Hub repository, of an owner, and is not a local path.
+
+    One without an owner, on a card of what was made elsewhere, was more likely a folder there.
+    """
+    try:
+        return "/" in name and here("a name", name, SUFFIXES) is None
+    except InputError:
+        return False
+
+
+def copied_weights(
+    head: DraftHead, provenance: dict[str, Any], exports: Sequence[ExportFacts]
+) -> list[str]:
+    """The target's weights that a head and its exports hold copies of, in words."""
+    own = kind_of(head).copied(head, provenance)
+    of_exports = [words for export in exports for words in export.target_weights]
+    return list(dict.fromkeys([*own, *of_exports]))
+
+
 def model_card(facts: CardFacts) -> ModelCard:
     """Writes the card, its metadata included."""
     sections = [
-        _introduction(facts),
-        *facts.notices,
-        _measured(facts),
-        _use(facts),
-        _training(facts),
-    ]
-    body = "\n\n".join(section for section in sections if section)
+        _introduction(facts), *facts.notices, _measured(facts), _use(facts), _training(facts)
+    ]  # fmt: skip
+    body = "\n\n".join(sections)
     return ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{body}\n")
 
 
@@ -84,20 +162,18 @@ def _introduction(facts: CardFacts) -> str:
             "together with an adapter of the target. The head works with the target so adapted, "
             "or merged with the adapter, only."
         )
+    elsewhere = ""
+    if facts.head_repo is not None:
+        elsewhere = (
+            f"\n\nThis repository holds the head as {facts.exports[0].format} loads it; the head "
+            f"itself, for Headsmith, is in "
+            f"[{facts.head_repo}](https://huggingface.co/{facts.head_repo})."
+        )
     return (
         f"# {facts.repo_id.rsplit('/')[-1]}\n\n"
         f"{head.name} for speculative decoding of {target}: {head.description}; the target checks "
         "all drafts in one pass, so that its own greedy text comes out, in fewer passes.\n\n"
-        f"Method: {head.method}{paper}, {trained}{_elsewhere(facts)}"
-    )
-
-
-def _elsewhere(facts: CardFacts) -> str:
-    if facts.head_repo is None:
-        return ""
-    return (
-        f"\n\nThis repository holds the head as {facts.exports[0].format} loads it; the head "
-        f"itself, for Headsmith, is in [{facts.head_repo}](https://huggingface.co/{facts.head_repo})."
+        f"Method: {head.method}{paper}, {trained}{elsewhere}"
     )
 
 
@@ -106,24 +182,39 @@ def _measured(facts: CardFacts) -> str:
     if facts.acceptance is None and facts.speedup is None:
         parts.append("Nothing was measured before this head was published.")
     if facts.acceptance is not None:
-        parts += [_acceptance_text(facts.acceptance), _acceptance_table(facts.acceptance)]
-        parts.append(_depth_table(facts.acceptance))
+        parts += _acceptance(facts.acceptance)
     if facts.speedup is not None:
-        parts += [_speedup_table(facts.speedup), _lossless_text(facts.speedup["lossless"])]
+        parts += _speedup(facts.speedup)
     parts += [f"![{Path(name).stem}]({name})" for name in facts.figures]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
-def _acceptance_text(acceptance: dict[str, Any]) -> str:
-    where = _setting(acceptance)
+def _acceptance(acceptance: dict[str, Any]) -> list[str]:
+    """tau in words, by category, and acceptance by depth."""
     temperature = acceptance.get("temperature")
     choice = f"temperature {temperature}" if temperature else "greedy"
-    return (
+    words = (
         f"tau, the mean number of tokens per target pass (its own token included), is "
         f"**{acceptance['tau']:.3f}** for the top-1 chain over {acceptance['num_prompts']} "
-        f"prompts and {acceptance['num_tokens']} tokens{where} "
+        f"prompts and {acceptance['num_tokens']} tokens{_setting(acceptance)} "
         f"({acceptance['mode']}, {choice}); without drafting it is 1."
     )
+    tree = acceptance.get("static_tree") or acceptance.get("dynamic_tree") or {}
+    by_category = tree.get("by_category", {})
+    header = ["category", "prompts", "tau", "95% interval", *(["tau, tree"] if by_category else [])]
+    rows = []
+    for name, row in acceptance["by_category"].items():
+        cells = [name, row["num_prompts"], f"{row['tau']:.3f}", shown(row["ci95"], 3, " to ")]
+        if by_category:
+            cells.append(f"{by_category[name]['tau']:.3f}" if name in by_category else "")
+        rows.append(cells)
+    rates = zip(acceptance["alpha"], acceptance["per_position"], strict=True)
+    depths = [
+        [depth, f"{alpha:.3f}", f"{cumulative:.3f}"]
+        for depth, (alpha, cumulative) in enumerate(rates, 1)
+    ]
+    by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
+    return [words, _table(header, rows), _table(by_depth, depths)]
 
 
 def _setting(result: dict[str, Any]) -> str:
@@ -132,30 +223,15 @@ def _setting(result: dict[str, Any]) -> str:
     return f", {' on '.join(told)}" if told else ""
 
 
-def _acceptance_table(acceptance: dict[str, Any]) -> str:
-    found = acceptance.get("static_tree") or acceptance.get("dynamic_tree") or {}
-    tree = found.get("by_category", {})
-    header = ["category", "prompts", "tau", "95% interval", *(["tau, tree"] if tree else [])]
-    rows = []
-    for name, row in acceptance["by_category"].items():
-        cells = [name, row["num_prompts"], f"{row['tau']:.3f}", shown(row["ci95"], 3, " to ")]
-        if tree:
-            cells.append(f"{tree[name]['tau']:.3f}" if name in tree else "")
-        rows.append(cells)
-    return _table(header, rows)
-
-
-def _depth_table(acceptance: dict[str, Any]) -> str:
-    rows = [
-        [depth, f"{alpha:.3f}", f"{cumulative:.3f}"]
-        for depth, (alpha, cumulative) in enumerate(
-            zip(acceptance["alpha"], acceptance["per_position"], strict=True), 1
-        )
-    ]
-    return _table(["depth", "accepted when reached (alpha)", "accepted of all passes"], rows)
-
-
-def _speedup_table(speedup: dict[str, Any]) -> str:
+def _speedup(speedup: dict[str, Any]) -> list[str]:
+    """Speed-up of every method, and how many texts are the target's own."""
+    others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
+    faster = f", the faster of it and {' and '.join(others)}" if others else ""
+    words = (
+        f"Decoding at batch {speedup.get('batch_size', 1)}{_setting(speedup)}; speed-up over "
+        f"`{speedup['baseline']}`{faster}, without drafting; efficiency is the speed-up of "
+        "decoding / tau."
+    )
     rows = [
         [
             name,
@@ -166,52 +242,41 @@ def _speedup_table(speedup: dict[str, Any]) -> str:
         ]
         for name, row in speedup["methods"].items()
     ]
-    intro = (
-        f"Decoding at batch {speedup.get('batch_size', 1)}{_setting(speedup)}; speed-up over "
-        f"`{speedup['baseline']}`{_baselines(speedup)}."
-    )
-    header = ["method", "tau", "tokens/s", "speed-up", "efficiency"]
-    return f"{intro}\n\n{_table(header, rows)}"
-
-
-def _baselines(speedup: dict[str, Any]) -> str:
-    others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
-    faster = f", the faster of it and {' and '.join(others)}" if others else ""
-    return f"{faster}, without drafting; efficiency is the speed-up of decoding / tau"
-
-
-def _lossless_text(lossless: dict[str, Any] | None) -> str:
-    if lossless is None:  # sampled texts are not compared
-        return ""
-    return (
-        f"{lossless['num_equal']} of {lossless['num_prompts']} texts equal the target's own "
-        "greedy text token for token."
-    )
+    parts = [words, _table(["method", "tau", "tokens/s", "speed-up", "efficiency"], rows)]
+    lossless = speedup["lossless"]
+    if lossless is not None:  # sampled texts are not compared
+        parts.append(
+            f"{lossless['num_equal']} of {lossless['num_prompts']} texts equal the target's own "
+            "greedy text token for token."
+        )
+    return parts
 
 
 def _use(facts: CardFacts) -> str:
-    of_target = f" target.path={facts.target}" if facts.target else ""
-    head_repo = facts.head_repo or facts.repo_id
+    head, of_target = facts.head, f" target.path={facts.target}" if facts.target else ""
+    if facts.exports:
+        serve = _exports(facts)
+    elif head.vllm_method is None:
+        serve = f"vLLM does not load this head: {head.vllm_problem}"
+    else:
+        command = vllm_command(
+            head.vllm_method, head.num_draft_tokens, facts.target or "TARGET", facts.repo_id,
+            **head.vllm_settings,
+        )  # fmt: skip
+        serve = f"Serve with vLLM:\n\n```\n{command}\n```"
     return (
         "## Use\n\n"
         "Evaluate on your own prompts, with Headsmith:\n\n"
-        f"```\npython eval/acceptance.py head.path={head_repo}{of_target} "
-        f"data.path=my_prompts.jsonl\n```\n\n"
-        f"{_exports(facts) if facts.exports else _serve(facts)}"
+        f"```\npython eval/acceptance.py head.path={facts.head_repo or facts.repo_id}{of_target} "
+        f"data.path=my_prompts.jsonl\n```\n\n{serve}"
     )
 
 
 def _exports(facts: CardFacts) -> str:
-    """What each export is for, how near it is to the trained head, and how it is served."""
-    header = ["format", "where", "loaders read", "parity"]
+    """The engine of each export, how near it is to the trained head, and how it is served."""
     rows = [
-        [
-            each.format,
-            f"`{each.repo_id}/{each.folder}`".replace("/`", "`"),
-            each.loaders,
-            each.parity,
-        ]
-        for each in facts.exports
+        [export.format, f"`{export.where}`", export.loaders, export.parity]
+        for export in facts.exports
     ]
     intro = "Serve it from the export for your engine."
     if any(export.folder for export in facts.exports):
@@ -225,18 +290,10 @@ def _exports(facts: CardFacts) -> str:
         "`parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on the "
         "machine that serves."
     )
-    commands = [f"{each.format}:\n\n```\n{each.commands}\n```" for each in facts.exports]
-    return "\n\n".join([intro, _table(header, rows), parity, *commands])
-
-
-def _serve(facts: CardFacts) -> str:
-    head, target = facts.head, facts.target or "TARGET"
-    if head.vllm_method is None:
-        return f"vLLM does not load this head: {head.vllm_problem}"
-    command = vllm_command(
-        head.vllm_method, head.num_draft_tokens, target, facts.repo_id, **head.vllm_settings
+    commands = [f"{export.format}:\n\n```\n{export.commands}\n```" for export in facts.exports]
+    return "\n\n".join(
+        [intro, _table(["format", "where", "loaders read", "parity"], rows), parity, *commands]
     )
-    return f"Serve with vLLM:\n\n```\n{command}\n```"
 
 
 def _training(facts: CardFacts) -> str:

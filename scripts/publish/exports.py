@@ -14,7 +14,7 @@ from heads.export.engines import LOADERS
 from heads.folders import PROVENANCE
 from heads.kind import DraftHead
 from heads.kinds import load_head
-from scripts.publish.card_facts import ExportFacts
+from scripts.publish.card import ExportFacts
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
 # Of these, too, only the root of a repository counts; the others open local folders.
@@ -47,30 +47,27 @@ def open_exports(folders: list[str]) -> list[ExportFolder]:
     Raises:
         InputError: no such folder, not an export, or two of one format.
     """
-    found: dict[ExportFormat, ExportFolder] = {}
+    exports: dict[ExportFormat, ExportFolder] = {}
     for name in folders:
-        export = _opened(Path(name).expanduser(), name)
-        if export.format in found:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise InputError(f"exports={name}: no such folder")
+        facts = (read_json(folder / PROVENANCE) or {}).get("export") or {}
+        try:
+            engine = ExportFormat(facts.get("format"))
+            dtype = ExportDtype(facts.get("dtype"))
+        except ValueError as error:
             raise InputError(
-                f"exports: {found[export.format].folder} and {name} are both for "
-                f"{export.format.value}; name one of each format"
+                f"exports={name}: {PROVENANCE} says {error}; name a folder that scripts/export.py "
+                "wrote"
+            ) from error
+        if engine in exports:
+            raise InputError(
+                f"exports: {exports[engine].folder} and {name} are both for {engine.value}; name "
+                "one of each format"
             )
-        found[export.format] = export
-    return list(found.values())
-
-
-def _opened(folder: Path, name: str) -> ExportFolder:
-    if not folder.is_dir():
-        raise InputError(f"exports={name}: no such folder")
-    facts = (read_json(folder / PROVENANCE) or {}).get("export") or {}
-    try:
-        engine = ExportFormat(facts.get("format"))
-        dtype = ExportDtype(facts.get("dtype"))
-    except ValueError as error:
-        raise InputError(
-            f"exports={name}: {PROVENANCE} says {error}; name a folder that scripts/export.py wrote"
-        ) from error
-    return ExportFolder(folder, engine, getattr(torch, dtype.value))
+        exports[engine] = ExportFolder(folder, engine, getattr(torch, dtype.value))
+    return list(exports.values())
 
 
 def check_same(head: DraftHead, export: ExportFolder) -> None:
@@ -96,7 +93,7 @@ def check_same(head: DraftHead, export: ExportFolder) -> None:
 
 
 def stage_export(export: ExportFolder, staged: Path) -> None:
-    """Effects: fills `staged` with what others may have of the export."""
+    """Fills `staged` with the files of an export that others may have."""
     staged.mkdir()
     for path in sorted(export.folder.iterdir()):
         if path.name == PROVENANCE:
@@ -128,46 +125,30 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
         verdict = check_parity(staged)
     except InputError as error:
         raise InputError(f"exports={export.folder}: {error}") from error
-    download, served = _download(export.format, repo_id, folder)
+    line, served = "", repo_id
+    if folder or export.format not in TAKE_HUB_IDS:
+        name = repo_id.rsplit("/", maxsplit=1)[-1]
+        include = f" --include '{folder}/*'" if folder else ""
+        line = f"hf download {repo_id}{include} --local-dir {name}\n"
+        served = f"{name}/{folder}".removesuffix("/")
+    readme = staged / "README.md"
+    text = readme.read_text("utf-8") if readme.is_file() else ""
+    command = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
+    if command is None:
+        raise InputError(f"exports={export.folder}: its README.md says nothing under Serve")
+    names: set[str] = set()
+    for path in staged.rglob(f"*{WEIGHTS}"):
+        with safe_open(path, "pt") as file:
+            names |= {part for name in file.keys() for part in name.split(".")}  # noqa: SIM118
     facts = ExportFacts(
         format=export.format.value,
         repo_id=repo_id,
         folder=folder,
         loaders=LOADERS[export.format],
-        commands=download + re.sub(r"\bDIR\b", served, _serve_command(export, staged)),
+        commands=line + re.sub(r"\bDIR\b", served, command[1]),
         max_difference=verdict.max_difference,
         scale=verdict.scale,
-        target_weights=_target_weights(staged),
+        target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),
     )
     print(f"exports={export.folder}: parity: {facts.parity}")
     return facts
-
-
-def _serve_command(export: ExportFolder, staged: Path) -> str:
-    """From the export's README, where `DIR` stands for its folder."""
-    readme = staged / "README.md"
-    text = readme.read_text("utf-8") if readme.is_file() else ""
-    found = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise InputError(f"exports={export.folder}: its README.md says nothing under Serve")
-    return found[1]
-
-
-def _download(engine: ExportFormat, repo_id: str, folder: str) -> tuple[str, str]:
-    """The line that downloads an export, if the engine does not, and what the engine is given."""
-    name = repo_id.rsplit("/", maxsplit=1)[-1]
-    if folder:
-        line = f"hf download {repo_id} --include '{folder}/*' --local-dir {name}\n"
-        return line, f"{name}/{folder}"
-    if engine in TAKE_HUB_IDS:
-        return "", repo_id
-    return f"hf download {repo_id} --local-dir {name}\n", name
-
-
-def _target_weights(staged: Path) -> tuple[str, ...]:
-    """What of the target's weights an export holds, by its tensors' names."""
-    names: set[str] = set()
-    for path in staged.rglob(f"*{WEIGHTS}"):
-        with safe_open(path, "pt") as file:
-            names |= {part for name in file.keys() for part in name.split(".")}  # noqa: SIM118
-    return tuple(words for name, words in TARGET_WEIGHTS.items() if name in names)
