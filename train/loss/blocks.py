@@ -7,7 +7,8 @@ what the target says at t + d.
 Letters: A blocks, M rows of all slots, P answered places, H hidden, W draft vocabulary, D depths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,13 +17,10 @@ from conf.settings.blocks import BlockConfig, SlotWeights
 from heads.vocab import DraftVocab
 from train.batch.supervision import UNROLLED, Batch, Unrolled, labels_of
 from train.loss.divergences import LossGrad, Softmax, divergence
+from train.loss.eagle import MEASURES, first_choices_agree
 from train.loss.fused import RowLosses, Student, Teacher, fused_linear
 from train.loss.sums import Sums, on_path, step_sums
 from train.loss.teachers import Distribution, TextTeacher
-
-MEASURES = ("top1", "alpha")
-"""Tokens where the head's and the target's first choice agree; and the sum over the whole
-vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
 
 
 def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
@@ -39,13 +37,13 @@ def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
 def paced(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
     """Slots whose scales are multiplied by D-PACE's weights."""
     surprise = _Surprise(criterion.vocab)
-    _, (found,) = fused_linear([slots], TextTeacher(labels_of(batch)), surprise)
-    weights = dpace_weights(-found[0], batch[UNROLLED], criterion.config.slot_smoothing)
+    _, (values,) = fused_linear([slots], TextTeacher(labels_of(batch)), surprise)
+    weights = dpace_weights(-values[0], batch[UNROLLED], criterion.config.slot_smoothing)
     return slots._replace(scales=slots.scales[:] * weights)
 
 
 def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor:
-    """[M] the tokens that a block is expected to give from each of its drafts on.
+    """[M] number of tokens that a block is expected to give from each of its drafts on.
 
     Args:
         log_q: [M] log-probability of the text's token, in the order of the answers.
@@ -79,7 +77,7 @@ def block_loss(
         teacher: what the target says after its P answered places.
         off_path_weight: multiplies what a draft adds to the total, for each token between that is
             not the teacher's first choice.
-        beside: what else a row costs [M], given what was found of it [1 + L, M].
+        beside: gives a further loss of each row [M] for the values [1 + L, M] of all.
 
     Returns:
         `terms` with `MEASURES`.
@@ -88,12 +86,12 @@ def block_loss(
         slots = paced(slots, batch, criterion)
     slots, teacher = on_path(slots, teacher, batch, off_path_weight)
     text = TextTeacher(labels_of(batch), teacher)
-    total, (found,) = fused_linear([slots], text, criterion, criterion.compiled)
-    more = beside(found)
+    total, (values,) = fused_linear([slots], text, criterion, criterion.compiled)
+    more = beside(values)
     if more is not None:
         total = total + (more * slots.scales[:]).sum()
-        found[0] += more.detach()
-    return Sums(total, step_sums(found, slots, batch[UNROLLED]))
+        values[0] += more.detach()
+    return Sums(total, step_sums(values, slots, batch[UNROLLED]))
 
 
 class BlockCriterion:
@@ -109,22 +107,21 @@ class BlockCriterion:
     ) -> RowLosses:
         """See `train.loss.fused.Criterion`."""
         labels, soft = chunk[0][at], chunk[1]
-        best, full = soft.best[at], self.vocab.full
-        top1 = (student.best if full else self.vocab.to_target(student.best)) == best
+        top1 = first_choices_agree(self.vocab, student, soft.best[at])
         pair, config = soft.pair(at, student), self.config
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         terms: list[LossGrad] = []
         if config.divergence_weight:
-            found = divergence(config.divergence, pair, config.lk_eta, want_grad)
-            terms.append(found.times(config.divergence_weight))
+            of_target = divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(of_target.times(config.divergence_weight))
         if config.text_weight:
-            found = self._text(labels, student, want_grad)
-            terms.append(found.times(config.text_weight))
-        loss, grad = _summed(terms)
+            of_text = self._cross_entropy(labels, student, want_grad)
+            terms.append(of_text.times(config.text_weight))
+        loss, grad = reduce(LossGrad.plus, terms)
         return RowLosses(torch.stack([loss, top1.to(alpha), alpha]), grad)
 
-    def _text(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
-        """Cross-entropy; 0 where the label cannot be drafted."""
+    def _cross_entropy(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
+        """Cross-entropy against the text; 0 where the label cannot be drafted."""
         columns = labels if self.vocab.full else self.vocab.to_draft(labels)
         inside = columns >= 0
         column = columns.clamp_min(0).unsqueeze(1)
@@ -149,12 +146,5 @@ class _Surprise:
         """See `train.loss.fused.Criterion`; has no gradient."""
         assert not want_grad
         columns = self.vocab.to_draft(chunk[0][at]).unsqueeze(1)
-        found = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)
-        return RowLosses(found.T, None)
-
-
-def _summed(terms: Sequence[LossGrad]) -> LossGrad:
-    first, *others = terms
-    for each in others:
-        first = first.plus(each)
-    return first
+        surprise = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)
+        return RowLosses(surprise.T, None)

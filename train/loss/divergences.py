@@ -1,4 +1,4 @@
-"""How far a draft distribution q is from the target's p: values and gradients in closed form.
+"""Divergences of a draft distribution q from the target's p: values and closed-form gradients.
 
 p is normalised over the target's whole vocabulary and q over the W columns that can be drafted,
 so p may sum to less than one. KL, reverse KL and JS compare q with p renormalised over the
@@ -38,7 +38,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor) -> "Softmax":
-        """From the logits alone."""
+        """Normalise logits [N, W]."""
         q = logits.softmax(-1)
         # Cheaper than logsumexp, which makes the exponentials again.
         return cls(logits, q, logits.amax(-1) - q.amax(-1).log())
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 
     @property
     def q(self) -> Tensor:
-        """[N, W]."""
+        """[N, W], see `Softmax`."""
         return self.student.q
 
     def log_p(self) -> Tensor:
@@ -93,19 +93,19 @@ class LossGrad(NamedTuple):
     grad: Tensor | None
 
     def times(self, weight: Tensor | float) -> "LossGrad":
-        """The same times a weight, [N] or one for all rows."""
+        """Multiply by a weight, [N] or one for all rows."""
         column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
         grad = None if self.grad is None else self.grad.mul_(column)
         return LossGrad(self.loss * weight, grad)
 
     def plus(self, other: "LossGrad") -> "LossGrad":
-        """The sum of both."""
+        """Add another loss."""
         if self.grad is None or other.grad is None:
             return LossGrad(self.loss + other.loss, None)
         return LossGrad(self.loss + other.loss, self.grad.add_(other.grad))
 
     def where(self, rows: Tensor) -> "LossGrad":
-        """The same with 0 outside some rows, [N] bool.
+        """Put 0 outside some rows, [N] bool.
 
         Not a product: what is not finite where nothing is learnt must not spread.
         """
@@ -173,12 +173,11 @@ def total_variation(pair: Pair, want_grad: bool) -> LossGrad:
 
 def negative_log_alpha(pair: Pair, want_grad: bool) -> LossGrad:
     """-log alpha (LK losses, arXiv 2602.23881)."""
-    found = total_variation(pair, want_grad)
-    alpha = (1 - found.loss).clamp_min(MIN_ALPHA)
-    if found.grad is not None:
-        seen = (1 - found.loss > MIN_ALPHA) / alpha
-        found.grad.mul_(seen.unsqueeze(1))
-    return LossGrad(-alpha.log(), found.grad)
+    loss, grad = total_variation(pair, want_grad)
+    alpha = (1 - loss).clamp_min(MIN_ALPHA)
+    if grad is not None:
+        grad.mul_(((1 - loss > MIN_ALPHA) / alpha).unsqueeze(1))
+    return LossGrad(-alpha.log(), grad)
 
 
 def hybrid(pair: Pair, eta: float, want_grad: bool) -> LossGrad:
@@ -213,7 +212,7 @@ _SIMPLE: dict[Divergence, Callable[[Pair, bool], LossGrad]] = {
 
 
 def divergence(kind: Divergence, pair: Pair, eta: float, want_grad: bool) -> LossGrad:
-    """The divergence of a name; `eta` is of `hybrid` only."""
+    """Divergence of a kind; `eta` is of `hybrid` only."""
     if kind is Divergence.hybrid:
         return hybrid(pair, eta, want_grad)
     return _SIMPLE[kind](pair, want_grad)

@@ -18,7 +18,7 @@ from conf.settings.eagle import EagleConfig, StepNormalizer
 from data.features.layout import HIDDEN
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, UNROLLED, Batch
-from train.loss.divergences import LossGrad, Pair, Softmax, divergence, top_k
+from train.loss.divergences import LossGrad, Softmax, divergence, top_k
 from train.loss.fused import RowLosses, Student, Teacher, fused_linear
 from train.loss.sums import Sums, step_sums
 from train.loss.teachers import Distribution
@@ -50,14 +50,14 @@ def eagle_loss(
         `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
         vocabulary add nothing to the loss.
     """
-    total, (found,) = fused_linear([steps], teacher, criterion, criterion.compiled)
+    total, (values,) = fused_linear([steps], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
         wanted = batch[HIDDEN].flatten(0, 1)[batch[SUPERVISION].places[steps.rows.device]].float()
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
         total = total + (near * steps.scales[:]).sum()
-        found[0] += near.detach()
-    return Sums(total, step_sums(found, steps, batch[UNROLLED]))
+        values[0] += near.detach()
+    return Sums(total, step_sums(values, steps, batch[UNROLLED]))
 
 
 class EagleCriterion:
@@ -72,21 +72,24 @@ class EagleCriterion:
         self, chunk: Distribution, at: Tensor, student: Softmax, want_grad: bool
     ) -> RowLosses:
         """See `train.loss.fused.Criterion`."""
-        best, full = chunk.best[at], self.vocab.full
-        top1 = (student.best if full else self.vocab.to_target(student.best)) == best
+        best, config = chunk.best[at], self.config
+        top1 = first_choices_agree(self.vocab, student, best)
         pair = chunk.pair(at, student)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
-        found = self._loss(pair, want_grad)
-        if not full:
-            found = found.where(self.vocab.to_draft(best) >= 0)
-        return RowLosses(torch.stack([found.loss, top1.to(alpha), alpha]), found.grad)
-
-    def _loss(self, pair: Pair, want_grad: bool) -> LossGrad:
-        config, terms = self.config, []
+        terms: list[LossGrad] = []
         if config.divergence_weight:
-            found = divergence(config.divergence, pair, config.lk_eta, want_grad)
-            terms.append(found.times(config.divergence_weight))
+            of_target = divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(of_target.times(config.divergence_weight))
         if config.top_k_weight:
             terms.append(top_k(pair, config.top_k, want_grad).times(config.top_k_weight))
-        nothing = LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q))
-        return reduce(LossGrad.plus, terms) if terms else nothing
+        if not terms:  # features alone are learnt
+            terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
+        losses = reduce(LossGrad.plus, terms)
+        if not self.vocab.full:
+            losses = losses.where(self.vocab.to_draft(best) >= 0)
+        return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
+
+
+def first_choices_agree(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
+    """[r] bool, whether a student's likeliest token is the target's likeliest id, `best` [r]."""
+    return (student.best if vocab.full else vocab.to_target(student.best)) == best

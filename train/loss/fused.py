@@ -1,17 +1,18 @@
 """Output projection and loss in one: no tensor of [tokens, vocabulary] ever lives.
 
-A loss compares a student's distribution after some tokens with a teacher's. Rows of
-the teacher are taken in chunks; for each chunk the teacher's logits are computed once, every
-student row that refers to it is projected and compared, and the gradient is carried back
-through the projection at once. So the backward pass has nothing to recompute: it hands on what
-the forward pass has found.
+A loss compares a student's distribution after some tokens with a teacher's: `divergences` has
+its formulas, `teachers` the distributions, `medusa`, `eagle` and `blocks` the losses of heads.
+Rows of the teacher are taken in chunks; for each chunk the teacher's logits are computed once,
+every student row that refers to it is projected and compared, and the gradient is carried back
+through the projection at once. So the backward pass has nothing to recompute: it hands on the
+gradients of the forward pass.
 
 Matrix products want many rows, and logits are narrow numbers; what is done between them is
 float32 and wants few. So a chunk is compared in pieces, and a piece's gradient takes the place
 of its logits.
 
-The gradient of a projection is as large as itself, so there is only one: it is added to `.grad`
-as it is found, and the backward pass adds nothing to it, but tells whoever waits for it.
+The gradient of a projection is as large as itself, so there is only one: the forward pass adds to
+`.grad`, and the backward pass adds nothing to it, but tells whoever waits for it.
 
 Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hidden, W columns
 (vocabulary), L measures.
@@ -31,10 +32,10 @@ from train.batch.supervision import SortedIndices
 from train.loss.divergences import Softmax
 
 CHUNK_BYTES = 512 * 2**20
-"""Of the logits of a chunk, the teacher's and those of a student, in the dtype they come in. Each
+"""Logits of a chunk, the teacher's and those of a student, in the dtype they come in. Each
 chunk adds to the whole gradient of a projection, 2.1 GB in float32 for 128k columns of 4,096."""
 PIECE_BYTES, MOST_PIECE_BYTES = 64 * 2**20, 260 * 2**20
-"""Of one [r, W] float32 tensor, of which about five live at a time: 1.4 GB at most, a quarter of it
+"""One [r, W] float32 tensor, of which about five live at a time: 1.4 GB at most, a quarter of it
 up to 32,000 columns. The larger one is a little more than a quarter of a chunk in bfloat16."""
 PIECE_ROWS = 528
 """r that fills a GPU: four for each of 132 multiprocessors, as a block sums up a row."""
@@ -42,23 +43,18 @@ CPU_CHUNK_BYTES = 96 * 2**20
 CPU_PIECE_BYTES = 2 * 2**20
 """The same on a CPU, which is faster where they stay in its caches."""
 TILE_BYTES = 64 * 2**20
-"""Of a piece of a projection's gradient, or of what it is made of, in float32."""
+"""A piece of a projection's gradient, or of its factors, in float32."""
 MISUSED = "a total is run backward once and as it is: its gradients were found before"
-
 
 Compare = Callable[..., Any]
 """`compared` with its first arguments given."""
-
-
 Buffers = dict[tuple[int, torch.dtype], Tensor]
-
-
 Where = slice | Tensor
 """Rows, [m] int64 if they do not lie side by side."""
 
 
 class Scales(Protocol):
-    """A tensor [M], or what gives a part of one, and may say late that rows weigh nothing."""
+    """A tensor [M], or parts of one that may say late that rows weigh nothing."""
 
     def __getitem__(self, rows: Where, /) -> Tensor:
         """[m] float32 of m rows."""
@@ -66,7 +62,7 @@ class Scales(Protocol):
 
 
 class LowRank(NamedTuple):
-    """What is added to logits: a product of few columns.
+    """A product of few columns that is added to logits.
 
     Attributes:
         states: [M, r].
@@ -78,7 +74,7 @@ class LowRank(NamedTuple):
 
 
 class Student(NamedTuple):
-    """Student rows that share a projection.
+    """Rows of a student that share a projection.
 
     Attributes:
         hidden: [M, D].
@@ -102,7 +98,7 @@ class Student(NamedTuple):
 
 
 class Teacher(Protocol):
-    """What students are compared with, by rows."""
+    """Distributions that students are compared with, by rows."""
 
     @property
     def num_rows(self) -> int:
@@ -111,16 +107,16 @@ class Teacher(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """What `chunk` keeps of a row."""
+        """Bytes that `chunk` keeps of a row."""
         ...
 
     def chunk(self, begin: int, end: int) -> Any:
-        """What `Criterion` needs of rows begin..end; computed once."""
+        """Compute, once, what `Criterion` needs of rows begin..end."""
         ...
 
 
 class RowLosses(NamedTuple):
-    """Of r student rows: loss and measures [1 + L, r], gradient [r, W] of the logits or None."""
+    """Loss and measures [1 + L, r] of r student rows, gradient [r, W] of the logits or None."""
 
     values: Tensor
     grad: Tensor | None
@@ -132,7 +128,7 @@ class Criterion(Protocol):
     num_measures: int
 
     def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
-        """Compares rows.
+        """Compare rows.
 
         Args:
             chunk: of the teacher.
@@ -146,37 +142,36 @@ class Criterion(Protocol):
 def compared(
     criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
 ) -> RowLosses:
-    """What a criterion finds of logits; all that is done on [r, W] besides matrix products."""
+    """Apply a criterion to logits: all that is done on [r, W] besides matrix products."""
     precise = torch.promote_types(logits.dtype, torch.float32)
     return criterion(chunk, at, Softmax.of(logits.to(precise)), want_grad)
 
 
 @cache
 def _compiled() -> Compare:
-    """Made where it is used: an import of the compiler takes as long as one of torch."""
+    # Made where it is used: an import of the compiler takes as long as one of torch.
     return torch.compile(compared, dynamic=True)
 
 
-def compare_compiled(
+def _compare_compiled(
     criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
 ) -> RowLosses:
-    """`compared`, compiled on first use."""
     # A single row would be compiled for itself: dynamo takes 1 for a constant.
-    one_row = len(logits) == 1
-    return (compared if one_row else _compiled())(criterion, chunk, at, logits, want_grad)
+    compare = compared if len(logits) == 1 else _compiled()
+    return compare(criterion, chunk, at, logits, want_grad)
 
 
 def fused_linear(
-    parts: Sequence[Student], teacher: Teacher, criterion: Criterion, compiled: bool = False
+    students: Sequence[Student], teacher: Teacher, criterion: Criterion, compiled: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """The sum of losses over all rows, each times its scale, and what each row gave.
+    """Sum the losses of all rows, each times its scale.
 
     Effects: with gradients, those of trained projections are in their `.grad` when this returns.
     The total must then be run backward once, as it is: times a number it would be another loss,
     and that is a RuntimeError; on a GPU a failed assertion, which a later call tells of.
 
     Args:
-        parts: the students. Under autocast they are projected in its dtype; everything from
+        students: their rows. Under autocast they are projected in its dtype; everything from
             the logits on is float32 (float64 for float64 weights).
         teacher: without gradients.
         criterion: the loss.
@@ -184,49 +179,51 @@ def fused_linear(
 
     Returns:
         total: [] float32 with a gradient to hidden states.
-        found: per part [1 + L, M] float32, loss and measures of each row, without one.
+        values: of each student [1 + L, M] float32, loss and measures of each row, without one.
     """
-    inputs = [tensor for part in parts for tensor in part.inputs]
+    inputs = [tensor for student in students for tensor in student.inputs]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    compare = partial(compare_compiled if compiled else compared, criterion)
-    total, *found = _Fused.apply(
-        parts, teacher, criterion.num_measures, compare, want_grad, *inputs
+    compare = partial(_compare_compiled if compiled else compared, criterion)
+    total, *values = _Fused.apply(
+        students, teacher, criterion.num_measures, compare, want_grad, *inputs
     )
-    return total, found
+    return total, values
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        parts: Sequence[Student],
+        students: Sequence[Student],
         teacher: Teacher,
         num_measures: int,
         compare: Compare,
         want_grad: bool,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        device = inputs[0].device
-        dtype = _autocast_dtype(device)
+        device, dtype = inputs[0].device, None
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
         with torch.autocast(device.type, enabled=False):
             size = rows_of(chunk_bytes(device), teacher.row_bytes)
             chunks = balanced(0, teacher.num_rows, size)
             edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
-            students = [
-                _StudentPass(part, num_measures, want_grad, dtype, edges, buffers) for part in parts
+            passes = [
+                _StudentPass(student, num_measures, want_grad, dtype, edges, buffers)
+                for student in students
             ]
             for number, (begin, end) in enumerate(pairwise(edges)):
                 chunk = teacher.chunk(begin, end)
-                for student in students:
-                    student.compare(partial(compare, chunk), number, begin)
+                for one in passes:
+                    one.compare(partial(compare, chunk), number, begin)
                 del chunk  # before the next one is made
-        ctx.state_grads = [grad for student in students for grad in student.state_grads]
-        ctx.weights = [weight for part in parts for weight in part.inputs[1::2]]
-        found = [student.found for student in students]
-        ctx.mark_non_differentiable(*found)
-        totals = [(s.found[0] * s.part.scales[:]).sum() for s in students]
-        return torch.stack(totals).sum(), *found
+        ctx.state_grads = [grad for one in passes for grad in one.state_grads]
+        ctx.weights = [weight for student in students for weight in student.inputs[1::2]]
+        values = [one.values for one in passes]
+        ctx.mark_non_differentiable(*values)
+        totals = [(one.values[0] * one.student.scales[:]).sum() for one in passes]
+        return torch.stack(totals).sum(), *values
 
     @staticmethod
     @once_differentiable
@@ -245,67 +242,72 @@ class _Fused(torch.autograd.Function):
 
 
 class _StudentPass:
-    """One part on its way through the chunks, which begin and end at `edges`."""
+    """One student on its way through the chunks, which begin and end at `edges`."""
 
     def __init__(
         self,
-        part: Student,
+        student: Student,
         num_measures: int,
         want_grad: bool,
         dtype: torch.dtype | None,
         edges: list[int],
         buffers: Buffers,
     ) -> None:
-        self.part, self.want_grad, self.buffers = part, want_grad, buffers
-        weight = part.projection.weight
+        self.student, self.want_grad, self.buffers = student, want_grad, buffers
+        weight = student.projection.weight
         self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
         self.projection: Projection | None = None
         self.added: LowRank | None = None
-        self.bounds = torch.searchsorted(part.rows.host, torch.tensor(edges)).tolist()
+        self.bounds = torch.searchsorted(student.rows.host, torch.tensor(edges)).tolist()
         precise = torch.promote_types(weight.dtype, torch.float32)
-        shape = (1 + num_measures, len(part.hidden))
-        self.found = torch.zeros(shape, dtype=precise, device=weight.device)
-        pairs = [part.inputs[at : at + 2] for at in range(0, len(part.inputs), 2)]
+        shape = (1 + num_measures, len(student.hidden))
+        self.values = torch.zeros(shape, dtype=precise, device=weight.device)
+        pairs = list(zip(student.inputs[::2], student.inputs[1::2], strict=True))
         self.state_grads = [
             torch.zeros_like(states) if want_grad and states.requires_grad else None
             for states, _ in pairs
         ]
         self.weight_grads = [
-            _grad_of(each) if want_grad and each.requires_grad else None for _, each in pairs
+            _grad_of(factor) if want_grad and factor.requires_grad else None for _, factor in pairs
         ]
 
     def compare(self, compare: Compare, number: int, begin: int) -> None:
-        """Compares the rows that refer to a chunk of the teacher, which begins at a row."""
-        weight = self.part.projection.weight
+        """Compare the rows that refer to a chunk of the teacher, which begins at a row."""
+        student, weight = self.student, self.student.projection.weight
         if self.projection is None:
             narrow = weight.detach().to(self.dtype)
-            self.projection = self.part.projection._replace(weight=narrow)
-            added = self.part.added
-            self.added = added and LowRank(*(each.detach().to(self.dtype) for each in added))
-        rows = self._weighty(slice(*self.bounds[number : number + 2]))
+            self.projection = student.projection._replace(weight=narrow)
+            self.added = student.added and LowRank(
+                *(factor.detach().to(self.dtype) for factor in student.added)
+            )
+        first, last = self.bounds[number : number + 2]
+        rows: Where = slice(first, last)
+        num_rows = last - first
+        late = self.want_grad and not isinstance(student.scales, Tensor)
+        if late and weight.device.type == "cpu":
+            # Only those that weigh anything; another device would have to be asked for them.
+            rows = first + student.scales[rows].nonzero().squeeze(1)
+            num_rows = len(rows)
         size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
-        for part in balanced(0, number_of(rows), size):
-            self._rows(compare, part_of(rows, part), self.projection, begin)
+        for part in balanced(0, num_rows, size):
+            self._compare_rows(compare, part_of(rows, part), self.projection, begin)
         if number == self.last_chunk:
             self.projection = self.added = None  # before the next student casts its own
 
-    def _weighty(self, rows: slice) -> Where:
-        """Those that weigh anything, where no device has to be asked for them."""
-        late = self.want_grad and not isinstance(self.part.scales, Tensor)
-        if not late or self.found.device.type != "cpu":
-            return rows
-        return rows.start + self.part.scales[rows].nonzero().squeeze(1)
-
-    def _rows(self, compare: Compare, rows: Where, projection: Projection, begin: int) -> None:
-        hidden = self.part.hidden[rows].detach().to(self.dtype)
+    def _compare_rows(
+        self, compare: Compare, rows: Where, projection: Projection, begin: int
+    ) -> None:
+        hidden = self.student.hidden[rows].detach().to(self.dtype)
         logits = projection.logits(hidden, self._buffer(len(hidden)))
-        added = self._added(rows, logits)
-        at = self.part.rows.device[rows] - begin
+        added = self._add_low_rank(rows, logits)
+        at = self.student.rows.device[rows] - begin
         for piece in balanced(0, len(logits), piece_rows(logits)):
             result, here = compare(at[piece], logits[piece], self.want_grad), part_of(rows, piece)
-            self.found[:, here] = result.values
+            self.values[:, here] = result.values
             if result.grad is not None:
-                self._carry_added(result.grad, here)
+                if self.added is not None:
+                    states, weight = self.added
+                    self._carry_back(1, result.grad.to(self.dtype), here, states[here], weight)
                 of_projection = logits[piece] if added is None else logits[piece] - added[piece]
                 logits[piece] = projection.before(result.grad, of_projection)
         if self.want_grad:
@@ -313,7 +315,7 @@ class _StudentPass:
 
     def _buffer(self, num_rows: int) -> Tensor:
         """[R, W] for logits; the same memory for all chunks, which the first touch makes dear."""
-        weight = self.part.projection.weight
+        weight = self.student.projection.weight
         key = (weight.shape[0], self.dtype)
         held = self.buffers.get(key)
         if held is None or len(held) < num_rows:
@@ -321,30 +323,24 @@ class _StudentPass:
             held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
         return held[:num_rows]
 
-    def _added(self, rows: Where, logits: Tensor) -> Tensor | None:
-        """Adds to logits [R, W] what is to be; gives it where gradients ask for it again."""
+    def _add_low_rank(self, rows: Where, logits: Tensor) -> Tensor | None:
+        """Add `LowRank` to logits [R, W]; return it where gradients ask for it again."""
         if self.added is None:
             return None
         states, weight = self.added
-        if self.part.projection.cap is None:
+        if self.student.projection.cap is None:
             logits.addmm_(states[rows], weight.T)
             return None
         added = states[rows] @ weight.T
         logits += added
         return added
 
-    def _carry_added(self, grad: Tensor, rows: Where) -> None:
-        """Carries the gradient [r, W] of logits to what was added to them."""
-        if self.added is not None:
-            states, weight = self.added
-            self._carry_back(1, grad.to(self.dtype), rows, states[rows], weight)
-
     def _carry_back(
         self, number: int, grad: Tensor, rows: Where, states: Tensor, weight: Tensor
     ) -> None:
-        """From the gradient [R, W] of a product to its states [R, .] and weight, a pair of them."""
+        """Carry the gradient [R, W] of a product to its states [R, .] and weight, pair `number`."""
         # The scales go to the narrow side of each product.
-        scales = self.part.scales[rows].unsqueeze(1)
+        scales = self.student.scales[rows].unsqueeze(1)
         of_states, of_weight = self.state_grads[number], self.weight_grads[number]
         if of_states is not None:
             of_states[rows] = (scales * (grad @ weight)).to(of_states)
@@ -357,7 +353,7 @@ class _StudentPass:
 
 
 def _grad_of(weight: Tensor) -> Tensor:
-    """The `.grad` of a parameter, made if need be."""
+    """`.grad` of a parameter, made if need be."""
     assert weight.is_leaf, "a projection is trained as a parameter"
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
@@ -365,7 +361,7 @@ def _grad_of(weight: Tensor) -> Tensor:
 
 
 def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right, summed in the dtype of `whole`."""
+    """Add left @ right, summed in the dtype of `whole`."""
     if whole.dtype == left.dtype:
         whole.addmm_(left, right)
     elif whole.is_cuda:
@@ -375,12 +371,12 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Of the logits of a chunk."""
+    """Bytes of the logits of a chunk."""
     return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
 
 
 def piece_bytes(width: int, cpu: bool) -> int:
-    """Of a float32 tensor of a piece of [R, W]."""
+    """Bytes of a float32 tensor of a piece of [R, W]."""
     filling = min(max(PIECE_BYTES, 4 * width * PIECE_ROWS), MOST_PIECE_BYTES)
     return CPU_PIECE_BYTES if cpu else filling
 
@@ -391,33 +387,23 @@ def piece_rows(logits: Tensor) -> int:
     return rows_of(piece_bytes(width, logits.device.type == "cpu"), 4 * width)
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else None
-
-
-def number_of(rows: Where) -> int:
-    """How many."""
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
-
 def part_of(rows: Where, part: slice) -> Where:
-    """Some of some rows."""
+    """Part of some rows."""
     if isinstance(rows, slice):
         return slice(rows.start + part.start, rows.start + part.stop)
     return rows[part]
 
 
 def balanced(first: int, last: int, size: int) -> list[slice]:
-    """first..last in as few slices of at most `size` as can be, which differ by one at most.
+    """Cut first..last into as few slices of at most `size` as can be, which differ by one at most.
 
     So one row is alone only where there is no other.
     """
     number = -(-(last - first) // size)
     edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []
-    return [slice(*each) for each in pairwise(edges)]
+    return [slice(begin, end) for begin, end in pairwise(edges)]
 
 
 def rows_of(num_bytes: int, row_bytes: int) -> int:
-    """How many rows fit, and at least one."""
+    """Number of rows that fit, at least one."""
     return max(1, num_bytes // row_bytes)

@@ -1,4 +1,4 @@
-"""What a draft head is compared with: the text, or the target's own distribution.
+"""Teachers that a draft head is compared with: the text, or the target's own distribution.
 
 Row r of a teacher is what comes after one token of the text. A draft of depth d from token t
 is compared with the row of token t + d, so heads and steps share rows, and each is computed
@@ -28,7 +28,7 @@ class Distribution(Protocol):
         ...
 
     def pair(self, at: Tensor, student: Softmax) -> Pair:
-        """It and the distributions of students, over the draft vocabulary.
+        """Pair the distribution with those of students, over the draft vocabulary.
 
         Args:
             at: [r] int64, rows of the chunk.
@@ -39,11 +39,11 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True)
 class TextTeacher:
-    """The text itself, and maybe a distribution beside it.
+    """The text itself, and maybe a teacher of distributions beside it.
 
     Attributes:
         labels: [P] int64, the token that comes.
-        soft: what is learnt instead of it.
+        soft: learnt instead of it.
     """
 
     labels: Tensor
@@ -56,7 +56,7 @@ class TextTeacher:
 
     @property
     def row_bytes(self) -> int:
-        """Of a label, or of the distribution beside it."""
+        """Bytes of a label, or of the distribution beside it."""
         return self.labels.element_size() if self.soft is None else self.soft.row_bytes
 
     def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
@@ -88,7 +88,7 @@ class HiddenTeacher:
 
     @property
     def row_bytes(self) -> int:
-        """Of V logits."""
+        """Bytes of V logits."""
         return self.target.vocab_size * self.hidden.element_size()
 
     def chunk(self, begin: int, end: int) -> Distribution:
@@ -108,7 +108,7 @@ class HiddenTeacher:
 
 
 def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[r] each, see `_TargetLogits`, of logits [r, V] and those of the draft vocabulary [r, W].
+    """Fields [r] of `_TargetLogits` after the first, from logits [r, V], of these drafted [r, W].
 
     Probabilities take the place of the latter if they fit: students then need no exponentials.
     """
@@ -116,10 +116,10 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
     whole = of_drafted if drafted.shape == logits.shape else Softmax.of(logits.float())
     mass = (of_drafted.log_norm - whole.log_norm).exp()
     p = of_drafted.q.mul_(mass.unsqueeze(1))
-    found = whole.best, whole.log_norm, mass, dot(p, of_drafted.logits) - mass * whole.log_norm
+    of_p = dot(p, of_drafted.logits) - mass * whole.log_norm
     if drafted.dtype is torch.float32:
         drafted.copy_(p)
-    return found
+    return whole.best, whole.log_norm, mass, of_p
 
 
 class _TargetLogits(NamedTuple):
@@ -154,7 +154,7 @@ class TargetProbs(NamedTuple):
 
     @classmethod
     def of(cls, best: Tensor, p: Tensor) -> "TargetProbs":
-        """From its probabilities."""
+        """Sum up probabilities [c, W]."""
         return cls(best, p, p.sum(-1), p_log_p(p))
 
     def pair(self, at: Tensor, student: Softmax) -> Pair:
@@ -190,7 +190,7 @@ class TopKTeacher:
 
     @property
     def row_bytes(self) -> int:
-        """Of k ids and log-probabilities."""
+        """Bytes of k ids and log-probabilities."""
         return 12 * self.ids.shape[1]
 
     def chunk(self, begin: int, end: int) -> Distribution:
