@@ -1,4 +1,4 @@
-"""What an optimizer step sees: which sequences, at which learning rate. Pure functions."""
+"""Sequences and learning rate of an optimizer step. Pure functions."""
 
 import hashlib
 import math
@@ -11,7 +11,7 @@ from conf.settings.training import Schedule, TrainConfig
 
 
 def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
-    """The global batch of a step, the same for any number of processes.
+    """Global batch of a step, the same for any number of processes.
 
     Batches are cut from an endless row of per-epoch permutations, so a batch may end one epoch
     and begin the next, and a position in the row is all that resuming needs.
@@ -25,13 +25,13 @@ def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list
     Returns:
         `batch_size` indices into the dataset.
     """
-    found: list[int] = []
+    batch: list[int] = []
     position = step * batch_size
-    while len(found) < batch_size:
-        epoch, offset = divmod(position + len(found), num_sequences)
-        end = offset + batch_size - len(found)
-        found += _permutation(epoch, num_sequences, seed)[offset:end].tolist()
-    return found
+    while len(batch) < batch_size:
+        epoch, offset = divmod(position + len(batch), num_sequences)
+        end = offset + batch_size - len(batch)
+        batch += _permutation(epoch, num_sequences, seed)[offset:end].tolist()
+    return batch
 
 
 @lru_cache(maxsize=2)  # a batch may lie in two epochs
@@ -42,23 +42,23 @@ def _permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
 
 
 def draw_seed(*numbers: int) -> int:
-    """A seed, from 0 to 2^63 - 1, for what is drawn by numbers that decide it; alike everywhere."""
+    """Seed, from 0 to 2^63 - 1, made of numbers that decide it; alike everywhere."""
     digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) -> list[list[int]]:
-    """The share of a process in a global batch, in forward passes of `size` sequences."""
+    """Share of a process in a global batch, in forward passes of `size` sequences."""
     share = len(batch) // num_processes
     own = batch[rank * share : (rank + 1) * share]
     return [own[start : start + size] for start in range(0, share, size)]
 
 
 def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
-    """The share of `rate` for parameters that are trained from a later step on.
+    """Share of `rate` for parameters that are trained from a later step on.
 
-    AdamW's first steps are as long as any, whatever little the gradient has to say, so what joins
-    a run warms up like what began it.
+    AdamW's first steps are as long as any, whatever little the gradient has to say, so parameters
+    that join a run warm up like those that began it.
     """
     if first_step == 0 or not config.warmup_steps:
         return 1.0
@@ -66,12 +66,12 @@ def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """That of optimizer step `step`, from 0, once `auto` is settled."""
+    """Learning rate of optimizer step `step`, from 0, once `auto` is settled."""
     return float(config.learning_rate) * rate(config, step)
 
 
 def rate(config: TrainConfig, step: int) -> float:
-    """The share of `learning_rate` that optimizer step `step` (from 0) uses.
+    """Share of `learning_rate` that optimizer step `step` (from 0) uses.
 
     Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or
     constant with a linear decay to 0 over the last `decay_fraction` of the steps (wsd).

@@ -1,4 +1,4 @@
-"""What each optimizer step reads: loaded a step ahead, and on CUDA prepared a pass ahead.
+"""Batches of each optimizer step, loaded a step ahead and on CUDA prepared a pass ahead.
 
 A thread loads the micro batches of the next step while this one runs, so a store on disk is
 waited for only if it is slower than training. On CUDA the target reads the next micro batch on
@@ -25,23 +25,23 @@ class Dataset(Protocol):
     """Packed sequences."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of sequences."""
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        """One of them, as [T] tensors."""
+        """One sequence, as [T] tensors."""
         ...
 
 
 def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
-    """Some sequences as one batch, on the CPU."""
+    """Stack some sequences to a batch, on the CPU."""
     rows = [dataset[index] for index in indices]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device; copies from pinned memory are not waited for."""
-    return moved(batch, lambda each: each.to(device, non_blocking=True))
+    """Move a batch to a device; copies from pinned memory are not waited for."""
+    return moved(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 Load = Callable[[int], list[Batch]]
@@ -73,38 +73,32 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, "headsmith-prefetch")
         self._steps = iter(range(first, last))
-        self._coming: Future[list[Batch]] | None = None
+        self._coming = self._begin_loading()
         self._current: list[Batch] = []
         self._ahead: _Started | None = None
-        self._ask()
 
-    def _ask(self) -> None:
+    def _begin_loading(self) -> Future[list[Batch]] | None:
         step = next(self._steps, None)
-        self._coming = None if step is None else self._pool.submit(self._loaded, step)
+        return None if step is None else self._pool.submit(self._load_pinned, step)
 
-    def _loaded(self, step: int) -> list[Batch]:
+    def _load_pinned(self, step: int) -> list[Batch]:
         batches = self._load(step)
         if self._stream is None:
             return batches
         return [moved(batch, Tensor.pin_memory) for batch in batches]
 
     def next_step(self) -> list[Batch]:
-        """The micro batches of the next step as they were loaded, on the CPU.
-
-        Raises:
-            whatever loading raised.
-        """
+        """Micro batches of the next step as loaded, on the CPU; raises an error of loading."""
         assert self._coming is not None, "no step is left"
         with record_function("waiting"):
             self._current = self._coming.result()
-        self._ask()
+        self._coming = self._begin_loading()
         return self._current
 
     def micro_batches(self) -> Iterator[Batch]:
-        """The same batches on the device, prepared.
+        """Micro batches of `next_step` on the device, prepared.
 
-        Who asks for the next one has given the device all that is done with the last, and has
-        let go of it.
+        Who asks for the next one has given the device all work on the last, and has let go of it.
         """
         for number in range(len(self._current)):
             started = self._ahead or self._start(self._current[number])
@@ -115,7 +109,7 @@ class Prefetcher:
             yield self._finish(started)
 
     def _following(self, number: int) -> Batch | None:
-        """The batch after one of this step, if it is loaded."""
+        """Batch after one of this step, if it is loaded."""
         if number + 1 < len(self._current):
             return self._current[number + 1]
         coming = self._coming
@@ -139,5 +133,5 @@ class Prefetcher:
         return started.batch
 
     def close(self) -> None:
-        """Ends the thread; a load that runs is waited for."""
+        """End the thread; a load that runs is waited for."""
         self._pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are learnt from: whole numbers, known on the CPU before a batch moves.
+"""Tokens of a batch that are learnt from: whole numbers, known on the CPU before a batch moves.
 
 Nothing of this depends on a model, so it is found where batches are loaded, and a device that
 computes is never asked for it.
@@ -20,8 +20,8 @@ from heads.layers.documents import Documents
 DOCUMENTS, SUPERVISION, UNROLLED = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"
 Batch = Mapping[str, Any]
-"""[B, T, ...] tensors by name; under the names above, where documents lie, what is learnt, and B
-numbers that seed what is drawn for each sequence."""
+"""[B, T, ...] tensors by name; under the names above `Documents`, `Supervision`, `Unrolled`, and B
+numbers that seed the draws of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MatchedRows:
     """Rows of a student, in the order of the teacher's rows that they are compared with.
 
     Attributes:
-        places: [M] int64, where they stand in what the student gives.
+        places: [M] int64, where they stand in the student's outputs.
         answers: M rows of the teacher.
     """
 
@@ -53,7 +53,7 @@ class MatchedRows:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a batch teaches.
+    """Places of a batch that are learnt from, by depth.
 
     Attributes:
         places: [P] int64, the tokens before those in the loss mask, of all S: a teacher has a row
@@ -67,7 +67,7 @@ class Supervision:
 
     @classmethod
     def of(cls, batch: Batch, num_depths: int) -> "Supervision":
-        """What a batch on the CPU teaches depths 0 to `num_depths`."""
+        """Find the places of a batch on the CPU for depths 0 to `num_depths`."""
         before = supervised(batch, 0).flatten()
         number = before.cumsum(0) - 1
         depths = []
@@ -85,7 +85,7 @@ class Supervision:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """What is learnt of tokens that draft side by side, step after step.
+    """Rows of tokens that draft side by side, step after step.
 
     Attributes:
         drafts: [N] int64, the tokens that draft first, of all S, in rising order; at least one.
@@ -105,10 +105,10 @@ class Unrolled:
 
     @classmethod
     def of(cls, learnt: Supervision, drafts: Sequence[Tensor] | None = None) -> "Unrolled":
-        """The tokens from which any depth from 1 on is learnt, and each depth's share of them.
+        """Take the tokens from which any depth from 1 on is learnt, and each depth's share of them.
 
         Args:
-            learnt: what a batch teaches.
+            learnt: of a batch.
             drafts: instead, of each depth some of those tokens, [N_d] int64 in rising order, which
                 alone draft.
         """
@@ -116,23 +116,31 @@ class Unrolled:
         if drafts is None:
             drafts = [torch.cat([rows.places for rows in depths]).unique()] * len(depths)
         # One row that nothing is learnt from keeps every parameter in the graph.
-        drafts = [each if len(each) else torch.zeros(1, dtype=torch.int64) for each in drafts]
-        mine = [torch.isin(rows.places, own) for rows, own in zip(depths, drafts, strict=True)]
-        tokens = [rows.places[own] for rows, own in zip(depths, mine, strict=True)]
+        drafts = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in drafts]
+        tokens, answers, places = [], [], []
         before = accumulate(map(len, drafts[:-1]), initial=0)
-        of_steps = zip(drafts, tokens, before, strict=True)
-        places = [torch.searchsorted(all_of, own) + start for all_of, own, start in of_steps]
+        for rows, own, start in zip(depths, drafts, before, strict=True):
+            drafted = torch.isin(rows.places, own)
+            tokens.append(rows.places[drafted])
+            answers.append(rows.answers.host[drafted])
+            places.append(torch.searchsorted(own, tokens[-1]) + start)
         sizes = tuple(map(len, tokens))
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
-        answers = [rows.answers.host[own] for rows, own in zip(depths, mine, strict=True)]
         sorted_answers, order = torch.cat(answers).sort(stable=True)
-        rows = MatchedRows(torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers))
-        token = torch.cat(tokens)[order]
-        return cls(drafts[0], token, rows, steps[order], order.argsort(), sizes)
+        return cls(
+            drafts=drafts[0],
+            tokens=torch.cat(tokens)[order],
+            rows=MatchedRows(
+                torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers)
+            ),
+            steps=steps[order],
+            by_step=order.argsort(),
+            sizes=sizes,
+        )
 
 
 def supervised(batch: Batch, depth: int) -> Tensor:
-    """Tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
+    """Mark tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
 
     At token t depth d predicts x_{t+1+d}. It is trained there if that token is in the loss mask
     and belongs to the document of t: d=1 in `a b c | d e`, all of them in the mask, is trained
@@ -146,36 +154,36 @@ def supervised(batch: Batch, depth: int) -> Tensor:
         [B, T] bool, false in the last `depth` + 1 columns.
     """
     loss_mask, documents = batch["loss_mask"], batch["document_ids"]
-    found = torch.zeros_like(loss_mask, dtype=torch.bool)
+    learnt = torch.zeros_like(loss_mask, dtype=torch.bool)
     ahead = 1 + depth
     if loss_mask.shape[1] > ahead:
         same = (documents[:, :-ahead] == documents[:, ahead:]) & (documents[:, ahead:] >= 0)
-        found[:, :-ahead] = same & loss_mask[:, ahead:].bool()
-    return found
+        learnt[:, :-ahead] = same & loss_mask[:, ahead:].bool()
+    return learnt
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """[P] int64, the tokens after the answered places."""
+    """[P] int64 tokens after the answered places."""
     return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A batch, or what it holds, with every tensor moved; what Python looks into stays."""
+    """Move every tensor of a batch, or of a value in it; numbers that Python looks into stay."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, SortedIndices):
         return SortedIndices(value.host, move(value.device))
     if isinstance(value, Mapping):
-        return {name: moved(each, move) for name, each in value.items()}
+        return {name: moved(part, move) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(moved(each, move) for each in value)
+        return tuple(moved(part, move) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {each.name: moved(getattr(value, each.name), move) for each in fields(value)}
-        return replace(value, **changed)
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: moved(getattr(value, name), move) for name in names})
     return value
 
 
 def indexed(batch: Batch, num_depths: int) -> Batch:
-    """A batch on the CPU with where its documents lie and what depths 0 to `num_depths` learn."""
+    """Add its `Documents` and the `Supervision` of depths 0 to `num_depths` to a CPU batch."""
     documents = Documents.of(batch["document_ids"])
     return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.of(batch, num_depths)}

@@ -1,4 +1,4 @@
-"""What `auto`, epochs and tokens come to, once data and head are known."""
+"""Settings in numbers for `auto`, epochs and tokens, once data and head are known."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ RATES_OF_TRAINED = 0.2
 def resolve_length(
     config: TrainConfig, num_sequences: int, length: int, num_processes: int
 ) -> TrainConfig:
-    """The settings with numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
+    """Put numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
 
     Args:
         config: the run's; its `batch_size`, if that is what counts, divides among the processes.
@@ -42,7 +42,7 @@ def resolve_length(
 def resolve_optimizer(
     config: TrainConfig, objective: Objective, deepspeed: bool, trained: bool = False
 ) -> tuple[TrainConfig, str]:
-    """The settings with an optimizer, rates and schedule for `auto`, and what to say about them.
+    """Put an optimizer, rates and schedule for `auto`.
 
     Args:
         config: the run's.
@@ -57,9 +57,16 @@ def resolve_optimizer(
     if optimizer is Optimizer.auto:
         optimizer = Optimizer.adamw if deepspeed else objective.usual_optimizer
     share = RATES_OF_TRAINED if trained else 1.0
-    usual, usual_adam = (share * rate for rate in objective.usual_rates(optimizer))
-    rate, said = _settled(config.learning_rate, usual)
-    adam, said_adam = _settled(config.adam_learning_rate, usual_adam)
+    given = config.learning_rate, config.adam_learning_rate
+    usual = objective.usual_rates(optimizer)
+    rate, adam = (
+        share * usual_rate if value == AUTO else float(value)
+        for value, usual_rate in zip(given, usual, strict=True)
+    )
+    said, said_adam = (
+        f"{number:.2g} (auto)" if value == AUTO else f"{number:.2g}"
+        for value, number in zip(given, (rate, adam), strict=True)
+    )
     line = f"optimizer: AdamW at {said}"
     if optimizer is Optimizer.muon:
         line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
@@ -69,15 +76,8 @@ def resolve_optimizer(
     return config, f"{line}; schedule: {config.schedule.value}"
 
 
-def _settled(value: float | str, usual: float) -> tuple[float, str]:
-    """A rate, and how to write it."""
-    if value == AUTO:
-        return usual, f"{usual:.2g} (auto)"
-    return float(value), f"{float(value):.2g}"
-
-
 def describe_length(config: TrainConfig, num_sequences: int, length: int) -> str:
-    """`290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
+    """Length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
     epochs = config.max_steps * config.batch_size / max(1, num_sequences)
     tokens = config.batch_size * length
     return (

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from conf.errors import InputError
-from conf.settings.training import TrainConfig
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.target_model.sizes import mlp_size
@@ -44,10 +43,22 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
     if counted is None:
         return None
     held = {"target": target_bytes(target), **_of_strategy(head, setting)}
-    reduced = _reduction(head, setting)
-    held |= {"hidden states": _states(objective, setting), "activations of the head": counted.kept}
-    # The target reads the next micro batch on a stream of its own beside all that.
-    held["a pass of the target"] = _pass(target, setting) if setting.cuda else 0
+    # N (1 + layers read) H t of this micro batch and, on CUDA, the next (`Prefetcher`).
+    states = setting.tokens * (1 + len(head.taps.layers)) * target.hidden_size
+    held["hidden states"] = (2 if setting.cuda else 1) * states * target.dtype.itemsize
+    held["activations of the head"] = counted.kept
+    if setting.cuda and isinstance(target, Target):
+        # The target reads the next micro batch on a stream of its own beside all that: of a layer
+        # without gradients 3 N I t in its MLP and 4 N H t beside it.
+        widths = 3 * mlp_size(target.config) + 4 * target.hidden_size
+        held["a pass of the target"] = setting.tokens * target.dtype.itemsize * widths
+    reduced = 0
+    if setting.strategy == "FSDP2":
+        # It gets S / n, and copies whole gradients after it has given whole weights back.
+        reduced = trained_bytes(head) // setting.num_processes
+    elif setting.strategy.startswith("ZeRO"):
+        # It moves gradients into its bucket, and shares out what it has moved.
+        reduced = ZERO_BUCKET * FLOAT32
     moments: list[Parts] = [
         {**held, "copies in train.dtype": counted.copies, "loss": counted.loss},
         {**held, "backward pass": counted.backward, "reduction of gradients": reduced},
@@ -57,24 +68,18 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
 
 
 def target_bytes(target: EmbeddingsAndHead) -> int:
-    """Of its weights, or of its ends beside a feature store; of what lies where the head does."""
-    whole: Any = target.model if isinstance(target, Target) else None
-    if whole is not None:
-        here = [each for each in whole.parameters() if each.device == target.device]
-        return sum(each.numel() * each.element_size() for each in here)
-    ends = {each.weight.data_ptr(): each.weight for each in (target.embedding, target.output_head)}
-    return sum(each.numel() * each.element_size() for each in ends.values())
+    """Bytes of a target's weights, or of those beside a feature store, on the head's device."""
+    ends = {end.weight.data_ptr(): end.weight for end in (target.embedding, target.output_head)}
+    weights: Any = ends.values()
+    if isinstance(target, Target):
+        model: Any = target.model
+        weights = [weight for weight in model.parameters() if weight.device == target.device]
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def trained_bytes(head: Any) -> int:
     """S, float32."""
-    return FLOAT32 * sum(each.numel() for each in head.parameters() if each.requires_grad)
-
-
-def state_bytes(head: Any, config: TrainConfig) -> int:
-    """Of the optimizers: AdamW has twice a parameter, Muon once, an average of it once more."""
-    keys = state_keys(head, config)
-    return FLOAT32 * sum(len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters())
+    return FLOAT32 * sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
 def _of_strategy(head: Any, setting: Setting) -> Parts:
@@ -83,10 +88,12 @@ def _of_strategy(head: Any, setting: Setting) -> Parts:
     DDP holds S of weights, S of gradients (views of its buckets) and all of the state. FSDP2
     holds an n-th of all, and whole weights and gradients while in use. ZeRO's optimizer has a copy
     of its share of the weights; from stage 2 on also of the gradients, which are whole until they
-    are reduced; at stage 3 the weights lie in shares until they are used.
+    are reduced; at stage 3 the weights lie in shares until they are used. AdamW's state is twice a
+    parameter, Muon's once, an average of it once more.
     """
-    whole, state = trained_bytes(head), state_bytes(head, setting.train)
-    frozen = FLOAT32 * sum(e.numel() for e in head.parameters() if not e.requires_grad)
+    whole, keys = trained_bytes(head), state_keys(head, setting.train)
+    state = FLOAT32 * sum(len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters())
+    frozen = FLOAT32 * sum(p.numel() for p in head.parameters() if not p.requires_grad)
     share = whole // setting.num_processes
     shares = {"DDP": 0, "FSDP2": 1, "ZeRO-1": 1, "ZeRO-2": 1, "ZeRO-3": 2}[setting.strategy]
     return {
@@ -94,32 +101,6 @@ def _of_strategy(head: Any, setting: Setting) -> Parts:
         "gradients": whole,
         "optimizer": state // setting.num_processes if shares else state,
     }
-
-
-def _reduction(head: Any, setting: Setting) -> int:
-    """FSDP2 gets S / n, and copies whole gradients after it has given whole weights back.
-
-    ZeRO moves gradients into its bucket, and shares out what it has moved.
-    """
-    if setting.strategy == "FSDP2":
-        return trained_bytes(head) // setting.num_processes
-    return ZERO_BUCKET * FLOAT32 if setting.strategy.startswith("ZeRO") else 0
-
-
-def _states(objective: Objective, setting: Setting) -> int:
-    """N (1 + layers read) H t of this micro batch and, on CUDA, the next (`Prefetcher`)."""
-    target: Any = objective.target
-    read = 1 + len(objective.head.taps.layers)
-    here = setting.tokens * read * target.hidden_size * target.dtype.itemsize
-    return (2 if setting.cuda else 1) * here
-
-
-def _pass(target: EmbeddingsAndHead, setting: Setting) -> int:
-    """Of a layer without gradients: 3 N I t in its MLP and 4 N H t beside it."""
-    if not isinstance(target, Target):
-        return 0
-    inner = mlp_size(target.config)
-    return setting.tokens * target.dtype.itemsize * (3 * inner + 4 * target.hidden_size)
 
 
 def line(parts: Parts, total: int | None) -> str:
@@ -132,7 +113,7 @@ def line(parts: Parts, total: int | None) -> str:
 
 
 def check(parts: Parts, total: int) -> None:
-    """Refuses what cannot fit.
+    """Refuse a run that cannot fit.
 
     Args:
         parts: of `estimate`.
@@ -153,7 +134,7 @@ def available(device: torch.device) -> int | None:
 
 
 def afterwards(parts: Parts, device: torch.device) -> str:
-    """The estimate beside what was measured on a CUDA device."""
+    """The estimate beside the measured peak of a CUDA device, for people."""
     measured = torch.cuda.max_memory_allocated(device)
     return (
         f"memory: {sum(parts.values()) / 1e9:.1f} GB estimated, {measured / 1e9:.1f} GB measured "

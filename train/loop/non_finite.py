@@ -29,14 +29,14 @@ class SkippedSequences:
         self.numbers = set(known)
 
     def add(self, numbers: Iterable[int], step: int) -> str:
-        """Leaves out more sequences.
+        """Leave out more sequences.
 
         Args:
             numbers: of the sequences.
             step: optimizer step, from 1.
 
         Returns:
-            What to say about it.
+            A line for people.
 
         Raises:
             InputError: these are too many.
@@ -56,8 +56,8 @@ class SkippedSequences:
         )
 
     def staying(self, numbers: Iterable[int]) -> list[int]:
-        """Those of some sequences that are not left out, each once."""
-        return [each for each in dict.fromkeys(numbers) if each not in self.numbers]
+        """Filter out sequences that are left out, and repetitions."""
+        return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
 
     def diverged(
         self,
@@ -66,7 +66,7 @@ class SkippedSequences:
         around: Iterable[list[int]],
         is_bad: Callable[[int], bool],
     ) -> bool:
-        """Whether a head is at fault, and not the bad sequences of a step.
+        """Tell a head at fault from bad sequences of a step.
 
         Args:
             bad: those of the step whose losses are not finite.
@@ -84,10 +84,10 @@ class SkippedSequences:
         return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
 
     def blanked(self, batch: Batch, numbers: list[int]) -> Batch:
-        """A batch on the CPU with padding in place of what is left out, so nothing reads it.
+        """Put padding in place of sequences that are left out, so nothing reads them.
 
         Args:
-            batch: [B, T, ...] tensors by name.
+            batch: [B, T, ...] tensors by name, on the CPU.
             numbers: of its B sequences.
 
         Returns:
@@ -96,7 +96,7 @@ class SkippedSequences:
         rows = [row for row, number in enumerate(numbers) if number in self.numbers]
         if not rows:
             return batch
-        found = {name: torch.clone(tensor) for name, tensor in batch.items()}
-        for name, tensor in found.items():
+        copied = {name: torch.clone(tensor) for name, tensor in batch.items()}
+        for name, tensor in copied.items():
             tensor[rows] = -1 if name == "document_ids" else 0
-        return found
+        return copied

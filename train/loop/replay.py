@@ -27,12 +27,12 @@ TEXT_PROMPT_TOKENS = 32
 
 
 class Replay(ABC):
-    """Replays a chain of drafts over the target's own answers.
+    """Replay of a chain of drafts over the target's own answers.
 
     Args:
         prompts: token ids up to where the answer starts.
         depth: draft tokens of the chain.
-        taps: what the head reads of the target.
+        taps: the states of the target that the head reads.
     """
 
     def __init__(self, prompts: list[list[int]], depth: int, taps: Taps) -> None:
@@ -43,7 +43,7 @@ class Replay(ABC):
     @property
     @abstractmethod
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Per prompt the answer [n], and the target's states of prompt and answer."""
+        """Answer [n] to each prompt, and the target's states of both."""
 
     def __call__(self, head: Replayable) -> dict[str, float]:
         """`tau` and `greedy_alpha_d1`.. of the chain."""
@@ -59,14 +59,7 @@ class Replay(ABC):
 
 
 class HeldoutReplay(Replay):
-    """Over answers that the target gives when they are first needed.
-
-    Args:
-        target: the frozen target.
-        prompts: token ids up to where the answer starts.
-        depth: draft tokens of the chain.
-        taps: what the head reads of the target.
-    """
+    """Replay over answers that the target gives when they are first needed."""
 
     def __init__(self, target: Target, prompts: list[list[int]], depth: int, taps: Taps) -> None:
         super().__init__(prompts, depth, taps)
@@ -74,24 +67,16 @@ class HeldoutReplay(Replay):
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Per prompt the answer and the states, from one decoding of each."""
-        found = []
-        for prompt in self.prompts:
-            answer = greedy_answer(self.target, prompt)
-            found.append((answer, self.target.read_response(prompt, answer, self.taps)))
-        return found
+        """Answers and states, from one decoding of each prompt."""
+        answers = [greedy_answer(self.target, prompt) for prompt in self.prompts]
+        return [
+            (answer, self.target.read_response(prompt, answer, self.taps))
+            for prompt, answer in zip(self.prompts, answers, strict=True)
+        ]
 
 
 class StoredReplay(Replay):
-    """Over answers that a feature store holds, with the states that heads read.
-
-    Args:
-        ends: of the target.
-        stored: the split `replay`.
-        num_prompts: at most.
-        depth: draft tokens of the chain.
-        taps: what the head reads of the target.
-    """
+    """Replay over answers that a feature store holds in its split `replay`."""
 
     def __init__(
         self,
@@ -108,7 +93,7 @@ class StoredReplay(Replay):
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Per prompt the answer and the states, as they were stored."""
+        """Answers and states, as they were stored."""
         return [
             (row["input_ids"][row["loss_mask"]].tolist(), self._output(row)) for row in self.rows
         ]
@@ -126,24 +111,24 @@ class StoredReplay(Replay):
 
 
 def greedy_answer(target: Target, prompt: list[int]) -> list[int]:
-    """The target's own continuation of a prompt, at most 64 tokens."""
+    """Greedy continuation of a prompt by the target, at most 64 tokens."""
     return decode(target, NoDraft(), prompt, MAX_NEW_TOKENS).token_ids
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
-    """The first prompts of held-out documents.
+    """Take the first prompts of held-out documents.
 
     Args:
         heldout: packed sequences.
         num_prompts: prompts at most; longer ones than 256 tokens are left out.
     """
-    found = (prompt for index in range(len(heldout)) for prompt in prompts_of(heldout[index]))
-    short = (prompt for prompt in found if len(prompt) <= MAX_PROMPT_TOKENS)
+    prompts = (prompt for index in range(len(heldout)) for prompt in prompts_of(heldout[index]))
+    short = (prompt for prompt in prompts if len(prompt) <= MAX_PROMPT_TOKENS)
     return list(islice(short, num_prompts))
 
 
 def prompts_of(row: Mapping[str, Tensor]) -> Iterator[list[int]]:
-    """What stands before the first learnt token of each document of a packed sequence.
+    """Tokens before the first learnt one of each document of a packed sequence.
 
     A plain text is learnt from its first token on; its first 32 tokens are taken.
     """

@@ -1,4 +1,4 @@
-"""What decides the result of a run, and so must not change when it continues.
+"""Settings that decide the result of a run, and so must not change when it continues.
 
 Every setting is compared but what is listed here, so one that is added later is too.
 """
@@ -23,7 +23,7 @@ ONLY_WATCHED = (
 )  # fmt: skip
 """Settings of `train.*` that look at a run, or keep it."""
 ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
-"""Those that change the order or the width of the same arithmetic, as the number of processes
+"""Settings that change the order or the width of the same arithmetic, as the number of processes
 does; weights and the optimizer's state are float32 under all of them."""
 NOT_COMPARED = {
     "train": (*ONLY_WATCHED, *ONLY_ROUNDED),
@@ -40,9 +40,9 @@ TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
 def settings(prefix: str, config: Any) -> dict[str, Any]:
-    """The compared fields of a dataclass by configuration key, as JSON holds them."""
+    """Compared fields of a dataclass by configuration key, as JSON holds them."""
     ignored = NOT_COMPARED.get(prefix, ())
-    names = [each.name for each in fields(config) if each.name not in ignored]
+    names = [field.name for field in fields(config) if field.name not in ignored]
     return {f"{prefix}.{name}": plain(getattr(config, name)) for name in names}
 
 
@@ -55,12 +55,12 @@ def checksum(sequence: Mapping[str, Tensor]) -> int:
 def check(
     path: Path, then: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, step: int
 ) -> list[str]:
-    """Compares a run with the checkpoint it continues from.
+    """Compare a run with the checkpoint that it continues from.
 
     Args:
         path: the checkpoint.
-        then: what was the same for the run that made it, by key.
-        now: the same of this run.
+        then: settings of the run that made it, by key.
+        now: settings of this run.
         config: this run's.
         step: optimizer steps done.
 
@@ -71,7 +71,11 @@ def check(
         InputError: naming each key that differs.
     """
     unknown = [key for key in now if key not in then]
-    same_rates = _same_rates(config, then, step)
+    before = copy(config)
+    for name in SCHEDULE:
+        value = then.get(f"train.{name}", plain(getattr(config, name)))
+        setattr(before, name, Schedule(value) if name == "schedule" else value)
+    same_rates = all(rate(before, done) == rate(config, done) for done in range(step))
     keys = [
         key
         for key in changed(then, now)
@@ -87,11 +91,3 @@ def check(
             "the head of this one if you like (head.path)"
         )
     return unknown
-
-
-def _same_rates(config: TrainConfig, then: Mapping[str, Any], step: int) -> bool:
-    before = copy(config)
-    for name in SCHEDULE:
-        value = then.get(f"train.{name}", plain(getattr(config, name)))
-        setattr(before, name, Schedule(value) if name == "schedule" else value)
-    return all(rate(before, each) == rate(config, each) for each in range(step))

@@ -1,16 +1,15 @@
-"""What the steps of a run read: the packed data throughout, or rounds of the target's own answers.
+"""Rounds of the target's own answers, which the steps of a run read in place of its data.
 
 On-policy distillation (Draft-OPD, arXiv 2605.29343) lets the target answer the prompts of the data,
 drafting with the head as it is, and teaches the head where its drafts went. Verified text is the
 target's own whoever drafts, and what a head drafts along a text depends on that text alone; so
-a round is text, and a step finds the drafts of the head of that very step in it. Nothing of a
+a round is text, and a step learns from what the head of that very step drafts in it. Nothing of a
 head that has changed since is ever learnt from.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,13 +49,13 @@ GROUP = 4
 TEXTS = "texts.safetensors"
 MADE = "made_of"
 PENALTY = "repetition_penalty"
-"""What a server can be told of a generation config."""
+"""The one part of a generation config that a server can be told."""
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key of a server that answers."""
 
 
 class Round(NamedTuple):
-    """Sequences that steps `first` to `last`, the last one not included, read.
+    """Sequences that steps `first` to `last`, the last one not included, read: of data or answers.
 
     Attributes:
         data: packed.
@@ -70,17 +69,17 @@ class Round(NamedTuple):
     seed: int
 
     def sequences(self, step: int, batch_size: int) -> list[int]:
-        """The global batch of a step."""
+        """Global batch of a step."""
         return schedule.sequences(step - self.first, batch_size, len(self.data), self.seed)
 
     def around(self, step: int, batch_size: int) -> Iterator[list[int]]:
-        """The batches before that of a step, the last one first, and then those after it."""
+        """Batches before that of a step, the last one first, and then those after it."""
         for other in (*range(self.first, step)[::-1], *range(step + 1, self.last)):
             yield self.sequences(other, batch_size)
 
 
-class Texts(NamedTuple):
-    """Answered prompts.
+class AnsweredPrompts(NamedTuple):
+    """Prompts with the target's answers.
 
     Attributes:
         token_ids: [N] int64, text behind text.
@@ -93,15 +92,14 @@ class Texts(NamedTuple):
 
     def samples(self) -> Iterator[Sample]:
         """Documents of which the answers are learnt."""
-        for ids, prompt in zip(
-            self.token_ids.split(self.lengths.tolist()), self.prompts.tolist(), strict=True
-        ):
+        texts = self.token_ids.split(self.lengths.tolist())
+        for ids, prompt in zip(texts, self.prompts.tolist(), strict=True):
             yield Sample(ids.tolist(), [place >= prompt for place in range(len(ids))])
 
     def answer(self, prompts: Sequence[list[int]]) -> bool:
-        """Whether these are the prompts."""
-        starts = self.token_ids.split(self.lengths.tolist())
-        return [ids[:n].tolist() for ids, n in zip(starts, self.prompts, strict=True)] == prompts
+        """Tell whether these are the prompts."""
+        texts = self.token_ids.split(self.lengths.tolist())
+        return [ids[:n].tolist() for ids, n in zip(texts, self.prompts, strict=True)] == prompts
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Rollouts:
 
     @property
     def answers(self) -> dict[str, Any]:
-        """What decides the target's answers besides its weights and the run's settings."""
+        """Generation config and stop texts, which decide answers beside weights and settings."""
         asked = sorted(self.target.logits_processing.items())
         return {"generation_config": plain(asked), "stop": plain(self.target.stop_strings)}
 
@@ -139,14 +137,14 @@ class Rollouts:
         return {**self.made_of, **self.answers, **how, "seed": self.seed}
 
     def round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
-        """The round of a step, made on all processes at once if no earlier run has left it.
+        """Read the round of a step, or make it on all processes if no earlier run has left it.
 
         Args:
             step: optimizer step, from 0.
             head: drafts; in eval mode, with whole parameters.
 
         Returns:
-            The round, and figures of what was written now.
+            The round, and figures of the answers that were made now.
         """
         assert self.config.steps is not None
         number = step // self.config.steps
@@ -155,10 +153,13 @@ class Rollouts:
         texts, figures = self._kept(number, prompts), dict[str, float]()
         processes.wait()  # nobody writes before everybody has looked
         if texts is None:
-            texts, figures = self._written(number, prompts, head)
+            texts, figures = self._make(number, prompts, head)
             if PartialState().is_main_process:
-                fill = partial(_fill, texts, self._statement())
-                write_folder(self._path(number), fill)
+                tensors, metadata = texts._asdict(), {MADE: json.dumps(self._statement())}
+                write_folder(
+                    self._path(number),
+                    lambda folder: save_file(tensors, folder / TEXTS, metadata=metadata),
+                )
         seed = self.seed + number
         packed = PackedDataset(
             texts.samples(), self.data.max_length, seed=seed, pad_id=self.data.pad_id
@@ -167,7 +168,7 @@ class Rollouts:
 
     @staticmethod
     def line(figures: dict[str, float]) -> str:
-        """What was written, for people."""
+        """Figures of new answers, for people."""
         texts, tokens, rate = (figures[f"rollout/{n}"] for n in ("texts", "tokens", "tokens_per_s"))
         tau = figures.get("rollout/tau")
         drafted = "" if tau is None else f" at a tau of {tau:.2f}"
@@ -177,15 +178,15 @@ class Rollouts:
         )
 
     def _prompts(self, first: int, last: int) -> list[list[int]]:
-        """Of the documents of what these steps would have read, that leave room for an answer."""
+        """Prompts of the data's sequences for these steps that leave room for an answer."""
         numbers: dict[int, None] = {}
         for step in range(first, last):
-            found = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
-            numbers |= dict.fromkeys(found)
+            batch = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
+            numbers |= dict.fromkeys(batch)
         window = self.target.window
         room = None if window is None else window - self.config.max_new_tokens
         prompts = [prompt for number in numbers for prompt in prompts_of(self.data[number])]
-        fitting = [each for each in prompts if room is None or len(each) <= room]
+        fitting = [prompt for prompt in prompts if room is None or len(prompt) <= room]
         if not fitting:
             raise InputError(
                 f"rollout.max_new_tokens={self.config.max_new_tokens}: leaves no prompt of steps "
@@ -196,8 +197,8 @@ class Rollouts:
     def _path(self, number: int) -> Path:
         return self.folder / f"round-{number:04}"
 
-    def _kept(self, number: int, prompts: list[list[int]]) -> Texts | None:
-        """What a run that was stopped has written."""
+    def _kept(self, number: int, prompts: list[list[int]]) -> AnsweredPrompts | None:
+        """Answers that a run that was stopped has written."""
         file = self._path(number) / TEXTS
         if not file.exists():
             return None
@@ -206,31 +207,31 @@ class Rollouts:
         # A round of an earlier version says nothing.
         if made is not None and changed(json.loads(made), self._statement()):
             return None
-        texts = Texts(**load_tensors(file))
+        texts = AnsweredPrompts(**load_tensors(file))
         return texts if texts.answer(prompts) else None
 
-    def _written(
+    def _make(
         self, number: int, prompts: list[list[int]], head: DraftHead
-    ) -> tuple[Texts, dict[str, float]]:
+    ) -> tuple[AnsweredPrompts, dict[str, float]]:
         watch, state = Stopwatch(), PartialState()
         size = GROUP * self.config.batch_size
         groups = [range(begin, len(prompts))[:size] for begin in range(0, len(prompts), size)]
         # Groups are the same on any number of processes, and so is all that their company decides.
         mine = groups[state.process_index :: state.num_processes]
-        found: list[tuple[int, Generation]] = []
+        own: list[tuple[int, Generation]] = []
         bar = tqdm(mine, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False)
         for group in bar:
-            found += zip(group, self._answers(number, group, prompts, head), strict=True)
+            own += zip(group, self._answers(number, group, prompts, head), strict=True)
         processes.wait()
-        answers = [each for _, each in sorted(gathered(found), key=lambda pair: pair[0])]
-        whole = [prompt + each.token_ids for prompt, each in zip(prompts, answers, strict=True)]
-        texts = Texts(
-            torch.tensor([token for text in whole for token in text]),
-            torch.tensor(list(map(len, whole))),
-            torch.tensor(list(map(len, prompts))),
+        answers = [answer for _, answer in sorted(gathered(own), key=lambda pair: pair[0])]
+        whole = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+        texts = AnsweredPrompts(
+            token_ids=torch.tensor([token for text in whole for token in text]),
+            lengths=torch.tensor(list(map(len, whole))),
+            prompts=torch.tensor(list(map(len, prompts))),
         )
-        num_tokens = sum(len(each.token_ids) for each in answers)
-        steps = [step for each in answers for step in each.steps]
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        steps = [step for answer in answers for step in answer.steps]
         figures = {
             "rollout/texts": float(len(answers)),
             "rollout/tokens": float(num_tokens),
@@ -244,7 +245,7 @@ class Rollouts:
     def _answers(
         self, number: int, group: range, prompts: list[list[int]], head: DraftHead
     ) -> list[Generation]:
-        """Of the prompts of a group, in their order."""
+        """Answers to the prompts of a group, in their order."""
         requests = [
             Request(prompts[index], schedule.draw_seed(self.seed, number, index)) for index in group
         ]
@@ -260,7 +261,7 @@ class Rollouts:
         return decode_many(self.target, make, requests, *limits, sampling)
 
     def _served(self, requests: list[Request]) -> list[Generation]:
-        """The answers of a server, which does not tell what was drafted."""
+        """Answers of a server, which does not tell of its drafts."""
         assert self.server is not None
         asked = self.target.logits_processing
         if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
@@ -268,7 +269,8 @@ class Rollouts:
                 f"{self.server}: cannot be told {', '.join(untold)}, which the generation config "
                 f"of {self.target.name} asks for; leave rollout.endpoint unset"
             )
-        prompts, seeds = ([each.prompt_ids for each in requests], [each.seed for each in requests])
+        prompts = [request.prompt_ids for request in requests]
+        seeds = [request.seed for request in requests]
         told = {
             "max_tokens": self.config.max_new_tokens,
             "temperature": self.config.temperature,
@@ -283,7 +285,3 @@ class Rollouts:
             )
         stops = Stops.of(self.target)
         return [Generation(stops.cut([], answer)) for answer in answers]
-
-
-def _fill(texts: Texts, made_of: dict[str, Any], folder: Path) -> None:
-    save_file(texts._asdict(), folder / TEXTS, metadata={MADE: json.dumps(made_of)})

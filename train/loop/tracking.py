@@ -1,4 +1,4 @@
-"""Where metrics go: always `metrics.jsonl`, and tensorboard or wandb if asked for.
+"""Metrics of a run: always in `metrics.jsonl`, and in tensorboard or wandb if asked for.
 
 A tracker never stops a run: its first failure is told once and it is left out from then on.
 wandb goes online or offline by its own variable WANDB_MODE; its key stays in the environment.
@@ -39,7 +39,7 @@ class Metrics:
         say: Say,
         goes_on: bool = False,
     ) -> None:
-        """Opens the file and starts the tracker.
+        """Open the file and start the tracker.
 
         Args:
             out_dir: the run's folder, which exists.
@@ -60,14 +60,21 @@ class Metrics:
             self._sink = self._guard(lambda: start(out_dir, config, run), START_TIMEOUT_S)
 
     def forget_after(self, step: int) -> None:
-        """Drops the lines of later steps, which a continued run will write again."""
+        """Drop the lines of later steps, which a continued run will write again."""
         if not self.path.exists():
             return
-        lines = [line for line in self.path.read_text().splitlines() if _is_until(line, step)]
+
+        def stays(line: str) -> bool:
+            try:
+                return json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):  # half a line, from a kill
+                return False
+
+        lines = filter(stays, self.path.read_text().splitlines())
         write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes one line and tells the tracker.
+        """Write one line and tell the tracker.
 
         Raises:
             InputError: `metrics.jsonl` cannot be written.
@@ -82,7 +89,7 @@ class Metrics:
             self._guard(lambda: sink.log(step, metrics), None)
 
     def close(self) -> None:
-        """Lets the tracker finish, for a bounded time."""
+        """Let the tracker finish, for a bounded time."""
         if self._sink is not None:
             self._guard(self._sink.close, CLOSE_TIMEOUT_S)
 
@@ -143,7 +150,7 @@ class _Wandb:
 
 
 def _bounded(act: Callable[[], Any], timeout_s: float) -> Any:
-    """What `act` returns or raises, or TimeoutError; the thread is left behind then."""
+    """Act in a thread, which a TimeoutError leaves behind."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
@@ -161,10 +168,3 @@ def _bounded(act: Callable[[], Any], timeout_s: float) -> Any:
         error = outcome["error"]
         raise error if isinstance(error, Exception) else RuntimeError(repr(error))
     return outcome["value"]
-
-
-def _is_until(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):  # half a line, from a kill
-        return False

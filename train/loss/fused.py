@@ -286,8 +286,8 @@ class _StudentPass:
         late = self.want_grad and not isinstance(student.scales, Tensor)
         if late and weight.device.type == "cpu":
             # Only those that weigh anything; another device would have to be asked for them.
-            rows = first + student.scales[rows].nonzero().squeeze(1)
-            num_rows = len(rows)
+            weighty = student.scales[rows].nonzero().squeeze(1)
+            rows, num_rows = first + weighty, len(weighty)
         size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
         for part in balanced(0, num_rows, size):
             self._compare_rows(compare, part_of(rows, part), self.projection, begin)

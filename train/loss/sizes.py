@@ -22,7 +22,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What memory depends on besides the objective.
+    """Facts of a launch that memory depends on, besides the objective.
 
     Attributes:
         tokens: N.
@@ -42,12 +42,15 @@ class Setting:
 
     @classmethod
     def of(cls, config: TrainConfig, length: int, strategy: str, accelerator: Any) -> "Setting":
-        """Of a launch, and sequences of some tokens."""
-        device = accelerator.device
-        dtype = resolve_dtype(Dtype(config.dtype), device)
-        tokens = config.micro_batch_size * length
-        cuda = device.type == "cuda"
-        return cls(tokens, dtype, strategy, accelerator.num_processes, cuda, config)
+        """Setting of a launch on sequences of `length` tokens."""
+        return cls(
+            tokens=config.micro_batch_size * length,
+            dtype=resolve_dtype(Dtype(config.dtype), accelerator.device),
+            strategy=strategy,
+            num_processes=accelerator.num_processes,
+            cuda=accelerator.device.type == "cuda",
+            train=config,
+        )
 
 
 class Counted(NamedTuple):
@@ -67,7 +70,7 @@ class Counted(NamedTuple):
 
 
 def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
-    """Of a chunk: its logits, and either pieces or what carries the gradient back.
+    """Bytes of a chunk: its logits, and either pieces or the factors that carry the gradient back.
 
     Args:
         setting: the launch.
@@ -85,12 +88,12 @@ def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: 
 
 
 def teacher_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
-    """Of the target's logits [rows, width] beside a student's, in the dtype of the target."""
+    """Bytes of the target's logits [rows, width] beside a student's, in the dtype of the target."""
     return min(rows * width * target.dtype.itemsize, chunk_bytes(setting))
 
 
 def making_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
-    """While those are made: logits of all ids, of the draft vocabulary beside them, and pieces."""
+    """Bytes while those are made: logits of all ids, of drafted ids beside them, and pieces."""
     whole = teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
     most = fused.piece_bytes(target.vocab_size, not setting.cuda)
@@ -103,8 +106,8 @@ def chunk_bytes(setting: Setting) -> int:
 
 
 def copied_bytes(head: Any, setting: Setting) -> int:
-    """Of all matrices, where autocast's dtype is another than float32."""
+    """Bytes of copies of all matrices, where autocast's dtype is another than float32."""
     if setting.dtype is torch.float32:
         return 0
-    matrices = (each for each in head.parameters() if each.requires_grad and each.dim() > 1)
-    return setting.dtype.itemsize * sum(each.numel() for each in matrices)
+    sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
+    return setting.dtype.itemsize * sum(sizes)

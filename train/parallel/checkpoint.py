@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 
 from conf.errors import InputError
 from heads.storage import write_folder
@@ -30,12 +30,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """Progress of a run.
 
     Attributes:
         step: optimizer steps done.
         tokens: tokens seen, padding not counted.
-        run: what must be the same when the run continues, by configuration key.
+        run: settings that must be the same when the run continues, by configuration key.
         skipped: numbers of the sequences that are left out.
     """
 
@@ -59,15 +59,15 @@ class Tensors:
 
 
 def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
-    """Writes a checkpoint and removes all but the newest `keep`.
+    """Write a checkpoint and remove all but the newest `keep`.
 
     Checkpoints of later steps go too: they are of a run that was given up when this one
     continued from an earlier step, and `latest` must not return to it.
 
     Args:
         folder: `out_dir/checkpoints`.
-        tensors: what to save.
-        progress: where the run stands.
+        tensors: of the head and its optimizers.
+        progress: of the run.
         keep: checkpoints to keep, this one included.
 
     Returns:
@@ -91,16 +91,16 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
         (staging / "state.json").write_text(json.dumps(state, indent=1))
 
     write_folder(final, fill)
-    found = _newest_first(folder)
-    abandoned = [path for path in found if int(path.name[5:]) > progress.step]
-    leftovers = [p for kind in (".writing-*", ".old-*") for p in folder.glob(kind)]
-    for path in (*abandoned, *found[len(abandoned) :][keep:], *leftovers):
+    saved = _newest_first(folder)
+    abandoned = [path for path in saved if int(path.name[5:]) > progress.step]
+    leftovers = [*folder.glob(".writing-*"), *folder.glob(".old-*")]
+    for path in (*abandoned, *saved[len(abandoned) :][keep:], *leftovers):
         shutil.rmtree(path, ignore_errors=True)
     return final
 
 
 def latest(folder: Path, say: Say) -> Path | None:
-    """The newest whole checkpoint, or None if there is none at all.
+    """Find the newest whole checkpoint; None if there is none at all.
 
     Args:
         folder: `out_dir/checkpoints`.
@@ -109,13 +109,13 @@ def latest(folder: Path, say: Say) -> Path | None:
     Raises:
         InputError: there are checkpoints and all are damaged.
     """
-    found = _newest_first(folder)
-    for path in found:
+    saved = _newest_first(folder)
+    for path in saved:
         damage = damage_of(path)
         if damage is None:
             return path
         say(f"checkpoint {path} is damaged ({damage}): trying the one before")
-    if found:
+    if saved:
         raise InputError(
             f"every checkpoint in {folder} is damaged: start again in another out_dir, or "
             "restore one of them"
@@ -124,7 +124,7 @@ def latest(folder: Path, say: Say) -> Path | None:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if it is whole."""
+    """Say why a checkpoint is damaged; None if it is whole."""
     try:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != _FORMAT:
@@ -138,7 +138,7 @@ def damage_of(path: Path) -> str | None:
 
 
 def read(path: Path) -> tuple[Progress, Tensors]:
-    """Taps a checkpoint; its tensors are mapped, and come from the disk as they are used.
+    """Read a checkpoint; its tensors are mapped, and come from the disk as they are used.
 
     Args:
         path: the checkpoint's folder.
@@ -152,20 +152,17 @@ def read(path: Path) -> tuple[Progress, Tensors]:
     state = json.loads((path / "state.json").read_text())
     tensors = Tensors(*(load_file(path / name) for name in _FILES))
     skipped = state.get("skipped", [])  # of an earlier version: none
-    return (
-        Progress(state["step"], state["tokens"], state["run"], skipped),
-        tensors,
-    )
+    return Progress(state["step"], state["tokens"], state["run"], skipped), tensors
 
 
 def check_fits(
     path: Path, tensors: Tensors, head: nn.Module, state_keys: Mapping[str, Iterable[str]]
 ) -> None:
-    """Refuses what was saved of another head.
+    """Refuse a checkpoint of another head.
 
     Args:
         path: of the checkpoint.
-        tensors: what it holds.
+        tensors: of the checkpoint.
         head: with whole parameters.
         state_keys: names of the optimizers' states of each parameter, by the parameter's name.
 
@@ -175,25 +172,24 @@ def check_fits(
     expected = {name: parameter.shape for name, parameter in head.named_parameters()}
     states = ((name, key) for name, keys in state_keys.items() for key in keys)
     expected |= {f"{name}.{key}": expected[name] for name, key in states}
-    found = {name: value.shape for name, value in (tensors.head | tensors.state).items()}
-    wrong = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
+    saved = {name: value.shape for name, value in (tensors.head | tensors.state).items()}
+    wrong = [n for n in {**expected, **saved} if expected.get(n) != saved.get(n)]
     if wrong:
         name = wrong[0]
+        there, here = (
+            "none" if shape is None else str(list(shape))
+            for shape in (saved.get(name), expected.get(name))
+        )
         raise InputError(
-            f"checkpoint {path} is of another head: {name} has shape "
-            f"{_written(found.get(name))} there and {_written(expected.get(name))} here, and so "
-            f"{len(wrong)} tensors differ; use the settings head.* of the run it is of, and its "
-            "train.optimizer (adamw, if it is of a version that had no other)"
+            f"checkpoint {path} is of another head: {name} has shape {there} there and {here} "
+            f"here, and so {len(wrong)} tensors differ; use the settings head.* of the run it is "
+            "of, and its train.optimizer (adamw, if it is of a version that had no other)"
         )
 
 
-def _written(shape: Size | None) -> str:
-    return "none" if shape is None else str(list(shape))
-
-
 def _newest_first(folder: Path) -> list[Path]:
-    found = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    saved = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(saved, key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def _fingerprint(path: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How a head's parameters, gradients and optimizer state lie on the processes.
+"""Layouts of a head's parameters, gradients and optimizer state on the processes.
 
 One class per strategy behind one interface: the same optimizer step under each, and whole
 tensors in and out, so that a checkpoint does not depend on which of them wrote it.
@@ -29,7 +29,7 @@ from train.schedule import late_warmup
 
 
 def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":
-    """Lays the head of an objective out on the processes of a launch, and makes its optimizer.
+    """Lay the head of an objective out on the processes of a launch, and make its optimizers.
 
     Args:
         accelerator: of `processes.start`.
@@ -45,11 +45,11 @@ def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Pla
 
 
 def strategy_name(accelerator: Accelerator) -> str:
-    """What `place` will lay out by: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
-    kind = _class_of(accelerator)
-    if kind is Zero:
+    """Name of the strategy of `place`: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
+    strategy = _class_of(accelerator)
+    if strategy is Zero:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
-    return kind.name
+    return strategy.name
 
 
 def _class_of(accelerator: Accelerator) -> "type[Placement]":
@@ -70,7 +70,7 @@ class Placement:
 
     name = "DDP"
     can_discard = True
-    """Whether gradients can be forgotten between `clip` and `step`."""
+    """Gradients can be forgotten between `clip` and `step`."""
 
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
@@ -92,16 +92,17 @@ class Placement:
         if self.accelerator.num_processes > 1:
             # DDP turns gradients that it finds into views of its buckets; made later, the first
             # would lie beside them.
-            for parameter in (each for group in objective.groups() for each in group.parameters):
-                parameter.grad = torch.zeros_like(parameter)
+            for group in objective.groups():
+                for parameter in group.parameters:
+                    parameter.grad = torch.zeros_like(parameter)
         return self.accelerator.prepare(objective), make_optimizers(objective, self.config)
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         """Every group of parameters, and its optimizer."""
-        return ((each, group) for each in self.optimizers for group in each.param_groups)
+        return ((optim, group) for optim in self.optimizers for group in optim.param_groups)
 
     def _stepped(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
-        """What an optimizer holds state of, and the first step that trains it."""
+        """Tensors that an optimizer holds state of, and the first step that trains each."""
         return [(o, tensor, g["first_step"]) for o, g in self._groups() for tensor in g["params"]]
 
     @contextmanager
@@ -114,11 +115,11 @@ class Placement:
                 yield
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss []; over the processes they become a mean."""
+        """Add the gradients of a loss []; over the processes they become a mean."""
         loss.backward()
 
     def clip(self, number: int) -> Tensor:
-        """Clips the gradients of optimizer step `number`, from 0.
+        """Clip the gradients of optimizer step `number`, from 0.
 
         Returns:
             [] their norm before that, on the device, the same on every process; 0 where it is
@@ -135,7 +136,7 @@ class Placement:
         return norm
 
     def step(self, learning_rate: float, number: int) -> float:
-        """Applies clipped gradients, and clears them.
+        """Apply clipped gradients, and clear them.
 
         Args:
             learning_rate: of a group whose rate is 1.
@@ -148,18 +149,13 @@ class Placement:
             warmth = late_warmup(self.config, number, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
         norm = self._apply()
-        self._average(number)
+        if self.config.average_decay is not None:
+            # At first the mean of what there was, or untrained weights would stay for long.
+            decay = min(self.config.average_decay, (1 + number) / (10 + number))
+            with torch.no_grad():
+                for optimizer, tensor, _ in self._stepped():
+                    optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
         return norm
-
-    def _average(self, number: int) -> None:
-        """Moves the averages of weights towards what a step has made of them."""
-        if self.config.average_decay is None:
-            return
-        # At first the mean of what there was, or untrained weights would stay for long.
-        decay = min(self.config.average_decay, (1 + number) / (10 + number))
-        with torch.no_grad():
-            for optimizer, tensor, _ in self._stepped():
-                optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
 
     def _apply(self) -> float:
         for optimizer in self.optimizers:
@@ -168,7 +164,7 @@ class Placement:
         return 0.0
 
     def discard(self) -> None:
-        """Forgets all gradients."""
+        """Forget all gradients."""
         in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not in_buckets)
@@ -187,7 +183,7 @@ class Placement:
             return
         averages = {n: self._state(p, AVERAGE) for n, p in self.trained.items()}
         with self.gathered(), torch.no_grad():
-            whole = [(self.head.get_parameter(n), each) for n, each in averages.items()]
+            whole = [(self.head.get_parameter(n), average) for n, average in averages.items()]
             weights = [parameter.clone() for parameter, _ in whole]
             for parameter, average in whole:
                 parameter.copy_(average)
@@ -198,23 +194,23 @@ class Placement:
                     parameter.copy_(own)
 
     def tensors(self) -> Tensors:
-        """What a checkpoint holds, whole.
+        """Tensors of a checkpoint, whole.
 
         Every process takes part; all but the first get nothing. The optimizers' state is gathered
         one tensor at a time, so that no device ever holds all of it.
         """
         first = self.accelerator.is_main_process
         with self.gathered():
-            head = {n: _stored(p) for n, p in self.head.named_parameters()} if first else {}
+            head = {n: _copied(p) for n, p in self.head.named_parameters()} if first else {}
         state = {}
         for name, parameter, key in self._states():
             value = self._state(parameter, key)
             if first:
-                state[f"{name}.{key}"] = _stored(value)
+                state[f"{name}.{key}"] = _copied(value)
         return Tensors(head, state)
 
     def restore(self, step: int, state: dict[str, Tensor]) -> None:
-        """Puts the optimizers where they were after `step` steps.
+        """Put the optimizers where they were after `step` steps.
 
         Args:
             step: optimizer steps done.
@@ -234,8 +230,8 @@ class Placement:
 
     def _held(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state that an optimizer holds of a parameter."""
-        (found,) = (o.state[parameter] for o in self.optimizers if parameter in o.state)
-        return found
+        (state,) = (o.state[parameter] for o in self.optimizers if parameter in o.state)
+        return state
 
     def _state(self, parameter: Tensor, key: str) -> Tensor:
         return _whole(self._held(parameter)[key])
@@ -324,11 +320,11 @@ class Zero(Placement):
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss []; over the processes they become a mean."""
+        """Add the gradients of a loss []; over the processes they become a mean."""
         self.objective.backward(loss)
 
     def clip(self, number: int) -> Tensor:
-        """Nothing: DeepSpeed clips in its step."""
+        """Leave gradients alone: DeepSpeed clips in its step."""
         del number
         return torch.zeros((), device=self.accelerator.device)
 
@@ -365,7 +361,7 @@ class Zero(Placement):
         safe_set_local_optimizer_state(parameter, padded[rank * size :][:size], key)
 
     def _link(self) -> None:
-        """Has ZeRO-1 and 2 look up which slice of the state is whose, usually after a step."""
+        """Let ZeRO-1 and 2 look up which slice of the state is whose, usually after a step."""
         if not self._weights_in_shards:
             self.objective.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -374,6 +370,6 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _stored(value: Tensor) -> Tensor:
+def _copied(value: Tensor) -> Tensor:
     # A copy, because safetensors refuses tensors that share memory.
     return value.detach().to("cpu", copy=True).contiguous()

@@ -1,4 +1,4 @@
-"""Joining the processes of a launch: one, DDP, FSDP2 or DeepSpeed."""
+"""Processes of a launch, which join, wait for each other and part: one, DDP, FSDP2, DeepSpeed."""
 
 import os
 import warnings
@@ -19,11 +19,11 @@ from heads.target_model.load import resolve_dtype
 
 PATIENCE = timedelta(days=30)
 ZERO_BUCKET = 2**26
-"""Elements of ZeRO's buffer of gradients; DeepSpeed's own, of 2 GB, is larger than many heads."""
+"""Numbers in ZeRO's buffer of gradients; DeepSpeed's own, of 2 GB, is larger than many heads."""
 
 
 def start(config: TrainConfig) -> Accelerator:
-    """Joins the processes of this launch; says so where `train.dtype` is slow here.
+    """Join the processes of this launch; say so where `train.dtype` is slow here.
 
     Raises:
         InputError: they do not see each other, the batch does not divide among them, the dtype
@@ -61,7 +61,7 @@ def start(config: TrainConfig) -> Accelerator:
 
 
 def check_batch(config: TrainConfig, num_processes: int) -> None:
-    """Refuses a batch that does not divide into equal micro batches.
+    """Refuse a batch that does not divide into equal micro batches.
 
     Raises:
         InputError: naming the three numbers.
@@ -76,7 +76,7 @@ def check_batch(config: TrainConfig, num_processes: int) -> None:
 
 
 def wait() -> None:
-    """Waits for all processes, however long one of them takes.
+    """Wait for all processes, however long one of them takes.
 
     Other collectives are given up after minutes, so that a broken network is noticed. Where one
     process may have more to do than the others, they wait here first.
@@ -92,7 +92,7 @@ def _patient_group(_world: Any) -> Any:
 
 
 def end(accelerator: Accelerator) -> None:
-    """Lets the processes of a launch part, once all of them have come this far."""
+    """Let the processes of a launch part, once all of them have come this far."""
     wait()
     # A group that outlives the others ends the interpreter with its threads running.
     _patient_group.cache_clear()
@@ -100,12 +100,12 @@ def end(accelerator: Accelerator) -> None:
 
 
 def uses_fsdp() -> bool:
-    """Whether the launch asked for FSDP; on CPU the accelerator does not know."""
+    """Tell whether the launch asked for FSDP; on CPU the accelerator does not know."""
     return _is_set("ACCELERATE_USE_FSDP")
 
 
 def refuse_shards(script: str) -> None:
-    """Refuses strategies that cut parameters or their optimizer's state into pieces.
+    """Refuse strategies that cut parameters or their optimizer's state into pieces.
 
     Args:
         script: that is run.
@@ -122,7 +122,7 @@ def refuse_shards(script: str) -> None:
 
 
 def _set_up_fsdp() -> None:
-    """Keeps transformers from loading the target, which is not sharded, on one process only.
+    """Keep transformers from loading the target, which is not sharded, on one process only.
 
     Raises:
         InputError: FSDP1, or parameters on the CPU.
@@ -136,10 +136,10 @@ def _set_up_fsdp() -> None:
 
 
 def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
-    """Tells DeepSpeed what `train.*` says, and transformers to leave the target whole.
+    """Hand settings `train.*` to DeepSpeed, and tell transformers to leave the target whole.
 
     Raises:
-        InputError: a setting of DeepSpeed that would change what is trained, or how it is saved.
+        InputError: a setting of DeepSpeed would change the training, or its checkpoints.
     """
     if accelerator.distributed_type != utils.DistributedType.DEEPSPEED:
         raise InputError(
