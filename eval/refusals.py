@@ -9,7 +9,7 @@ from conf.errors import InputError
 from conf.files import check_room
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun, SpeedupRun
-from data.rows.sources import check_data
+from data.rows.files import check_data
 from heads.folders import check_head, check_target
 
 

@@ -35,9 +35,15 @@ from conf.command.provenance import provenance
 from conf.errors import InputError
 from conf.files import locked, make_folder, retried, write_whole
 from data.embedded import fill_unset
-from data.features.manifest import ENDS, TOKEN_COUNTS, Manifest, ShardEntry, begin, check_plan
-from data.features.shards import ShardIndex, file_checksum, is_whole
-from data.features.writer import SHARD_BYTES, Shard, Writers, save_shard
+from data.features.format import (
+    EMBEDDINGS_AND_HEAD,
+    TOKEN_COUNTS,
+    ShardIndex,
+    file_checksum,
+    is_whole,
+)
+from data.features.manifest import Manifest, ShardEntry
+from data.features.writer import SHARD_BYTES, Copies, PlannedShard, Writers, write_shard
 from eval.measure.asked import follow_or_tell
 from eval.measure.processes import start
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
@@ -46,16 +52,15 @@ from heads.target_model.model import Target
 from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import Work, check_disk, prepared, target_json
 from scripts.store.states import (
-    Copies,
     StatesOf,
-    states_from_engine,
+    states_from_server,
     states_from_target,
     stored,
     token_fields,
 )
 from train.loop.replay import greedy_answer
 
-ENDS_FOLDER = Path(ENDS).parent
+ENDS_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
 
 def main(config: CaptureRun) -> None:
@@ -69,14 +74,14 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     state = start()
     fill_unset(config)
     work = prepared(config, state, shard_bytes)
-    check_plan(work.folder, work.plan)
+    work.plan.check(work.folder)
     check_disk(work, say=state.is_main_process)
     state.wait_for_everyone()  # all have looked at what is there
     make_folder(work.folder)
     lock = locked(work.folder / ".lock") if state.is_main_process else nullcontext()
     with lock, speaking_up(work.folder, state):
         if state.is_main_process:
-            begin(work.folder, work.plan)
+            work.plan.write(work.folder)
         state.wait_for_everyone()
         write_shards(work, state)
         state.wait_for_everyone()
@@ -167,7 +172,7 @@ def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
 
 def capture_shard(
     work: Work,
-    shard: Shard,
+    shard: PlannedShard,
     target: EmbeddingsAndHead,
     states_of: StatesOf,
     writers: Writers,
@@ -190,7 +195,7 @@ def capture_shard(
 
     def write() -> None:
         there = [tokens | copied.wait() for tokens, copied in sequences]
-        save_shard(work.folder, shard, contents.fields, there)
+        write_shard(work.folder, shard.name, contents.fields, there)
 
     writers.submit(write)
 
@@ -200,13 +205,13 @@ def states_source(
 ) -> AbstractContextManager[StatesOf]:
     """Where the hidden states of packed sequences come from."""
     if isinstance(target, RemoteTarget):
-        return states_from_engine(str(config.engine), target, layers)
+        return states_from_server(str(config.engine), target, layers)
     assert isinstance(target, Target)
     return nullcontext(states_from_target(target, layers))
 
 
 def batches(
-    work: Work, shard: Shard, target: EmbeddingsAndHead
+    work: Work, shard: PlannedShard, target: EmbeddingsAndHead
 ) -> Iterator[list[dict[str, Tensor]]]:
     """The sequences of a shard, as many at a time as run together."""
     if shard.split == "replay":
@@ -252,7 +257,10 @@ def finish(work: Work, state: PartialState) -> None:
     for shard in work.shards:
         index = ShardIndex.read(folder, shard.name)
         entries.append(ShardEntry(shard.name, shard.split, index.size, index.checksum))
-    files = {name: retried(partial(file_checksum, folder / name)) for name in (ENDS, TOKEN_COUNTS)}
+    files = {
+        name: retried(partial(file_checksum, folder / name))
+        for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS)
+    }
     origin = provenance(work.config, ends.name, work.report)
     tokenizer = load_tokenizer(work.config.target)[1]
     target = target_json(work.config, tokenizer, state.device, loaded=True)

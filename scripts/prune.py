@@ -31,8 +31,9 @@ from conf.command.provenance import provenance
 from conf.errors import InputError
 from conf.files import write_whole
 from data.embedded import fill_unset
-from data.features.layout import HIDDEN
-from data.prepared.pack import DataReport, PackedDataset, prepare
+from data.features.format import HIDDEN
+from data.prepared.pack import PackedDataset
+from data.prepared.prepare import DataReport, prepare
 from eval.measure import processes
 from eval.measure.asked import follow_or_tell
 from eval.measure.bench import greedy_responses

@@ -6,7 +6,7 @@ from conf.errors import InputError
 from conf.settings.export import ExportRun, MergeAdapterRun, PushRun
 from conf.settings.scripts import ContestRun, PruneRun
 from conf.settings.target import Quantization
-from data.rows.sources import check_data
+from data.rows.files import check_data
 from eval.refusals import check_inputs
 from heads.folders import PROVENANCE, check_head
 from scripts.publish.staging import read_json

@@ -38,7 +38,7 @@ from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_unset
 from data.rows.records import Records, load_data
 from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval.measure.asked import follow
 from heads.layers.packed import pack
 from heads.target_model.identity import identify

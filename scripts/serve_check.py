@@ -32,7 +32,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.errors import InputError
-from data.servers.counts import DraftCounts, RunningEngine
+from data.servers.counts import DraftCounts, DraftingServer
 from data.servers.endpoint import Endpoint
 from eval.measure.bench import Bench, open_bench, seed_of, write_result
 from eval.measure.counts import Totals, divergences, drafted, problems
@@ -44,7 +44,7 @@ def main(config: ServeCheckRun) -> None:
     """Asks the server, decodes the same prompts, prints, writes `serve_check.json`."""
     CHECK(config)
     endpoint = Endpoint(config.endpoint, api_key=os.environ.get(config.api_key_env))
-    with RunningEngine(endpoint) as engine:
+    with DraftingServer(endpoint) as engine:
         check_depth(config, engine)
         bench = open_bench(config, RESULT)
         check_room(config, bench, engine)
@@ -70,7 +70,7 @@ def main(config: ServeCheckRun) -> None:
         sys.exit(1)
 
 
-def check_depth(config: ServeCheckRun, engine: RunningEngine) -> None:
+def check_depth(config: ServeCheckRun, engine: DraftingServer) -> None:
     """Takes the server's depth, or refuses another one.
 
     Raises:
@@ -84,7 +84,7 @@ def check_depth(config: ServeCheckRun, engine: RunningEngine) -> None:
         )
 
 
-def check_room(config: ServeCheckRun, bench: Bench, engine: RunningEngine) -> None:
+def check_room(config: ServeCheckRun, bench: Bench, engine: DraftingServer) -> None:
     """Refuses texts near the end of the server's window, where it drafts less.
 
     Raises:
@@ -100,7 +100,7 @@ def check_room(config: ServeCheckRun, bench: Bench, engine: RunningEngine) -> No
         )
 
 
-def _answers(engine: RunningEngine, bench: Bench, config: ServeCheckRun) -> Iterator[DraftCounts]:
+def _answers(engine: DraftingServer, bench: Bench, config: ServeCheckRun) -> Iterator[DraftCounts]:
     for prompt in tqdm(bench.prompts, desc=engine.name, unit="prompt"):
         yield engine.answer(prompt.token_ids, config.max_new_tokens)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.embedded import fill_unset
 from data.rows.records import load_data
-from data.templates.chat import Encoder, Sample
+from data.templates.encoder import Encoder, Sample
 from heads.target_model.load import tokenizer_of
 
 

@@ -32,9 +32,8 @@ TESTS = {
     "heads/medusa/test_head",
     "train/eagle.py": "train/loss/test_eagle train/test_eagle_head train/loop/test_memory "
     "heads/eagle/test_head",
-    "data/prepared/pack.py": "data/prepared/test_pack",
-    "data/prepared/samples.py": "data/prepared/test_pack data/prepared/test_dataset",
-    "data/templates/chat.py": "data/templates/test_chat data/templates/test_chat_edges",
+    "data/prepared/pack.py": "data/prepared/test_pack data/prepared/test_folder",
+    "data/templates/encoder.py": "data/templates/test_encoder data/templates/test_encoder_edges",
     "train/parallel/checkpoint.py": "train/parallel/test_checkpoint",
     "train/parallel/optimizers.py": "train/parallel/test_optimizers",
     "train/loop/non_finite.py": "train/loop/test_non_finite",

@@ -19,7 +19,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
-from data.rows.sources import check_data, find_source
+from data.rows.files import check_data, find_source
 from heads.folders import check_head, check_target
 from heads.storage import locate
 from scripts.publish.card import is_hub_id

@@ -28,7 +28,7 @@ from torch.profiler import record_function
 from conf.command import entry
 from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead, TokenNormalizer
-from data.features.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from data.features.reader import TrainingData
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.formats import load_eagle

@@ -18,7 +18,7 @@ from torch import Tensor
 from conf.errors import InputError
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
-from data.features.layout import HIDDEN
+from data.features.format import HIDDEN
 from data.features.reader import TrainingData
 from heads.medusa.head import MedusaHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead

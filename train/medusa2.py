@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from conf.errors import InputError
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
-from data.features.layout import HIDDEN
+from data.features.format import HIDDEN
 from data.prepared.pack import PackedDataset
 from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter

@@ -1,4 +1,4 @@
-"""What a feature store is, in JSON: `capture.json` before it is whole, `manifest.json` after."""
+"""What a feature store holds, in JSON: `capture.json` before it is whole, `manifest.json` after."""
 
 import json
 from collections.abc import Mapping
@@ -10,18 +10,13 @@ from conf.command.statement import check_unchanged, flat, plain
 from conf.errors import InputError
 from conf.files import retried, write_whole
 from conf.settings.data import Form
-from data.features.layout import Contents
-from data.features.shards import repair
-from data.prepared.pack import DataReport
-
-VERSION = 1
-PLAN, MANIFEST = "capture.json", "manifest.json"
-ENDS, TOKEN_COUNTS = "target/ends.safetensors", "token_counts.safetensors"
+from data.features.format import MANIFEST, PLAN, VERSION, Contents, repair
+from data.prepared.prepare import DataReport
 
 
 @dataclass(frozen=True)
 class Split:
-    """Packed sequences of one kind.
+    """The sequences of a split.
 
     Attributes:
         num_sequences: how many.
@@ -37,11 +32,11 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StorePlan:
     """Everything that decides what a store holds.
 
     Attributes:
-        target: which one, with checksums, and how it was loaded.
+        target: its identity, with checksums, and how it was loaded.
         contents: what is kept of its pass.
         data: the settings of the data, as JSON.
         sha256: of the data at `data.path`.
@@ -63,8 +58,8 @@ class Plan:
     shard_bytes: int
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "Plan":
-        """What `as_json` made of one."""
+    def from_json(cls, stored: Mapping[str, Any]) -> "StorePlan":
+        """The plan of which `as_json` made this."""
         values = {name: stored[name] for name in cls.__dataclass_fields__}
         values["contents"] = Contents.from_json(values["contents"])
         values["splits"] = {name: Split(**split) for name, split in values["splits"].items()}
@@ -73,6 +68,30 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """JSON content, with the version of the format."""
         return {"version": VERSION, **plain(self)}
+
+    def check(self, folder: Path) -> None:
+        """Refuses a folder that holds something else, or the same made in another way.
+
+        Raises:
+            InputError: naming what differs.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"out_dir={folder} is a file: name a folder")
+        if (folder / PLAN).is_file():
+            before = flat(_read_json(folder / PLAN, f"out_dir={folder}"))
+            check_unchanged(f"out_dir={folder} holds a capture", before, flat(self.as_json()))
+            return
+        # A capture may have been killed while it wrote its plan.
+        begun = {".lock", f"{PLAN}.tmp"}
+        if folder.is_dir() and any(path.name not in begun for path in folder.iterdir()):
+            raise InputError(
+                f"out_dir={folder} is not empty and holds no capture to continue: name another"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Says what a store that is being captured is to hold."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / PLAN, json.dumps(self.as_json(), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,7 @@ class Manifest:
         provenance: of `conf.command.provenance`.
     """
 
-    plan: Plan
+    plan: StorePlan
     shards: list[ShardEntry]
     files: dict[str, str]
     provenance: dict[str, Any]
@@ -131,7 +150,7 @@ class Manifest:
                 f"data.features={folder}: no {MANIFEST} there, so no store or one whose capture "
                 f"has not ended; {repair(folder)}"
             )
-        stored = read_json(path, f"data.features={folder}")
+        stored = _read_json(path, f"data.features={folder}")
         if stored.get("version") != VERSION:
             raise InputError(
                 f"data.features={folder}: version {stored.get('version')} of the format; this "
@@ -139,47 +158,17 @@ class Manifest:
             )
         try:
             shards = [ShardEntry(**entry) for entry in stored["shards"]]
-            return cls(Plan.from_json(stored), shards, stored["files"], stored["provenance"])
+            return cls(StorePlan.from_json(stored), shards, stored["files"], stored["provenance"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: damaged: {error!r}; {repair(folder)}") from error
 
 
-def begin(folder: Path, plan: Plan) -> None:
-    """Writes the plan of a store that is being captured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / PLAN, json.dumps(plan.as_json(), indent=2) + "\n")
-
-
-def check_plan(folder: Path, plan: Plan) -> None:
-    """Refuses a folder that holds something else, or the same made in another way.
-
-    Raises:
-        InputError: naming what differs.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"out_dir={folder} is a file: name a folder")
-    if not (folder / PLAN).is_file():
-        # A capture may have been killed while it wrote its plan.
-        begun = {".lock", f"{PLAN}.tmp"}
-        if folder.is_dir() and any(path.name not in begun for path in folder.iterdir()):
-            raise InputError(
-                f"out_dir={folder} is not empty and holds no capture to continue: name another"
-            )
-        return
-    before = flat(read_json(folder / PLAN, f"out_dir={folder}"))
-    check_unchanged(f"out_dir={folder} holds a capture", before, flat(plan.as_json()))
-
-
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        InputError: starting with `what`, where it is none.
-    """
+def _read_json(path: Path, setting: str) -> dict[str, Any]:
+    """A JSON object; raises an InputError that starts with `setting` where it is none."""
     try:
         stored = json.loads(retried(path.read_text))
     except (OSError, ValueError) as error:
-        raise InputError(f"{what}: {path.name} is damaged: {error}") from error
+        raise InputError(f"{setting}: {path.name} is damaged: {error}") from error
     if not isinstance(stored, dict):
-        raise InputError(f"{what}: {path.name} is damaged: not a JSON object")
+        raise InputError(f"{setting}: {path.name} is damaged: not a JSON object")
     return stored

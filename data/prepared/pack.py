@@ -1,29 +1,221 @@
-"""Packs samples into sequences of one length, and prepares training and held-out data.
+"""Packs tokenised samples into sequences of one length; no process copies the ids.
 
-Letters: N samples, S packed sequences, T tokens of a sequence (`max_length`).
+Letters: N samples, P pieces of memory, t tokens of a piece, S packed sequences, T tokens of a
+sequence (`max_length`).
 """
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from conf.errors import InputError
-from conf.settings.data import DataConfig, Form
 from data.ids import Vocabulary, check_ids
-from data.prepared.dataset import Prepared, open_prepared
-from data.prepared.fit import pack
-from data.prepared.samples import Samples
-from data.rows.records import counted, malformed
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
+
+# Samples sorted and packed together: enough to fill sequences well, few enough that
+# sequences of different windows stay alike.
+WINDOW = 16384
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples that lie one behind the other.
+
+    Attributes:
+        input_ids: [t] int32.
+        loss_mask: [t] bool.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+
+
+class Samples:
+    """N samples in the order of their pieces.
+
+    Attributes:
+        lengths: [N] int32 tokens of each.
+        highest: no id of the pieces is higher.
+    """
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        lengths: np.ndarray,
+        starts: np.ndarray | None = None,
+        *,
+        highest: int,
+    ) -> None:
+        """Finds the samples in their pieces: all, or those that begin at `starts`.
+
+        Args:
+            pieces: P of them.
+            lengths: [N] tokens of each sample.
+            starts: [N] int64, rising, tokens of all pieces before each sample.
+            highest: id of all pieces.
+        """
+        self._pieces = pieces
+        self._bounds = np.cumsum([0, *(len(piece.input_ids) for piece in pieces)])
+        if starts is None:
+            starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        self._starts = starts
+        self.highest = highest
+        self.lengths = lengths
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> "Samples":
+        """Lays samples out in memory; they are read once."""
+        ids, mask, lengths = array("i"), bytearray(), array("i")
+        for sample in samples:
+            ids.extend(sample.input_ids)
+            mask.extend(sample.loss_mask)
+            lengths.append(len(sample.input_ids))
+        piece = Piece(
+            torch.from_numpy(np.array(ids, dtype=np.int32)),
+            torch.from_numpy(np.frombuffer(mask, dtype=np.bool_).copy()),
+        )
+        return cls([piece], np.array(lengths, dtype=np.int32), highest=max(ids, default=0))
+
+    def take(self, numbers: np.ndarray) -> "Samples":
+        """Some of the samples.
+
+        Args:
+            numbers: rising.
+        """
+        starts = self._starts[numbers]
+        return Samples(self._pieces, self.lengths[numbers], starts, highest=self.highest)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, number: int, length: int) -> Piece:
+        """The first `length` tokens of a sample, where they lie."""
+        start = self._starts[number]
+        piece = int(np.searchsorted(self._bounds, start, "right")) - 1
+        begin = int(start - self._bounds[piece])
+        whole = self._pieces[piece]
+        here = slice(begin, begin + length)
+        return Piece(whole.input_ids[here], whole.loss_mask[here])
+
+    def num_learnt(self, max_length: int) -> np.ndarray:
+        """[N] int32 learnt tokens among the first `max_length` of each sample."""
+        num_learnt = np.zeros(len(self), dtype=np.int32)
+        for piece, first, last in self._by_piece():
+            begins, ends = self._ends(piece, first, last, max_length)
+            mask = self._pieces[piece].loss_mask.numpy()
+            before = np.concatenate([[0], np.cumsum(mask, dtype=np.int32)])
+            num_learnt[first:last] = before[ends] - before[begins]
+        return num_learnt
+
+    def cut(self, max_length: int) -> Iterator[Piece]:
+        """The first `max_length` tokens of every sample, copied, as one piece per piece."""
+        for piece, first, last in self._by_piece():
+            begins, ends = self._ends(piece, first, last, max_length)
+            whole = self._pieces[piece]
+            steps = np.zeros(len(whole.input_ids) + 1, dtype=np.int8)
+            np.add.at(steps, begins, 1)
+            np.add.at(steps, ends, -1)
+            inside = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
+            ids, mask = whole.input_ids.numpy()[inside], whole.loss_mask.numpy()[inside]
+            yield Piece(torch.from_numpy(ids), torch.from_numpy(mask))
+
+    def _by_piece(self) -> Iterator[tuple[int, int, int]]:
+        """The piece, the first of its samples and the one after its last."""
+        firsts = np.searchsorted(self._starts, self._bounds)
+        # Only empty samples begin where all pieces have ended.
+        firsts[-1] = len(self)
+        for piece, (first, last) in enumerate(pairwise(firsts.tolist())):
+            if first < last:
+                yield piece, first, last
+
+    def _ends(
+        self, piece: int, first: int, last: int, max_length: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        begins = self._starts[first:last] - self._bounds[piece]
+        return begins, begins + np.minimum(self.lengths[first:last], max_length)
+
+
+class Packing(Sequence[np.ndarray]):
+    """Sample numbers of each sequence, `[S]` arrays that lie in one."""
+
+    def __init__(self, members: np.ndarray, bounds: np.ndarray, order: np.ndarray) -> None:
+        """Takes sequences in another order.
+
+        Args:
+            members: [N] samples, sequence behind sequence.
+            bounds: [S + 1] members before each sequence.
+            order: [S] sequences in their final order.
+        """
+        self._members, self._bounds, self._order = members, bounds, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        sequence = self._order[index]
+        return self._members[self._bounds[sequence] : self._bounds[sequence + 1]]
+
+
+def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
+    """Groups samples into sequences: best fit, longest first, in windows of shuffled samples.
+
+    Args:
+        lengths: tokens per sample, `[N]`, each at most `max_length`.
+        max_length: tokens of a sequence.
+        seed: of the shuffle of the samples, and then of the sequences.
+
+    Returns:
+        Sample numbers of each sequence.
+    """
+    generator = random.Random(seed)
+    order = _shuffled(len(lengths), generator)
+    shuffled = np.asarray(lengths, dtype=np.int64)[order]
+    num_sequences = 0
+    windows, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for begin in range(0, len(order), WINDOW):
+        longest_first = begin + np.argsort(-shuffled[begin : begin + WINDOW], kind="stable")
+        fitted = _best_fit(shuffled[longest_first].tolist(), max_length)
+        windows.append(longest_first)
+        places.append(fitted + num_sequences)
+        num_sequences += int(fitted.max()) + 1
+    place = np.concatenate(places)
+    members = order[np.concatenate(windows)][np.argsort(place, kind="stable")]
+    bounds = np.cumsum([0, *np.bincount(place, minlength=num_sequences)])
+    return Packing(members, bounds, _shuffled(num_sequences, generator))
+
+
+def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
+    """The sequence of each sample: of those with room the fullest, of such the oldest, or a new."""
+    room: list[int] = []  # tokens left, and the sequence in the lowest bits; sorted
+    bits = len(lengths).bit_length()
+    sequences, num_sequences = [], 0
+    for length in lengths:
+        fit = bisect_left(room, length << bits)
+        if fit == len(room):
+            free = (max_length << bits) + num_sequences
+            num_sequences += 1
+        else:
+            free = room.pop(fit)
+        sequences.append(free & ((1 << bits) - 1))
+        insort(room, free - (length << bits))
+    return np.array(sequences, dtype=np.int64)
+
+
+def _shuffled(count: int, generator: random.Random) -> np.ndarray:
+    """[count] whole numbers as `random.Random.shuffle` leaves a list of them."""
+    numbers = array("q", range(count))
+    generator.shuffle(numbers)
+    return np.array(numbers, dtype=np.int64)
 
 
 class PackedDataset(Dataset):
@@ -46,7 +238,7 @@ class PackedDataset(Dataset):
         pad_id: int = 0,
         place: Callable[[int], str] = "sample {}".format,
     ):
-        """Decides the places of the samples.
+        """Assigns every sample its sequence.
 
         Args:
             samples: where they lie, or the samples themselves, which are read once; longer ones
@@ -58,15 +250,15 @@ class PackedDataset(Dataset):
         """
         self.max_length = max_length
         self.pad_id = pad_id
-        found = samples if isinstance(samples, Samples) else Samples.of(samples)
-        num_learnt = found.num_learnt(max_length)
-        self.num_truncated = int((found.lengths > max_length).sum())
+        samples = samples if isinstance(samples, Samples) else Samples.of(samples)
+        num_learnt = samples.num_learnt(max_length)
+        self.num_truncated = int((samples.lengths > max_length).sum())
         self.num_dropped = int((num_learnt == 0).sum())
         """Samples without a learnt token, after truncation."""
         self.num_supervised_tokens = int(num_learnt.sum())
         """Tokens that are learnt."""
         self._place, self._taken = place, np.flatnonzero(num_learnt)
-        self._samples = found.take(self._taken)
+        self._samples = samples.take(self._taken)
         self._lengths = np.minimum(self._samples.lengths, max_length)
         self.sequences = pack(self._lengths, max_length, seed)
         """Sample numbers of each sequence."""
@@ -114,10 +306,10 @@ class PackedDataset(Dataset):
         if self._samples.highest < min(target.num_embeddings, target.vocab_size):
             return
         for number, length in enumerate(self._lengths.tolist()):
-            found = self._samples.read(number, length)
+            piece = self._samples.read(number, length)
             where = partial(self._place, int(self._taken[number]))
-            learnt = found.input_ids[found.loss_mask].tolist()
-            check_ids(found.input_ids.tolist(), target, where, learnt)
+            learnt = piece.input_ids[piece.loss_mask].tolist()
+            check_ids(piece.input_ids.tolist(), target, where, learnt)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -131,8 +323,8 @@ class PackedDataset(Dataset):
         for document, sample in enumerate(self.sequences[index].tolist()):
             length = int(self._lengths[sample])
             here = slice(at, at + length)
-            found = self._samples.read(sample, length)
-            input_ids[here], loss_mask[here] = found.input_ids, found.loss_mask
+            piece = self._samples.read(sample, length)
+            input_ids[here], loss_mask[here] = piece.input_ids, piece.loss_mask
             position_ids[here] = torch.arange(length)
             document_ids[here] = document
             at += length
@@ -142,202 +334,3 @@ class PackedDataset(Dataset):
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What became of the data, training and held-out records together."""
-
-    path: str
-    eval_path: str | None
-    form: Form
-    num_records: int
-    """Well-formed records used, before any is dropped."""
-    num_bad: int
-    num_truncated: int
-    num_dropped: int
-    """Records without a learnt token, after truncation."""
-    num_tokens: int
-    num_supervised_tokens: int
-    padding: float
-    """Share of padding in the packed sequences."""
-    sha256: str
-    num_train_sequences: int
-    num_eval_sequences: int
-    bad: list[str] = field(default_factory=list)
-    """A message per malformed row."""
-    lengths: dict[str, int] = field(default_factory=dict)
-    """Tokens of samples before truncation: `p50`, `p90`, `p99` and `longest`."""
-    prepared: list[str] = field(default_factory=list)
-    """Folders of the tokenised samples."""
-    rows_per_s: float | None = None
-    """At which the training data were tokenised, whenever that was."""
-    unread: dict[str, int] = field(default_factory=dict)
-    """Rows by field that has something in it and is not read."""
-    unrendered: dict[str, int] = field(default_factory=dict)
-    """How often the chat template does not render what a record says, by name."""
-    left_out: list[str] = field(default_factory=list)
-    """Files of a folder that are not read, and why."""
-
-    def lines(self) -> list[str]:
-        """Returns the report as lines to print."""
-        share = self.num_supervised_tokens / self.num_tokens
-        held_out = self.eval_path or "a share of it"
-        return [
-            f"data: {self.path} (form {self.form.value}, sha256 {self.sha256[:12]}); "
-            f"held out: {held_out}",
-            f"  records: {self.num_records:,} used, {self.num_bad:,} malformed, "
-            f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
-            f"  tokens: {self.num_tokens:,}, of which {share:.1%} are learnt",
-            f"  sequences: {self.num_train_sequences:,} to train on, "
-            f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding",
-            *self._lines_of_store(),
-            *(f"  {line}" for line in malformed(self.bad)),
-        ]
-
-    def _lines_of_store(self) -> list[str]:
-        """None for the reports of older stores of features."""
-        if not self.lengths:
-            return []
-        half, most, nearly_all, longest = self.lengths.values()
-        speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
-        left_out = [
-            *counted("fields not read", self.unread, "rows"),
-            *counted("not rendered by the chat template", self.unrendered, "times"),
-            *(f"not read: {name}" for name in self.left_out),
-        ]
-        return [
-            f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} (99%), "
-            f"{longest:,} (longest)",
-            f"  prepared: {', '.join(self.prepared)}{speed}",
-            *(f"  {line}" for line in left_out),
-        ]
-
-
-def prepare(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
-) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    """Opens the prepared data, making them if need be, and packs training and held-out sequences.
-
-    All processes of a launch may call it at once: one of them prepares, and the others wait.
-
-    Args:
-        config: of the data; its `path` is set.
-        tokenizer: the target's.
-        seed: decides which records are held out, and the packing.
-        progress: whether to say that another process is waited for.
-
-    Returns:
-        The training set, the held-out set and what became of the data.
-
-    Raises:
-        InputError: bad data, or nothing to learn in either set.
-    """
-    path, eval_path = str(config.path), config.eval_path
-    stores = [open_prepared(path, config, tokenizer, progress)]
-    if eval_path is None:
-        train, heldout = split(stores[0].num_records, config.eval_fraction, seed, path)
-    else:
-        stores.append(open_prepared(eval_path, config, tokenizer, progress))
-        train, heldout = (np.arange(store.num_records) for store in stores)
-    parts = [
-        Part(path, stores[0], train[: config.num_prompts]),
-        Part(eval_path or f"{path} (held-out share)", stores[-1], heldout),
-    ]
-    sets = [part.packed(config.max_length, seed, _pad_id(tokenizer)) for part in parts]
-    return sets[0], sets[1], _report(config, stores, parts, sets)
-
-
-def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the records to train on, and of a share held out, at least one, both rising."""
-    if num_records < 2:
-        raise InputError(f"{path}: one record cannot be split; add records or set data.eval_path")
-    count = min(max(1, round(fraction * num_records)), num_records - 1)
-    chosen = np.zeros(num_records, dtype=np.bool_)
-    chosen[random.Random(seed).sample(range(num_records), count)] = True
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Records of a store that make one set.
-
-    Attributes:
-        name: of the set, in messages.
-        store: that holds them.
-        records: their numbers, rising.
-    """
-
-    name: str
-    store: Prepared
-    records: np.ndarray
-
-    @cached_property
-    def samples(self) -> Samples:
-        """Of these records."""
-        return self.store.samples.take(self._numbers)
-
-    @cached_property
-    def _numbers(self) -> np.ndarray:
-        return self.store.samples_of(self.records)
-
-    def _place(self, sample: int) -> str:
-        return self.store.place_of(int(self.store.record[self._numbers[sample]]))
-
-    def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
-        """Its sequences.
-
-        Raises:
-            InputError: nothing is learnt.
-        """
-        packed = PackedDataset(
-            self.samples, max_length, seed=seed, pad_id=pad_id, place=self._place
-        )
-        if packed.num_supervised_tokens:
-            return packed
-        bad = self.store.bad
-        why = f"; the first malformed row: {bad[0]}" if bad else ""
-        if not self.samples.num_learnt(int(self.samples.lengths.max())).any():
-            form = self.store.form.value
-            why = f"; no record of form {form} has an assistant's text" + why
-        raise InputError(
-            f"{self.name}: nothing to learn: of {len(self.records)} records {packed.num_dropped} "
-            f"have no learnt token within data.max_length={max_length}{why}"
-        )
-
-
-def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-
-
-def _report(
-    config: DataConfig, stores: list[Prepared], parts: list[Part], sets: list[PackedDataset]
-) -> DataReport:
-    num_tokens = sum(packed.num_tokens for packed in sets)
-    slots = sum(len(packed) * packed.max_length for packed in sets)
-    refused = sum(int(np.isin(part.store.refused, part.records).sum()) for part in parts)
-    bad = [message for store in stores for message in store.bad]
-    lengths = np.concatenate([part.samples.lengths for part in parts])
-    quantiles = np.quantile(lengths, [0.5, 0.9, 0.99, 1], method="higher").tolist()
-    return DataReport(
-        path=str(config.path),
-        eval_path=config.eval_path,
-        form=stores[0].form,
-        num_records=sum(len(part.records) for part in parts) - refused,
-        num_bad=len(bad),
-        num_truncated=sum(packed.num_truncated for packed in sets),
-        num_dropped=sum(packed.num_dropped for packed in sets),
-        num_tokens=num_tokens,
-        num_supervised_tokens=sum(packed.num_supervised_tokens for packed in sets),
-        padding=1 - num_tokens / slots,
-        sha256=stores[0].sha256,
-        num_train_sequences=len(sets[0]),
-        num_eval_sequences=len(sets[1]),
-        bad=bad,
-        lengths=dict(zip(("p50", "p90", "p99", "longest"), map(int, quantiles), strict=True)),
-        prepared=[str(store.folder) for store in stores],
-        rows_per_s=stores[0].rows_per_s,
-        unread=dict(sum((Counter(store.unread) for store in stores), Counter())),
-        unrendered=dict(sum((Counter(store.unrendered) for store in stores), Counter())),
-        left_out=[name for store in stores for name in store.source.left_out],
-    )

@@ -19,7 +19,7 @@ from data.rows.values import (
     show_fields,
     text_of,
 )
-from data.templates.rendered import begins_rendered, refuse_dialogue, turn_marker
+from data.templates.markers import begins_rendered, refuse_dialogue, turn_marker
 
 NUM_LOOKED_AT = 100
 NAME = re.compile(r"\w+")

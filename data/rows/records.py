@@ -8,10 +8,9 @@ from itertools import chain, islice
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.rows.files import read_rows
+from data.rows.files import Source, find_source, read_rows
 from data.rows.forms import NUM_LOOKED_AT, Record, detect, to_record
 from data.rows.messages import Messages
-from data.rows.sources import Source, find_source
 from data.rows.values import MalformedRowError
 
 __all__ = ["MalformedRowError", "Messages", "Record", "Records", "load_data", "load_records"]

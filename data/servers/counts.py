@@ -47,7 +47,7 @@ class DraftCounts:
         return cls(text, len(lengths), accepted)
 
 
-class _Engine(ABC):
+class _Protocol(ABC):
     """How to talk to one kind of engine; each request may raise what `Client.request` does."""
 
     def __init__(self, client: Client, model: str) -> None:
@@ -62,7 +62,7 @@ class _Engine(ABC):
         """One greedy text."""
 
 
-class RunningEngine:
+class DraftingServer:
     """A server that decodes with a draft head; a context manager.
 
     Nobody else may ask it anything meanwhile: some engines count over all requests.
@@ -85,7 +85,7 @@ class RunningEngine:
         self.endpoint = replace(endpoint, url=root, max_retries=0)
         self._client = Client(self.endpoint, concurrency=1)
 
-    def __enter__(self) -> "RunningEngine":
+    def __enter__(self) -> "DraftingServer":
         """Raises InputError unless this is vLLM or SGLang, with a draft head."""
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal())
@@ -107,12 +107,12 @@ class RunningEngine:
         Raises:
             InputError: no answer, or not with token ids and counts.
         """
-        return self._call(self._engine.answer, prompt_ids, max_new_tokens)
+        return self._call(self._protocol.answer, prompt_ids, max_new_tokens)
 
     def _call(self, work: Any, *arguments: Any) -> Any:
         try:
             return self._portal.call(work, *arguments)
-        except (RowFailed, RowRefused, EngineError) as error:
+        except (RowFailed, RowRefused, ReplyError) as error:
             raise InputError(f"{self.endpoint}: {error}") from error
 
     async def _start(self) -> None:
@@ -121,19 +121,19 @@ class RunningEngine:
             served = reply["data"][0]
             self.name, self.model = str(served["owned_by"]), str(served["id"])
             self.max_model_len = served.get("max_model_len")
-            self._engine = KINDS[self.name](self._client, self.model)
+            self._protocol = PROTOCOLS[self.name](self._client, self.model)
         except (KeyError, IndexError, TypeError) as error:
-            raise EngineError(
-                f"must be one of {', '.join(KINDS)}; v1/models says {reply}"
+            raise ReplyError(
+                f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
-        self.depth = await self._engine.start()
+        self.depth = await self._protocol.start()
 
 
-class EngineError(Exception):
+class ReplyError(Exception):
     """What an engine answers cannot be used."""
 
 
-class _Vllm(_Engine):
+class _Vllm(_Protocol):
     """Counters before a request, and after."""
 
     async def start(self) -> int:
@@ -152,7 +152,7 @@ class _Vllm(_Engine):
         try:
             text = list(reply["choices"][0]["token_ids"])
         except (KeyError, IndexError, TypeError) as error:
-            raise EngineError("the reply has no choices[0].token_ids: vLLM is too old") from error
+            raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
         before, self.counts = self.counts, await self._counts()
         drafts, *accepted = (new - old for new, old in zip(self.counts, before, strict=True))
         return DraftCounts(text, drafts, accepted)
@@ -167,20 +167,20 @@ class _Vllm(_Engine):
                 position = int(POSITION.findall(labels)[0])
                 accepted[position] = accepted.get(position, 0) + int(float(value))
         if not accepted:
-            raise EngineError(f"{NO_HEAD}, and without --disable-log-stats")
+            raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
         return [drafts, *(accepted[position] for position in sorted(accepted))]
 
 
-class _Sglang(_Engine):
+class _Sglang(_Protocol):
     """Counts that come with the text."""
 
     async def start(self) -> int:
         settings = await self.client.request("GET", "get_server_info")
         if not settings.get("speculative_algorithm"):
-            raise EngineError(NO_HEAD)
+            raise ReplyError(NO_HEAD)
         width = settings.get("speculative_eagle_topk")
         if width != 1:
-            raise EngineError(
+            raise ReplyError(
                 f"drafts trees, speculative_eagle_topk={width}: only chains can be compared; "
                 "start it with --speculative-eagle-topk 1"
             )
@@ -194,14 +194,14 @@ class _Sglang(_Engine):
         try:
             text, meta = list(reply["output_ids"]), reply["meta_info"]
         except (KeyError, TypeError) as error:
-            raise EngineError("the reply has no output_ids: SGLang is too old") from error
+            raise ReplyError("the reply has no output_ids: SGLang is too old") from error
         # The second is its older name. A text of one token has had no pass.
         names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
         histogram = next((meta[name] for name in names if name in meta), None)
         if histogram is None and len(text) > 1:
-            raise EngineError(f"the reply's meta_info has none of {', '.join(names)}")
+            raise ReplyError(f"the reply's meta_info has none of {', '.join(names)}")
         lengths = [n for n, passes in enumerate(histogram or []) for _ in range(passes)]
         return DraftCounts.of(text, lengths, self.depth)
 
 
-KINDS: dict[str, type[_Engine]] = {"vllm": _Vllm, "sglang": _Sglang}
+PROTOCOLS: dict[str, type[_Protocol]] = {"vllm": _Vllm, "sglang": _Sglang}

@@ -34,7 +34,7 @@ LOOK_EVERY_S = 0.01
 
 
 @dataclass(frozen=True)
-class EngineTaps:
+class ServerTaps:
     """Which states a server writes, and how they become ours.
 
     Layers have one numbering here and in vLLM: 0 is the embedding, i the output of decoder
@@ -102,13 +102,13 @@ class EngineTaps:
         return found
 
 
-class EngineStates:
+class HiddenStatesServer:
     """Taps states of documents; a context manager, whose start tries the server out.
 
     The server must serve this target: its model's name is in `model`, its weights nobody checks.
     """
 
-    def __init__(self, endpoint: Endpoint, taps: EngineTaps, concurrency: int) -> None:
+    def __init__(self, endpoint: Endpoint, taps: ServerTaps, concurrency: int) -> None:
         """Opens no connection yet.
 
         Args:
@@ -124,7 +124,7 @@ class EngineStates:
         """Tokens that the server takes, the one that it generates included; None: not told."""
         self._client = Client(endpoint, concurrency)
 
-    def __enter__(self) -> "EngineStates":
+    def __enter__(self) -> "HiddenStatesServer":
         """Raises InputError unless a first document can be read."""
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal())

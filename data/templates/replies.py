@@ -32,7 +32,9 @@ class Shapes:
     """Before a tool's name, between it and its arguments in JSON, and behind them."""
 
 
-def read_reply(written: str, before: Messages, template: ChatTemplate, tools: Tools = None) -> dict:
+def parse_reply(
+    written: str, before: Messages, template: ChatTemplate, tools: Tools = None
+) -> dict:
     """Returns the assistant's message of which a template makes what the model wrote.
 
     Args:

@@ -23,7 +23,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_data
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
 from eval.measure.asked import follow

@@ -8,8 +8,8 @@ from typing import Any
 from conf.errors import InputError
 from data.ids import check_ids
 from data.rows.records import Messages, Record
-from data.templates.chat import Encoder
-from data.templates.replies import read_reply, thinking_tags
+from data.templates.encoder import Encoder
+from data.templates.replies import parse_reply, thinking_tags
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 OPENING_TOKENS = 32  # of a prompt, among which it may open the thinking
@@ -85,7 +85,7 @@ def next_turns(
             tools = records[index].tools
             written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
             template = encoder.template(records[index].template_kwargs, tools)
-            reply = read_reply(str(written), prompt.messages, template, tools)
+            reply = parse_reply(str(written), prompt.messages, template, tools)
             messages = [*prompt.messages, reply, users[turn]]
             following.append(_prompt(records[index], index, turn + 1, messages, encoder))
     return following

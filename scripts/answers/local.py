@@ -15,8 +15,8 @@ from transformers import (
 from conf.errors import InputError
 from data.ids import check_ids
 from data.servers.endpoint import Answer, RowRefused
-from data.templates.chat import Encoder
-from data.templates.replies import read_reply
+from data.templates.encoder import Encoder
+from data.templates.replies import parse_reply
 from eval.decode.generate import StopTexts
 from eval.decode.rules import Rules
 from eval.decode.texts import Stops
@@ -165,5 +165,5 @@ class LocalAnswers:
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         template = self.encoder.template(dialogue.template_kwargs, dialogue.tools)
-        message = read_reply(written, dialogue.asked, template, dialogue.tools)
+        message = parse_reply(written, dialogue.asked, template, dialogue.tools)
         return Answer(message, truncated=ids[-1] not in self.stop_ids, token_ids=ids)

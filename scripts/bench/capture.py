@@ -32,8 +32,8 @@ from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
-from data.features.layout import HIDDEN, Contents
-from data.features.writer import SHARD_BYTES, Shard, Writers
+from data.features.format import HIDDEN, Contents
+from data.features.writer import SHARD_BYTES, PlannedShard, Writers
 from eval.measure.processes import start
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -56,7 +56,7 @@ def stored_as(contents: Contents, state_format: StateFormat, teacher: TeacherKin
 
 
 @torch.no_grad()
-def bare(work: Work, target: Target, with_logits: bool, shard: Shard) -> None:
+def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> None:
     """Runs the target over the sequences of a shard, and nothing else."""
     states_of = states_from_target(target, work.plan.contents.layers)
     for rows in batches(work, shard, target):
@@ -66,7 +66,7 @@ def bare(work: Work, target: Target, with_logits: bool, shard: Shard) -> None:
                 target.logits(part)
 
 
-def written(work: Work, target: Target, shard: Shard) -> None:
+def written(work: Work, target: Target, shard: PlannedShard) -> None:
     """Captures a shard to disk."""
     states_of = states_from_target(target, work.plan.contents.layers)
     with Writers() as writers:
@@ -85,7 +85,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def measured(
-    runs: dict[str, Callable[[Shard], None]], shards: list[Shard]
+    runs: dict[str, Callable[[PlannedShard], None]], shards: list[PlannedShard]
 ) -> dict[str, list[float]]:
     """Tokens per second of each run on each shard, the runs in turn; the first shard warms up."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
@@ -151,11 +151,11 @@ def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
     target = load_target(config.target, state.device)
     lengths = work.sets["train"].lengths[: options.sequences]
     shards = [
-        Shard("train-00000", "train", first, first + options.group, sum(group))
+        PlannedShard("train-00000", "train", first, first + options.group, sum(group))
         for first in range(0, len(lengths) - options.group + 1, options.group)
         for group in [lengths[first : first + options.group]]
     ]
-    runs: dict[str, Callable[[Shard], None]] = {
+    runs: dict[str, Callable[[PlannedShard], None]] = {
         "target.read": partial(bare, work, target, False),
         "target.read and logits": partial(bare, work, target, True),
     }

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
 from heads.kinds import forms
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab

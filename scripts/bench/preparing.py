@@ -32,10 +32,11 @@ from transformers import AutoTokenizer
 
 from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig
-from data.prepared.pack import PackedDataset, prepare
-from data.prepared.preparing import num_cores
+from data.prepared.pack import PackedDataset
+from data.prepared.prepare import prepare
+from data.prepared.tokenise import num_cores
 from data.rows.records import load_records
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from scripts.bench.harness import add_sizes
 
 MIB = 2**20

@@ -39,7 +39,7 @@ from conf.command.clock import timed
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
 from heads.kinds import forms, name_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target

@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from conf.errors import InputError
 from conf.files import here
-from data.rows.sources import SUFFIXES
+from data.rows.files import SUFFIXES
 from eval.measure.stats import shown
 from heads.export.engines import template_note, vllm_command
 from heads.kind import DraftHead, HeadFacts, trained_with

@@ -1,4 +1,4 @@
-"""What a capture will write, cut into shards, and how much that is."""
+"""Plans a capture: the contents of the store, its shards, and the disk space for them."""
 
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -13,12 +13,12 @@ from conf.errors import InputError
 from conf.files import here
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
-from data.features.layout import Contents
-from data.features.manifest import Plan, Split
-from data.features.reader import SPLITS
-from data.features.writer import Shard, plan_shards
-from data.prepared.dataset import HOW
-from data.prepared.pack import DataReport, PackedDataset, prepare
+from data.features.format import SPLITS, Contents
+from data.features.manifest import Split, StorePlan
+from data.features.writer import PlannedShard, plan_shards
+from data.prepared.folder import HOW
+from data.prepared.pack import PackedDataset
+from data.prepared.prepare import DataReport, prepare
 from heads.kinds import KINDS
 from heads.target_model import sizes
 from heads.target_model.identity import identify
@@ -30,7 +30,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Work:
-    """One capture: what is read, and where which part of it goes.
+    """One capture: the data, and where which part of them goes.
 
     Attributes:
         config: its settings.
@@ -44,8 +44,8 @@ class Work:
 
     config: CaptureRun
     folder: Path
-    plan: Plan
-    shards: list[Shard]
+    plan: StorePlan
+    shards: list[PlannedShard]
     sets: dict[str, PackedDataset]
     prompts: list[list[int]]
     report: DataReport
@@ -61,7 +61,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     contents = contents_of(config, model_config.get_text_config())
     train, heldout, report = prepare(config.data, tokenizer, config.seed, state.is_main_process)
     sets = {"train": train, "heldout": heldout}
-    # An engine gives states of texts, not answers.
+    # A serving engine gives states of texts, not answers.
     num_prompts = config.num_replay_prompts if config.engine is None else 0
     prompts = heldout_prompts(heldout, num_prompts)
     lengths = {name: packed.lengths for name, packed in sets.items()}
@@ -77,7 +77,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
     data = {name: value for name, value in plain(config.data).items() if name not in HOW}
-    plan = Plan(
+    plan = StorePlan(
         target=target_json(config, tokenizer, state.device, loaded=False),
         contents=contents,
         data=data,
@@ -92,7 +92,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
 
 
 def contents_of(config: CaptureRun, model_config: Any) -> Contents:
-    """What will be stored of a target.
+    """The parts of a target's pass that will be stored.
 
     Raises:
         InputError: a layer that it does not have.
@@ -153,11 +153,15 @@ def check_disk(work: Work, say: bool) -> None:
     left = [s for s in work.shards if not (work.folder / f"{s.name}.json").exists()]
     needed = sum(shard.num_tokens for shard in left) * work.plan.contents.bytes_per_token
     folder = work.folder.absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.is_dir())
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if say:
-        for line in [*work.report.lines(), *disk_lines(work.plan.contents, tokens)]:
-            print(line)
+        contents = work.plan.contents
+        print(*work.report.lines(), sep="\n")
+        print(f"store: {contents.line()}, {tokens:,} tokens")
+        for state_format in StateFormat:
+            size = replace(contents, format=state_format).bytes_per_token
+            print(f"  {state_format.value}: {size:,} bytes/token, {tokens * size / GIB:,.2f} GiB")
         print(f"  still to write: {needed / GIB:,.2f} GiB, free: {free / GIB:,.2f} GiB")
     if needed > free:
         raise InputError(
@@ -165,12 +169,3 @@ def check_disk(work: Work, say: bool) -> None:
             f"{free / GIB:,.2f} GiB are free: name another disk, fewer layers, data.num_prompts, "
             "format=int8 or fp8, or teacher=top_k"
         )
-
-
-def disk_lines(contents: Contents, num_tokens: int) -> list[str]:
-    """The chosen contents, and their bytes in every format."""
-    lines = [f"store: {contents.line()}, {num_tokens:,} tokens"]
-    for each in StateFormat:
-        size = replace(contents, format=each).bytes_per_token
-        lines.append(f"  {each.value}: {size:,} bytes/token, {num_tokens * size / GIB:,.2f} GiB")
-    return lines

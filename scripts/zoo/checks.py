@@ -17,7 +17,7 @@ from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import MedusaConfig
 from conf.settings.target import TargetConfig
 from data.prepared.pack import PackedDataset
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import decode_batch
 from eval.decode.generate import hf_generate

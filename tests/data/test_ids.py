@@ -17,7 +17,7 @@ from conf.settings.scripts import RegenerateRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainRun
 from data.features.reader import FeatureStore
-from data.prepared.pack import prepare
+from data.prepared.prepare import prepare
 from eval import acceptance, speedup
 from heads.target_model.load import load_target
 from scripts import regenerate

@@ -15,7 +15,7 @@ from conf.settings.export import ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
 from data.embedded import PROMPTS, TARGET
 from data.rows.records import load_records
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval.measure.counts import drafted
 from eval.measure.prompts import first_turns
 from heads.decoding.drafting import Drafter

@@ -22,7 +22,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.scripts import ServeCheckRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import EngineStates, EngineTaps
+from data.servers.hidden_states import HiddenStatesServer, ServerTaps
 from heads.target_model.model import Taps
 from heads.target_model.remote import final_norm, load_remote
 from scripts import serve_check
@@ -70,7 +70,7 @@ def test_vllm_hands_out_the_states_that_we_compute(
     folder = save_target(tmp_path / "target", family, num_hidden_layers=4)
     target = opened(folder)
     bare = load_remote(TargetConfig(path=str(folder), dtype=Dtype.float32), target.device)
-    taps = EngineTaps((0, 3, 1), target.num_layers, target.hidden_size, final_norm(bare))
+    taps = ServerTaps((0, 3, 1), target.num_layers, target.hidden_size, final_norm(bare))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (127,), generator=generator).tolist()
     ends = torch.randint(target.vocab_size, (6, 9), generator=generator).tolist()
@@ -81,7 +81,7 @@ def test_vllm_hands_out_the_states_that_we_compute(
     arguments = [*options, *limits, *taps.serve_options(storage)]
     with (
         served(tmp_path / "server.log", *arguments) as url,
-        EngineStates(Endpoint(url), taps, concurrency=4) as engine,
+        HiddenStatesServer(Endpoint(url), taps, concurrency=4) as engine,
     ):
         assert engine.max_model_len == 128
         found = list(engine.read_many(documents))

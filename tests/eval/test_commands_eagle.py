@@ -14,7 +14,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from conf.settings.target import TargetConfig as Target
 from data.rows.records import load_records
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval import acceptance, speedup
 from eval.decode.engine import decode
 from eval.measure.bench import seed_of

@@ -11,6 +11,7 @@ from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig, EagleForm
+from data.features.writer import Copies
 from eval.decode.captured import slots_for
 from eval.decode.capturing import Captured
 from eval.decode.drafters.lookup import PromptLookup
@@ -29,7 +30,6 @@ from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.target_model.check import check_served
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.store.states import Copies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,15 +23,16 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype
-from data.features import shards as shard
+from data.features import writer
 from data.features.reader import FeatureStore, restore
+from data.features.writer import Copies
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps
 from scripts import capture as script
 from scripts.capture import capture
-from scripts.store.states import Copies, fast_topk
+from scripts.store.states import fast_topk
 from tests.train.parallel.test_launch import ENV, TWO
 from train.loop import replay
 
@@ -212,7 +213,7 @@ def killed(action: Callable[[], object], where: ModuleType, name: str, number: i
     ("where", "name", "number"),
     [
         (os, "fsync", 8),  # the target's ends
-        (shard, "_bytes", 12),  # in the middle of the first shard
+        (writer, "memory_of", 12),  # in the middle of the first shard
         (os, "replace", 3),  # before it gets its name
         (os, "replace", 8),  # between some shard and its index
         pytest.param(os, "fsync", 40, marks=pytest.mark.slow),  # in some other shard
@@ -267,7 +268,7 @@ def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch)
         )  # fmt: skip
         monkeypatch.setattr(script, "start", lambda state=state: state)
         if index == processes - 1:  # what the first one does before the others go on
-            script.begin(Path(config.out_dir), script.prepared(config, state, SHARD_BYTES).plan)
+            script.prepared(config, state, SHARD_BYTES).plan.write(Path(config.out_dir))
         capture(config, SHARD_BYTES)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from conf.errors import InputError
 from data.features.reader import FeatureStore
 from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import EngineTaps
+from data.servers.hidden_states import ServerTaps
 from heads.layers.documents import Documents
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps
@@ -27,14 +27,14 @@ def test_states_may_come_from_an_engine(tmp_path: Path, monkeypatch: pytest.Monk
     whole = captured(inputs, tmp_path / "whole")
     target = load_target(settings(inputs, tmp_path).target, CPU)
 
-    class EngineStates:
+    class HiddenStatesServer:
         """Gives states before the final norm, as the real one does."""
 
-        def __init__(self, endpoint: Endpoint, taps: EngineTaps, concurrency: int) -> None:
+        def __init__(self, endpoint: Endpoint, taps: ServerTaps, concurrency: int) -> None:
             assert str(endpoint) == "engine=http://here/v1"
             self.taps = taps
 
-        def __enter__(self) -> "EngineStates":
+        def __enter__(self) -> "HiddenStatesServer":
             return self
 
         def __exit__(self, *_: object) -> None:
@@ -48,7 +48,7 @@ def test_states_may_come_from_an_engine(tmp_path: Path, monkeypatch: pytest.Monk
                 output = target.read(ids, positions, documents, Taps(written))
                 yield self.taps.named(torch.stack([output.layers[i][0] for i in written], 1))
 
-    monkeypatch.setattr(capture_states, "EngineStates", EngineStates)
+    monkeypatch.setattr(capture_states, "HiddenStatesServer", HiddenStatesServer)
     # Two sequences in a shard, so that they are asked for together.
     capture(settings(inputs, tmp_path / "store", engine="http://here/v1"), 4 * SHARD_BYTES)
     store, local = FeatureStore(tmp_path / "store"), FeatureStore(whole)

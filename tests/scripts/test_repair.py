@@ -19,7 +19,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.scripts import RepairRun
 from conf.settings.target import TargetConfig
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval.decode.engine import NoDraft, decode
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head

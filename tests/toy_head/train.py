@@ -7,7 +7,7 @@ from toy_head.kind import ToyHead
 
 from conf.settings.drafting import HeadRef
 from conf.settings.training import TrainRun
-from data.features.layout import HIDDEN
+from data.features.format import HIDDEN
 from train.batch.supervision import Batch
 from train.loop import command
 from train.loss.medusa import medusa_loss, medusa_weights

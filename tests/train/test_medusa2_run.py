@@ -17,7 +17,7 @@ from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import AdapterConfig, Labels, Medusa2Run, MedusaConfig
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig
-from data.prepared.pack import prepare
+from data.prepared.prepare import prepare
 from eval import acceptance
 from heads.kinds import load_head
 from heads.target_model.load import load_target

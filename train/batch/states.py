@@ -2,7 +2,7 @@
 
 import torch
 
-from data.features.layout import HIDDEN
+from data.features.format import HIDDEN
 from data.features.reader import restore
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target, TargetOutput

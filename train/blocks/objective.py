@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
-from data.features.layout import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from data.features.reader import TrainingData
 from heads.blocks.config import BlockHeadConfig, block_config
 from heads.blocks.head import BlockHead

@@ -16,7 +16,8 @@ from conf.command.statement import plain, stated
 from conf.settings.training import TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features.reader import FeatureStore, TrainingData
-from data.prepared.pack import DataReport, PackedDataset, prepare
+from data.prepared.pack import PackedDataset
+from data.prepared.prepare import DataReport, prepare
 from data.servers.endpoint import Endpoint
 from eval.measure.asked import follow, follow_or_tell
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead

@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 
 from torch import Tensor
 
-from data.features.layout import HIDDEN
+from data.features.format import HIDDEN
 from data.features.reader import StoredDataset, restore
 from data.prepared.pack import PackedDataset
 from eval.decode.engine import NoDraft, decode

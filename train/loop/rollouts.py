@@ -25,9 +25,8 @@ from conf.command.statement import changed, plain
 from conf.errors import InputError
 from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
-from data.servers.continuations import continuations
-from data.servers.endpoint import Endpoint
-from data.templates.chat import Sample
+from data.servers.endpoint import Endpoint, continuations
+from data.templates.encoder import Sample
 from eval.decode.engine import Request, decode_many
 from eval.decode.generation import Generation
 from eval.decode.texts import Stops

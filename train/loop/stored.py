@@ -11,9 +11,10 @@ from conf.command.statement import changed, differences, plain, stated
 from conf.errors import InputError
 from conf.settings.data import DataConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig
-from data.features.manifest import ENDS, Plan
+from data.features.format import EMBEDDINGS_AND_HEAD
+from data.features.manifest import StorePlan
 from data.features.reader import FeatureStore
-from data.prepared.dataset import HOW
+from data.prepared.folder import HOW
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.identity import Identity, identify
 from heads.target_model.load import load_tokenizer
@@ -42,10 +43,10 @@ def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> Embed
     Raises:
         InputError: a file is missing or damaged.
     """
-    return EmbeddingsAndHead.load(store.check_file(ENDS).parent, device)
+    return EmbeddingsAndHead.load(store.check_file(EMBEDDINGS_AND_HEAD).parent, device)
 
 
-def identity_of(plan: Plan) -> Identity:
+def identity_of(plan: StorePlan) -> Identity:
     """The target that a store was captured from."""
     return Identity(**{field.name: plan.target[field.name] for field in fields(Identity)})
 
@@ -73,12 +74,12 @@ def check_taps(store: FeatureStore, taps: Taps) -> None:
         )
 
 
-def _check_data(data: DataConfig, plan: Plan) -> None:
+def _check_data(data: DataConfig, plan: StorePlan) -> None:
     names = [field.name for field in fields(DataConfig) if field.name not in ("features", *HOW)]
     _check_unset("data", data, plan.data, names, data.features)
 
 
-def _check_target(target: TargetConfig, plan: Plan, folder: str) -> None:
+def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
     stored, dtype = plan.target, plan.target["dtype"]
     if target.dtype is not Dtype.auto and target.dtype.value != dtype:
         raise InputError(

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.settings.eagle import EagleConfig, StepNormalizer
-from data.features.layout import HIDDEN
+from data.features.format import HIDDEN
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, UNROLLED, Batch
 from train.loss.divergences import LossGrad, Softmax, divergence, top_k

@@ -13,12 +13,10 @@ from conf.errors import InputError
 from conf.files import retried
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
-from data.features.layout import Contents
-from data.features.manifest import TOKEN_COUNTS, Manifest, Plan, ShardEntry, Split
-from data.features.quantise import decode, encode
+from data.features.format import TOKEN_COUNTS, Contents, decode, encode, file_checksum, is_whole
+from data.features.manifest import Manifest, ShardEntry, Split, StorePlan
 from data.features.reader import FeatureStore, restore
-from data.features.shards import file_checksum, is_whole, write_shard
-from data.features.writer import Shard, Writers, plan_shards, save_shard
+from data.features.writer import PlannedShard, Writers, plan_shards, write_shard
 
 D, T = 8, 6
 LENGTHS = {"train": [[3, 6], [1]], "heldout": [[4]], "replay": [[5]]}
@@ -63,7 +61,7 @@ def make_store(folder: Path, kept: Contents) -> dict[str, list[dict[str, Tensor]
     counts = {split: torch.tensor([0, 7, 2]) for split in ("train", "heldout")}
     (folder / TOKEN_COUNTS).write_bytes(save(counts))
     splits = {name: Split(1, 1, 5, "") for name in LENGTHS}
-    plan = Plan({}, kept, {}, "", T, 7, 0, splits, 1)
+    plan = StorePlan({}, kept, {}, "", T, 7, 0, splits, 1)
     files = {TOKEN_COUNTS: file_checksum(folder / TOKEN_COUNTS)}
     Manifest(plan, entries, files, {}).write(folder)
     return written
@@ -272,9 +270,9 @@ def test_token_counts_come_with_the_store_and_are_checked(tmp_path: Path) -> Non
 def test_a_split_is_cut_where_the_next_sequence_would_not_fit() -> None:
     shards = plan_shards("train", [4, 5, 1, 30, 2, 2], bytes_per_token=10, shard_bytes=100)
     assert shards == [
-        Shard("train-00000", "train", 0, 3, 10),
-        Shard("train-00001", "train", 3, 4, 30),
-        Shard("train-00002", "train", 4, 6, 4),
+        PlannedShard("train-00000", "train", 0, 3, 10),
+        PlannedShard("train-00001", "train", 3, 4, 30),
+        PlannedShard("train-00002", "train", 4, 6, 4),
     ]
     assert plan_shards("replay", [], 10, 100) == []
 
@@ -331,7 +329,7 @@ def test_a_write_that_failed_for_a_moment_is_whole(
     kept = contents(StateFormat.bf16)
     failing(monkeypatch, errno.EIO)
     held = [sequence(kept, 3, 0)]
-    save_shard(tmp_path, Shard("train-00000", "train", 0, 1, 3), kept.fields, held)
+    write_shard(tmp_path, "train-00000", kept.fields, held)
     assert is_whole(tmp_path, "train-00000")
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
 
@@ -341,10 +339,10 @@ def test_a_full_disk_leaves_whole_shards_alone(
 ) -> None:
     kept = contents(StateFormat.bf16)
     held = [sequence(kept, 3, 0)]
-    save_shard(tmp_path, Shard("train-00000", "train", 0, 1, 3), kept.fields, held)
+    write_shard(tmp_path, "train-00000", kept.fields, held)
     failing(monkeypatch, errno.ENOSPC)
     with pytest.raises(InputError, match=r"cannot write train-00001: No space left.*start again"):
-        save_shard(tmp_path, Shard("train-00001", "train", 1, 2, 3), kept.fields, held)
+        write_shard(tmp_path, "train-00001", kept.fields, held)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "train-00000.json", "train-00000.safetensors",
     ]  # fmt: skip

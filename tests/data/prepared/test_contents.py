@@ -10,7 +10,7 @@ import pytest
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from tests.data.prepared.test_dataset import ROWS, config, contents, opened, tokenised, write
+from tests.data.prepared.test_folder import ROWS, config, contents, opened, tokenised, write
 
 __all__ = ["config", "tokenised"]
 

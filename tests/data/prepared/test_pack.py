@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.prepared import pack as packing
-from data.prepared.fit import pack
-from data.prepared.pack import DataReport, PackedDataset, split
+from data.prepared import prepare as preparing
+from data.prepared.pack import PackedDataset, pack
+from data.prepared.prepare import DataReport, split
 from data.rows.records import NUM_BAD_SHOWN
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
 
 CHATML = (
     "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
@@ -36,7 +36,7 @@ def sample(*ids: int, learnt: bool = True) -> Sample:
 def prepare(
     config: DataConfig, tokenizer: Any, *, path: str, eval_path: str | None, **more: Any
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    return packing.prepare(replace(config, path=path, eval_path=eval_path), tokenizer, **more)
+    return preparing.prepare(replace(config, path=path, eval_path=eval_path), tokenizer, **more)
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:

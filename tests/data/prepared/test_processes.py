@@ -17,11 +17,10 @@ from commands import ROOT, Command
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from data.prepared import dataset as prepared
-from data.prepared import preparing
-from data.prepared.dataset import open_prepared
-from data.rows.files import Row
-from data.rows.sources import find_source
+from data.prepared import folder as prepared
+from data.prepared import tokenise
+from data.prepared.folder import open_prepared
+from data.rows.files import Row, find_source
 from tests.data.prepared.test_pack import exchange, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -32,8 +31,8 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {tests!r}]
 from conf.settings.data import DataConfig
-from data.prepared import dataset as prepared, preparing
-from data.templates.chat import Encoder
+from data.prepared import folder as prepared, tokenise
+from data.templates.encoder import Encoder
 from tests.data.prepared.test_pack import make_tokenizer
 real, count = Encoder.encode, 0
 def watched(self, record):
@@ -42,7 +41,7 @@ def watched(self, record):
     {act}
     return real(self, record)
 {before}
-Encoder.encode, preparing.SHARD_ROWS = watched, 4
+Encoder.encode, tokenise.SHARD_ROWS = watched, 4
 config = DataConfig({path!r}, num_proc={num_proc}, prepared_dir={folder!r})
 found = prepared.open_prepared({path!r}, config, make_tokenizer())
 print("made", count, "of", found.num_records)
@@ -60,7 +59,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "SHARD_ROWS", 4)
+    monkeypatch.setattr(tokenise, "SHARD_ROWS", 4)
 
 
 HANG = """

@@ -10,7 +10,7 @@ from toys import tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.prepared.pack import prepare
+from data.prepared.prepare import prepare
 from data.rows.records import load_records
 
 MT_BENCH = [

@@ -12,9 +12,8 @@ import pytest
 
 from conf.errors import InputError
 from conf.settings.data import OnBadRow
-from data.rows.files import Row, read_rows
+from data.rows.files import Row, find_source, read_rows
 from data.rows.records import load_records
-from data.rows.sources import find_source
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROW = {"messages": CHAT}

@@ -10,8 +10,8 @@ from data.prepared.pack import PackedDataset
 from data.servers import endpoint as endpoint_module
 from data.servers import hidden_states as engine_states
 from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import EngineStates, EngineTaps
-from data.templates.chat import Sample
+from data.servers.hidden_states import HiddenStatesServer, ServerTaps
+from data.templates.encoder import Sample
 from tests.engine_server import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4
@@ -31,13 +31,15 @@ def halved(states: Tensor) -> Tensor:
     return states / 2
 
 
-def taps(layers: tuple[int, ...] = LAYERS, final_norm=halved, hidden_size=HIDDEN) -> EngineTaps:
-    return EngineTaps(layers, NUM_LAYERS, hidden_size, final_norm)
+def taps(layers: tuple[int, ...] = LAYERS, final_norm=halved, hidden_size=HIDDEN) -> ServerTaps:
+    return ServerTaps(layers, NUM_LAYERS, hidden_size, final_norm)
 
 
-def engine(server: EngineServer, wanted: EngineTaps | None = None, **endpoint) -> EngineStates:
+def engine(
+    server: EngineServer, wanted: ServerTaps | None = None, **endpoint
+) -> HiddenStatesServer:
     settings = {"max_retries": 3, "timeout_s": 5.0, "setting": "engine", **endpoint}
-    return EngineStates(Endpoint(server.url, **settings), wanted or taps(), concurrency=4)
+    return HiddenStatesServer(Endpoint(server.url, **settings), wanted or taps(), concurrency=4)
 
 
 def expected(token_ids: list[int]) -> dict[str, Tensor]:
@@ -132,7 +134,7 @@ def test_documents_of_later_rows_are_in_flight_too(tmp_path: Path) -> None:
         assert_same(row, expected(rows[i]["input_ids"].tolist()))
 
 
-def refused(server: EngineServer, match: str, wanted: EngineTaps | None = None, **endpoint) -> None:
+def refused(server: EngineServer, match: str, wanted: ServerTaps | None = None, **endpoint) -> None:
     """The server is refused before the first document."""
     with pytest.raises(InputError, match=match), engine(server, wanted, **endpoint):
         pytest.fail("it was taken")

@@ -17,8 +17,8 @@ from tokenizers import AddedToken
 
 from conf.errors import InputError
 from data.rows.records import Record
-from data.templates.chat import Encoder, Sample
-from tests.data.templates.test_chat import make_tokenizer
+from data.templates.encoder import Encoder, Sample
+from tests.data.templates.test_encoder import make_tokenizer
 
 FAMILIES = PLAIN | MORE | THINKING | CHANNELS
 PROPERTIES = {"at": {"type": "string", "description": "town"}}

@@ -12,7 +12,7 @@ from conf.settings.data import DataConfig
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
-from data.templates.replies import read_reply
+from data.templates.replies import parse_reply
 from scripts import regenerate
 from tests.chat_server import ChatServer
 from tests.chats import assistant as said
@@ -27,7 +27,7 @@ NO_CALLS = {"gemma-4", "qwen3.5"}
 
 
 def read(family: str, reply: str, tools: list[dict] | None = None) -> dict[str, Any]:
-    return read_reply(reply, ASKED, encoder(family).template({}, tools), tools)
+    return parse_reply(reply, ASKED, encoder(family).template({}, tools), tools)
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:

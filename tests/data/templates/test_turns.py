@@ -12,9 +12,17 @@ from conf.settings.data import Form
 from data.rows.files import Row
 from data.rows.forms import to_record
 from data.rows.records import Record
-from data.templates.chat import Encoder, Sample, tokenise
+from data.templates.encoder import Encoder, Sample, tokenise
 from data.templates.turns import find_turn, find_turns
-from tests.data.templates.test_chat import CHATML, HI, chat, learnt, make_tokenizer, marked, shown
+from tests.data.templates.test_encoder import (
+    CHATML,
+    HI,
+    chat,
+    learnt,
+    make_tokenizer,
+    marked,
+    shown,
+)
 from tests.data.templates.test_families import (
     CALLS,
     FAMILIES,

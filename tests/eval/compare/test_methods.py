@@ -15,7 +15,7 @@ from conf.settings.drafting import DraftModelConfig, HeadRef, SelfDraftConfig
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval import speedup
 from eval.compare import methods
 from eval.compare.decoding import Decoding

@@ -3,7 +3,7 @@ from toys import CHATML, tokenizer
 
 from conf.errors import InputError
 from data.rows.records import Record
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval.measure.prompts import Prompt, first_turns, next_turns, share
 
 SYSTEM = {"role": "system", "content": "Be kind"}

@@ -6,7 +6,7 @@ from toys import CHATML, random_target, tokenizer
 from conf.command.clock import Times
 from conf.settings.measure import SpeedupRun
 from data.rows.forms import Record
-from data.templates.chat import Encoder
+from data.templates.encoder import Encoder
 from eval import acceptance
 from eval.compare.figures import summarise
 from eval.compare.methods import Method

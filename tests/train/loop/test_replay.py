@@ -2,7 +2,7 @@ import torch
 from toys import noisy_head, random_target
 
 from data.prepared.pack import PackedDataset
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
 from eval.decode.engine import decode
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.tree import Tree

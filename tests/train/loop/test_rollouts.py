@@ -13,7 +13,7 @@ from conf.settings.medusa import Medusa2Run, MedusaRun
 from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
 from data.servers.endpoint import Endpoint
-from data.templates.chat import Sample
+from data.templates.encoder import Sample
 from eval.decode.engine import NoDraft, decode
 from heads.target_model.model import Target
 from tests.chat_server import ChatServer

@@ -353,7 +353,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.target import TargetConfig
 from conf.settings.scripts import CaptureRun
-from data.manifest import Manifest
+from data.features.manifest import Manifest
 from scripts.capture import capture
 from train.loop.stored import open_store
 

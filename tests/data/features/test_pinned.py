@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.store.pinned import ALIGNMENT
-from scripts.store.states import Copies
+from data.features.writer import ALIGNMENT, Copies
 
 LENGTHS = [400, 371, 512, 512, 90, 488, 512, 33, 505, 460, 512, 512]
 

@@ -18,8 +18,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
@@ -33,12 +32,12 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form
-from data.features.shards import SUFFIX, file_checksum
+from data.features.format import SUFFIX, file_checksum
 from data.rows.files import Row
 from data.rows.forms import to_record
 from data.rows.values import MalformedRowError
-from data.templates.chat import Encoder, Sample
-from data.templates.rendered import refuse_dialogue
+from data.templates.encoder import Encoder, Sample
+from data.templates.markers import refuse_dialogue
 
 SHARD_ROWS = 2048
 SHARD_BYTES = 1 << 24
@@ -55,7 +54,7 @@ class Rule:
         tokenizer: the target's.
         form: of the rows.
         config: of the data.
-        root: what the places of all rows begin with; a store does not know where its data were.
+        root: what the places of all rows begin with; a shard does not know where its data were.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -80,8 +79,8 @@ class BadRow:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """What a shard holds.
+class PreparedShard:
+    """The samples of some rows, in a file.
 
     Attributes:
         name: of its files, without their endings.
@@ -106,12 +105,12 @@ class Shard:
     highest: int
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> "Shard":
-        """What `asdict` made of one."""
+    def from_json(cls, stored: dict[str, Any]) -> "PreparedShard":
+        """The shard of which `asdict` made this."""
         return cls(**{**stored, "bad": [BadRow(**bad) for bad in stored["bad"]]})
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether every byte of it is what was written."""
+        """True if every byte of it is what was written."""
         path = folder / f"{self.name}{SUFFIX}"
         if not path.is_file() or path.stat().st_size != self.size:
             return False
@@ -125,16 +124,16 @@ class Job:
     folder: Path
     name: str
     rows: list[Row]
-    done: Shard | None
+    done: PreparedShard | None
 
 
 def make_shards(
     folder: Path, rows: Iterator[Row], rule: Rule, num_proc: int
-) -> Generator[tuple[Shard, bool]]:
+) -> Generator[tuple[PreparedShard, bool]]:
     """Makes the shards of all rows that are not there whole, in order.
 
     Args:
-        folder: of the store.
+        folder: of the prepared data.
         rows: all of them.
         rule: what becomes of them.
         num_proc: worker processes at most; 1 is this one.
@@ -153,17 +152,22 @@ def make_shards(
         for job in jobs:
             yield job.done or make_shard(job, rule), job.done is None
         return
+    # Workers are forked from a process that has neither threads nor a CUDA device.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.tokenization_utils_tokenizers"])
+    pool = ProcessPoolExecutor(num_proc, context, _begin, (rule,))
     try:
-        with _workers(rule, num_proc) as pool:
-            yield from _in_order(pool, jobs, 2 * num_proc)
+        yield from _in_order(pool, jobs, 2 * num_proc)
     except BrokenProcessPool as error:
         raise InputError(
             f"data.num_proc={num_proc}: a process that prepared data was killed, as is done where "
             "memory runs out: start again with a smaller data.num_proc; what is done is kept"
         ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def make_shard(job: Job, rule: Rule) -> Shard:
+def make_shard(job: Job, rule: Rule) -> PreparedShard:
     """Tokenises the rows of a job and writes them.
 
     Raises:
@@ -172,8 +176,9 @@ def make_shard(job: Job, rule: Rule) -> Shard:
     """
     encoder = Encoder(rule.tokenizer, rule.config.chat_template_kwargs)
     detected = rule.config.form is Form.auto
-    samples: list[Sample] = []
-    of_record: list[int] = []
+    ids, mask = array("i"), bytearray()
+    lengths: list[int] = []
+    record_of: list[int] = []
     bad: list[BadRow] = []
     unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
@@ -187,18 +192,27 @@ def make_shard(job: Job, rule: Rule) -> Shard:
             bad.append(BadRow(place, str(error)))
             continue
         unread.update(record.unread)
+        samples: list[Sample] = []
         try:
-            found = encoder.encode(record)
+            samples = encoder.encode(record)
         except InputError as error:
             bad.append(BadRow(place, str(error).removeprefix(f"{row.where}: "), num_records))
-        else:
-            samples += found
-            of_record += [num_records] * len(found)
-            unrendered.update(name for sample in found for name in sample.left_out)
+        for sample in samples:
+            ids.extend(sample.input_ids)
+            mask.extend(sample.loss_mask)
+            lengths.append(len(sample.input_ids))
+            record_of.append(num_records)
+            unrendered.update(sample.left_out)
         num_records += 1
-    tensors = _tensors(samples, of_record)
-    content = save(tensors)
-    shard = Shard(
+    content = save(
+        {
+            "input_ids": np.array(ids, dtype=np.int32),
+            "loss_mask": np.frombuffer(mask, dtype=np.bool_),
+            "lengths": np.array(lengths, dtype=np.int32),
+            "record": np.array(record_of, dtype=np.int64),
+        }
+    )
+    shard = PreparedShard(
         name=job.name,
         size=len(content),
         checksum=xxhash.xxh3_64_hexdigest(content),
@@ -207,7 +221,7 @@ def make_shard(job: Job, rule: Rule) -> Shard:
         bad=bad,
         unread=dict(unread),
         unrendered=dict(unrendered),
-        highest=int(tensors["input_ids"].max(initial=0)),
+        highest=max(ids, default=0),
     )
     write(job.folder / f"{job.name}{SUFFIX}", content)
     write(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
@@ -238,28 +252,15 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _tensors(samples: list[Sample], of_record: list[int]) -> dict[str, np.ndarray]:
-    ids, mask = array("i"), bytearray()
-    for sample in samples:
-        ids.extend(sample.input_ids)
-        mask.extend(sample.loss_mask)
-    return {
-        "input_ids": np.array(ids, dtype=np.int32),
-        "loss_mask": np.frombuffer(mask, dtype=np.bool_),
-        "lengths": np.array([len(sample.input_ids) for sample in samples], dtype=np.int32),
-        "record": np.array(of_record, dtype=np.int64),
-    }
-
-
 def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[Job]:
     for number, batch in enumerate(_batches(rows)):
         name = f"shard-{number:05d}"
-        yield Job(folder, name, batch, _made_before(folder, name, len(batch)))
-
-
-def _num_bytes(row: Row) -> int:
-    """How much of it there is to work on, about."""
-    return len(repr(row.value)) if row.raw is None else len(row.raw)
+        try:
+            shard = PreparedShard.from_json(json.loads((folder / f"{name}.json").read_bytes()))
+            whole = shard.num_rows == len(batch) and shard.is_whole(folder)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            whole = False
+        yield Job(folder, name, batch, done=shard if whole else None)
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -267,7 +268,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
     num_bytes = 0
     for row in rows:
         batch.append(row)
-        num_bytes += _num_bytes(row)
+        num_bytes += len(repr(row.value) if row.raw is None else row.raw)
         if len(batch) == SHARD_ROWS or num_bytes >= SHARD_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -275,54 +276,27 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _made_before(folder: Path, name: str, num_rows: int) -> Shard | None:
-    path = folder / f"{name}.json"
-    if not path.is_file():
-        return None
-    try:
-        shard = Shard.from_json(json.loads(path.read_bytes()))
-    except (ValueError, TypeError, KeyError):
-        return None
-    return shard if shard.num_rows == num_rows and shard.is_whole(folder) else None
-
-
 def _in_order(
     pool: ProcessPoolExecutor, jobs: Iterator[Job], num_ahead: int
-) -> Iterator[tuple[Shard, bool]]:
-    """What the workers make, in the order of the jobs; few are begun ahead of what is taken."""
-    waiting: deque[tuple[Future[Shard] | None, Job]] = deque()
-    for job in jobs:
-        waiting.append((None if job.done else _submit(pool, job), replace(job, rows=[])))
-        if len(waiting) > num_ahead:
-            yield _taken(*waiting.popleft())
-    while waiting:
-        yield _taken(*waiting.popleft())
-
-
-def _taken(future: Future[Shard] | None, job: Job) -> tuple[Shard, bool]:
-    if future is not None:
-        return future.result(), True
-    assert job.done is not None
-    return job.done, False
+) -> Iterator[tuple[PreparedShard, bool]]:
+    """Shards in the order of their jobs; few are begun ahead of what is taken."""
+    waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
+    for job in chain(jobs, [None]):
+        if job is not None:
+            waiting.append(job.done or _submit(pool, job))
+        while len(waiting) > (num_ahead if job else 0):
+            shard = waiting.popleft()
+            if isinstance(shard, PreparedShard):
+                yield shard, False
+            else:
+                yield shard.result(), True
 
 
 _rule: Rule | None = None
 """Of this process, if it is a worker."""
 
 
-@contextmanager
-def _workers(rule: Rule, num_proc: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are forked from one that has neither threads nor a CUDA device."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.tokenization_utils_tokenizers"])
-    pool = ProcessPoolExecutor(num_proc, context, _begin, (rule,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[Shard]:
+def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[PreparedShard]:
     """Workers start with the first job, and need nothing of the script that runs here.
 
     Each would import it otherwise, and run it if it does not look for its name.
@@ -352,6 +326,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(job: Job) -> Shard:
+def _work(job: Job) -> PreparedShard:
     assert _rule is not None
     return make_shard(job, _rule)

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from data.prepared import heartbeat
-from data.prepared.heartbeat import held
+from data.prepared import lock
+from data.prepared.lock import held
 
 HOST = socket.gethostname()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(lock, "POLL_S", 0.01)
 
 
 def never() -> bool:
@@ -58,7 +58,7 @@ def test_a_lock_left_behind_is_taken_over(
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], check=True,
                            capture_output=True, text=True)  # fmt: skip
     # Of a process on this machine one sees that it is gone; of another only that it is silent.
-    monkeypatch.setattr(heartbeat, "STALE_S", 100.0 if host == HOST else 0.3)
+    monkeypatch.setattr(lock, "STALE_S", 100.0 if host == HOST else 0.3)
     path, told, began = tmp_path / "lock", [], time.monotonic()
     path.write_text(f"{host} {ended.stdout.strip()} token")
     with held(path, never, told.append) as mine:
@@ -69,7 +69,7 @@ def test_a_lock_left_behind_is_taken_over(
 
 
 def test_a_holder_that_beats_is_waited_for(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "STALE_S", 0.3)
+    monkeypatch.setattr(lock, "STALE_S", 0.3)
     path = tmp_path / "lock"
     path.write_text("another 1 token")
     beats = [0]

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from conf.errors import InputError
 from data.rows.forms import Record
 from data.rows.messages import Messages
-from data.templates.rendered import Markers
+from data.templates.markers import Markers
 from data.templates.template import ChatTemplate, Tools
 from data.templates.turns import Turn, cut_off, find_turns, is_shown, says_nothing
 

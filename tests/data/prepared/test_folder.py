@@ -15,12 +15,13 @@ from huggingface_hub import HfApi
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.prepared import dataset as prepared
-from data.prepared import preparing
-from data.prepared.dataset import Prepared, open_prepared
-from data.prepared.pack import PackedDataset, prepare
+from data.prepared import tokenise
+from data.prepared.folder import PreparedFolder, open_prepared
+from data.prepared.pack import PackedDataset
+from data.prepared.prepare import prepare
 from data.rows.records import Record, load_records
-from data.templates.chat import Encoder, Sample
+from data.templates import encoder
+from data.templates.encoder import Encoder, Sample
 from tests.data.prepared.test_pack import CHATML, exchange, make_tokenizer
 
 ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(20)]
@@ -39,7 +40,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "SHARD_ROWS", 4)
+    monkeypatch.setattr(tokenise, "SHARD_ROWS", 4)
 
 
 @pytest.fixture
@@ -60,11 +61,11 @@ def write(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def opened(config: DataConfig, tokenizer: Any = TOKENIZER) -> Prepared:
+def opened(config: DataConfig, tokenizer: Any = TOKENIZER) -> PreparedFolder:
     return open_prepared(str(config.path), config, tokenizer)
 
 
-def contents(found: Prepared) -> list[tuple[int, list[int], list[bool]]]:
+def contents(found: PreparedFolder) -> list[tuple[int, list[int], list[bool]]]:
     samples = [found.samples.read(i, int(n)) for i, n in enumerate(found.samples.lengths)]
     return [
         (int(record), each.input_ids.tolist(), each.loss_mask.tolist())
@@ -139,9 +140,9 @@ def test_other_code_makes_another_store_and_other_words_do_not(
     config: DataConfig, monkeypatch, tmp_path: Path
 ) -> None:
     before = opened(config).folder
-    text = Path(str(prepared.chat.__file__)).read_text()
-    changed = tmp_path / "chat.py"
-    monkeypatch.setattr(prepared.chat, "__file__", str(changed))
+    text = Path(str(encoder.__file__)).read_text()
+    changed = tmp_path / "encoder.py"
+    monkeypatch.setattr(encoder, "__file__", str(changed))
     changed.write_text(f"# other\n{text}")
     assert opened(config).folder == before
     changed.write_text(f"{text}\nother = 1\n")
@@ -212,7 +213,7 @@ def test_a_damaged_shard_is_made_again(
 def test_a_disk_that_damages_what_is_written(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing.Shard, "is_whole", lambda *_: False)
+    monkeypatch.setattr(tokenise.PreparedShard, "is_whole", lambda *_: False)
     with pytest.raises(InputError, match="what was just written there is damaged: name another f"):
         opened(config)
 
@@ -324,7 +325,7 @@ def test_a_disk_that_fills_leaves_nothing_half_written(config: DataConfig, monke
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(preparing.os, "fsync", full)
+    monkeypatch.setattr(tokenise.os, "fsync", full)
     with pytest.raises(InputError, match=r"cannot hold the prepared data \(.*No space left"):
         opened(config)
     assert list(Path(str(config.prepared_dir)).rglob("*.tmp")) == []

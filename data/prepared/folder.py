@@ -3,7 +3,7 @@
 Its name is a checksum of all that decides what is in it: the contents of the data, the tokenizer
 with its chat template, settings, and the code that reads rows. It lies in `data.prepared_dir`:
 
-    <key>/shard-00000.safetensors    samples, untruncated (`data.prepared.preparing`)
+    <key>/shard-00000.safetensors    samples, untruncated (`data.prepared.tokenise`)
     <key>/index.json                 names of shards with checksums; written last
     contents/<files>.json            checksum of data by path, size and time of the files
 """
@@ -31,36 +31,34 @@ from conf.command.statement import plain
 from conf.errors import InputError
 from conf.files import cache_dir
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.features.shards import SUFFIX
-from data.prepared import preparing
-from data.prepared.heartbeat import held
-from data.prepared.preparing import BadRow, Rule, Shard, make_shards, num_cores, write
-from data.prepared.samples import Piece, Samples
-from data.rows import files, forms, messages, sources, values
-from data.rows.files import read_rows
+from data.features.format import READ_BYTES, SUFFIX
+from data.prepared import tokenise
+from data.prepared.lock import held
+from data.prepared.pack import Piece, Samples
+from data.prepared.tokenise import BadRow, PreparedShard, Rule, make_shards, num_cores, write
+from data.rows import files, forms, messages, values
+from data.rows.files import Source, find_source, read_rows
 from data.rows.forms import NUM_LOOKED_AT, detect
-from data.rows.sources import Source, find_source
-from data.templates import chat, rendered, template, turns
-from data.templates.chat import Encoder
+from data.templates import encoder, markers, template, turns
+from data.templates.encoder import Encoder
 
 INDEX = "index.json"
-RULE = (chat, files, forms, messages, preparing, rendered, sources, template, turns, values)
+RULE = (encoder, files, forms, markers, messages, template, tokenise, turns, values)
 """Modules that decide what becomes of a row: whoever changes one prepares anew."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")
 """Settings of the data that decide what becomes of a row."""
 HOW = ("num_proc", "prepared_dir")
 """Settings of the data that decide nothing of what becomes of them."""
-READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """An opened store.
+class PreparedFolder:
+    """Prepared data, opened.
 
     Attributes:
-        folder: where it is.
-        form: of its rows.
+        folder: where they are.
+        form: of the rows.
         sha256: of the data.
         num_records: R, well-formed rows.
         samples: of all records, untruncated.
@@ -71,7 +69,7 @@ class Prepared:
         unread: rows by field that has something in it and is not read.
         unrendered: how often the template does not render what a record says, by name.
         source: where the rows are.
-        rows_per_s: at which it was prepared; None if an earlier start had done everything.
+        rows_per_s: at which they were prepared; None if an earlier start had done everything.
     """
 
     folder: Path
@@ -88,27 +86,25 @@ class Prepared:
     source: Source
     rows_per_s: float | None
 
-    def samples_of(self, records: np.ndarray) -> np.ndarray:
-        """The numbers of the samples of some records, rising."""
-        return np.flatnonzero(np.isin(self.record, records))
-
     def place_of(self, record: int) -> str:
-        """Where a record stands in the data, which are read again for it."""
+        """The place of a record in the data, which are read again for it."""
         rows = (row.where for row in read_rows(self.source, hashlib.sha256()))
         return next(islice((row for row in rows if row not in self.malformed), record, None))
 
 
 @dataclass(frozen=True)
-class _Index:
+class Index:
+    """The content of `index.json`."""
+
     form: str
     sha256: str
     rows_per_s: float | None
-    shards: list[Shard]
+    shards: list[PreparedShard]
 
 
 def open_prepared(
     path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
-) -> Prepared:
+) -> PreparedFolder:
     """Opens the prepared data at a path; if there are none, one process makes them.
 
     Args:
@@ -120,36 +116,37 @@ def open_prepared(
     Raises:
         InputError: nothing at `path`, bad rows, or a folder that cannot be written.
     """
-    root = _root(config)
+    root = Path(config.prepared_dir or cache_dir() / "prepared").expanduser().absolute()
+
+    def waiting(holder: str) -> None:
+        if progress:
+            tqdm.write(f"waiting for {holder}, which prepares {path}", file=sys.stderr)
+
     try:
         source = find_source(
             path, subset=config.subset, split=config.split, streaming=config.streaming
         )
         folder = root / _key(_contents(source, root), config, tokenizer)
-        found = _opened(folder, source)
-        if found is None:
+        prepared = _opened(folder, source)
+        if prepared is None:
             folder.mkdir(parents=True, exist_ok=True)
             ready = (folder / INDEX).is_file
-            with held(folder / "lock", ready, partial(_waiting, path, progress)) as mine:
+            with held(folder / "lock", ready, waiting) as mine:
                 if mine and not ready():
                     _prepare(folder, source, config, tokenizer)
-            found = _opened(folder, source)
+            prepared = _opened(folder, source)
     except OSError as error:
         raise InputError(
             f"data.prepared_dir={root}: cannot hold the prepared data ({error}): free space there, "
             "or name another folder"
         ) from error
-    if found is None:
+    if prepared is None:
         raise InputError(
             f"data.prepared_dir={root}: what was just written there is damaged: name another folder"
         )
-    if found.bad and config.on_bad_row is OnBadRow.error:
-        raise _stopped(found.bad[0])
-    return found
-
-
-def _root(config: DataConfig) -> Path:
-    return Path(config.prepared_dir or cache_dir() / "prepared").expanduser().absolute()
+    if prepared.bad and config.on_bad_row is OnBadRow.error:
+        raise _stopped(prepared.bad[0])
+    return prepared
 
 
 def _contents(source: Source, root: Path) -> str:
@@ -220,7 +217,7 @@ def _key(contents: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What a tokenizer does, but for cutting and padding, which its callers set."""
+    """All that a tokenizer does, but for cutting and padding, which its callers set."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rule: Any
     if backend is None:
@@ -236,26 +233,21 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _waiting(path: str, progress: bool, who: str) -> None:
-    if progress:
-        tqdm.write(f"waiting for {who}, which prepares {path}", file=sys.stderr)
-
-
 def _prepare(
     folder: Path, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Makes what is missing of a store."""
+    """Makes the shards that are missing, and the index."""
     path, facts, digest = source.path, _facts(source), hashlib.sha256()
-    reading = read_rows(source, digest)
-    first = list(islice(reading, NUM_LOOKED_AT))
+    rows = read_rows(source, digest)
+    first = list(islice(rows, NUM_LOOKED_AT))
     if not first:
         raise InputError(f"{path}: holds no rows")
     form = detect(first, path, config.columns) if config.form is Form.auto else config.form
     if form not in (Form.text, Form.tokens):
-        Encoder(tokenizer).template({}, None)
-    rule = Rule(tokenizer, form, config, _prefix(source))
+        Encoder(tokenizer).template({}, None)  # refuses a tokenizer without one
+    rule = Rule(tokenizer, form, config, _root(source))
     shards, num_new, seconds = [], 0, -time.monotonic()
-    making = make_shards(folder, chain(first, reading), rule, config.num_proc or num_cores())
+    making = make_shards(folder, chain(first, rows), rule, config.num_proc or num_cores())
     few = len(first) < NUM_LOOKED_AT
     with closing(making), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
         for shard, is_new in making:
@@ -269,18 +261,19 @@ def _prepare(
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
     _check_unchanged(source, facts)
     rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
-    index = _Index(form.value, digest.hexdigest(), rows_per_s, shards)
+    index = Index(form.value, digest.hexdigest(), rows_per_s, shards)
     write(folder / INDEX, json.dumps(asdict(index)).encode())
     for leftover in folder.glob("*.tmp"):  # of starts that were killed
         leftover.unlink(missing_ok=True)
 
 
-def _opened(folder: Path, source: Source) -> Prepared | None:
-    """A store that is whole; what is damaged is named, and the store to be prepared again."""
+def _opened(folder: Path, source: Source) -> PreparedFolder | None:
+    """Prepared data that are whole; damaged files are named, and are to be prepared again."""
     try:
         stored = json.loads((folder / INDEX).read_bytes())
-        index = _Index(**{**stored, "shards": [Shard.from_json(each) for each in stored["shards"]]})
-        damaged = [shard.name for shard in index.shards if not shard.is_whole(folder)]
+        shards = [PreparedShard.from_json(shard) for shard in stored["shards"]]
+        index = Index(**{**stored, "shards": shards})
+        damaged = [shard.name for shard in shards if not shard.is_whole(folder)]
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
@@ -296,23 +289,23 @@ def _opened(folder: Path, source: Source) -> Prepared | None:
     unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for shard in index.shards:
-        tensors = _mapped(folder / f"{shard.name}{SUFFIX}")
-        pieces.append(Piece(tensors["input_ids"], tensors["loss_mask"]))
-        lengths.append(tensors["lengths"].numpy())
-        record.append(tensors["record"].numpy() + num_records)
-        malformed += [_prefix(source) + bad.place for bad in shard.bad if bad.record is None]
+        # The tensors stay on the disk until they are read.
+        with safe_open(folder / f"{shard.name}{SUFFIX}", framework="pt") as file:
+            pieces.append(Piece(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
+            lengths.append(file.get_tensor("lengths").numpy())
+            record.append(file.get_tensor("record").numpy() + num_records)
+        malformed += [_root(source) + bad.place for bad in shard.bad if bad.record is None]
         refused += [bad.record + num_records for bad in shard.bad if bad.record is not None]
         num_records += shard.num_records
         unread.update(shard.unread)
         unrendered.update(shard.unrendered)
-    return Prepared(
+    highest = max(shard.highest for shard in index.shards)
+    return PreparedFolder(
         folder=folder,
         form=Form(index.form),
         sha256=index.sha256,
         num_records=num_records,
-        samples=Samples(
-            pieces, np.concatenate(lengths), highest=max(shard.highest for shard in index.shards)
-        ),
+        samples=Samples(pieces, np.concatenate(lengths), highest=highest),
         record=np.concatenate(record),
         refused=np.array(refused, dtype=np.int64),
         bad=[_message(source, bad) for shard in index.shards for bad in shard.bad],
@@ -324,19 +317,13 @@ def _opened(folder: Path, source: Source) -> Prepared | None:
     )
 
 
-def _mapped(path: Path) -> dict[str, Any]:
-    """The tensors of a shard, which stay on the disk until they are read."""
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _prefix(source: Source) -> str:
-    """What the places of all rows of a source begin with."""
+def _root(source: Source) -> str:
+    """The beginning of the places of all rows of a source."""
     return str(Path(source.path).expanduser()) if source.files else source.path
 
 
 def _message(source: Source, bad: BadRow) -> str:
-    return f"{_prefix(source)}{bad.place}: {bad.why}"
+    return f"{_root(source)}{bad.place}: {bad.why}"
 
 
 def _stopped(message: str) -> InputError:

@@ -8,13 +8,13 @@ from tokenizers import processors
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form
-from data.prepared.dataset import open_prepared
+from data.prepared.folder import open_prepared
 from data.rows.records import Record
-from data.templates.chat import Encoder
-from data.templates.rendered import Markers, begins_rendered, turn_marker
+from data.templates.encoder import Encoder
+from data.templates.markers import Markers, begins_rendered, turn_marker
 from tests.chats import write_rows
-from tests.data.templates.test_chat import CHATML, NO_SPECIAL, chat, make_tokenizer
-from tests.data.templates.test_chat_edges import adds_bos
+from tests.data.templates.test_encoder import CHATML, NO_SPECIAL, chat, make_tokenizer
+from tests.data.templates.test_encoder_edges import adds_bos
 from tests.data.templates.test_families import FAMILIES, encoder
 
 PLAIN = (

@@ -5,8 +5,8 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
-from data.templates.chat import Encoder
-from tests.data.templates.test_chat import (
+from data.templates.encoder import Encoder
+from tests.data.templates.test_encoder import (
     CHATML,
     ENDS_TEXT,
     GEMMA,

@@ -1,0 +1,236 @@
+"""The format of a feature store: packed sequences with what the target said about them.
+
+`scripts/capture.py` writes a store, `data.features=DIR` trains from it without the target:
+
+    capture.json                `StorePlan`, what the store is to hold; written first
+    train-00000.safetensors     a shard: sequences of a split, one behind the other
+    train-00000.json            its `ShardIndex`, written after it: a shard with an index is whole
+    target/ends.safetensors     the target's embedding and output head
+    token_counts.safetensors    [V] int64 by split: how often each id is learnt
+    manifest.json               `Manifest`, written last: a store with a manifest is whole
+
+A shard has these tensors [S, ...], S the tokens of all its sequences without padding:
+
+    input_ids, document_ids     [S] int32, and loss_mask [S] bool; positions follow from documents
+    hidden_states, layers.{i}   [S, D] in `format`; `<name>.scale` [S] float32 beside one-byte ones
+    teacher.ids                 [S, k] int32, and teacher.log_probs [S, k] float16, over the whole
+                                vocabulary: in place of hidden_states with `teacher=top_k`
+
+D hidden, k teacher tokens, V vocabulary.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from conf.errors import InputError
+from conf.files import retried
+from conf.settings.data import StateFormat, TeacherKind
+
+VERSION = 1
+PLAN, MANIFEST = "capture.json", "manifest.json"
+EMBEDDINGS_AND_HEAD, TOKEN_COUNTS = "target/ends.safetensors", "token_counts.safetensors"
+SUFFIX = ".safetensors"
+SPLITS = ("train", "heldout", "replay")
+"""`replay`: held-out prompts with the target's answers, which alone are learnt; not packed."""
+
+HIDDEN = "hidden_states"
+TEACHER_IDS, TEACHER_LOG_PROBS = "teacher.ids", "teacher.log_probs"
+SCALE = ".scale"
+NO_PROBABILITY = torch.finfo(torch.float16).min
+"""The log-probability where a teacher says nothing; its exponential is 0."""
+DTYPES = {
+    StateFormat.bf16: torch.bfloat16,
+    StateFormat.fp8: torch.float8_e4m3fn,
+    StateFormat.int8: torch.int8,
+}
+LARGEST = {StateFormat.fp8: 448.0, StateFormat.int8: 127.0}
+"""The value that a token's largest magnitude becomes."""
+READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a shard; `shape` is that of one token."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes per token."""
+        return self.dtype.itemsize * prod(self.shape)
+
+
+TOKEN_FIELDS = (
+    Field("input_ids", torch.int32),
+    Field("document_ids", torch.int32),
+    Field("loss_mask", torch.bool),
+)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parts of the target's pass that a store keeps.
+
+    Attributes:
+        hidden_size: D.
+        layers: tapped layers, as indices of `output_hidden_states`.
+        teacher: the last hidden state, or the likeliest tokens.
+        top_k: k; 0 with a hidden teacher.
+        format: of hidden states.
+    """
+
+    hidden_size: int
+    layers: tuple[int, ...]
+    teacher: TeacherKind
+    top_k: int
+    format: StateFormat
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "Contents":
+        """The contents of which `conf.command.statement.plain` made this."""
+        enums = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
+        return cls(**{**stored, **enums, "layers": tuple(stored["layers"])})
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the hidden states."""
+        last = (HIDDEN,) if self.teacher is TeacherKind.hidden else ()
+        return *last, *(f"layers.{index}" for index in self.layers)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """All tensors, wide dtypes first, so that each starts where its dtype may."""
+        fields = list(TOKEN_FIELDS)
+        for name in self.states:
+            fields.append(Field(name, DTYPES[self.format], (self.hidden_size,)))
+            if self.format in LARGEST:
+                fields.append(Field(name + SCALE, torch.float32))
+        if self.teacher is TeacherKind.top_k:
+            fields.append(Field(TEACHER_IDS, torch.int32, (self.top_k,)))
+            # Off by at most 2^-11 of a log-probability; bfloat16 would be by 2^-8.
+            fields.append(Field(TEACHER_LOG_PROBS, torch.float16, (self.top_k,)))
+        return tuple(sorted(fields, key=lambda field: (-field.dtype.itemsize, field.name)))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per token, ids, documents and masks included."""
+        return sum(field.num_bytes for field in self.fields)
+
+    def line(self) -> str:
+        """The contents as a line to print."""
+        last = f"top {self.top_k}" if self.teacher is TeacherKind.top_k else "last hidden state"
+        layers = ", ".join(map(str, self.layers)) or "none"
+        return f"{self.format.value}, {last}, layers {layers}, {self.bytes_per_token:,} bytes/token"
+
+
+def encode(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | None]:
+    """Rounds states to the nearest value of a format.
+
+    With amax the largest magnitude of a token, int8 is off by at most amax / 254; fp8 (e4m3) by
+    2^-4 of the value, or, near zero, by amax / 448 * 2^-10. A token that holds NaN or infinity
+    is NaN when it is read.
+
+    Args:
+        states: [T, D], floating point.
+        state_format: what to write.
+
+    Returns:
+        [T, D] in the format, and the scale [T] float32 of each token; None for bf16.
+    """
+    dtype = DTYPES[state_format]
+    if state_format is StateFormat.bf16:
+        return states.to(dtype), None
+    states = states.float()
+    # A token of zeros has no largest magnitude to divide by.
+    scale = states.abs().amax(-1) / LARGEST[state_format]
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
+    scaled = states / scale.unsqueeze(-1)
+    return (scaled.round() if state_format is StateFormat.int8 else scaled).to(dtype), scale
+
+
+def decode(values: Tensor, scale: Tensor) -> Tensor:
+    """[..., D] float32 of one-byte values [..., D] and their scales [...]."""
+    return values.float() * scale.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The sequences of a shard.
+
+    Attributes:
+        num_tokens: of each sequence.
+        checksums: xxh3_64 of each sequence's bytes, over its tensors in the order of the file.
+        size: bytes of the file.
+        checksum: xxh3_64 of the file.
+    """
+
+    num_tokens: list[int]
+    checksums: list[str]
+    size: int
+    checksum: str
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "ShardIndex":
+        """The index of a shard.
+
+        Raises:
+            InputError: there is none, or it is damaged.
+        """
+        path = folder / f"{name}.json"
+        try:
+            return cls(**json.loads(retried(path.read_text)))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{path}: missing or damaged ({error}); {repair(folder)}") from error
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Tokens before each sequence, and at the end those of all."""
+        return list(accumulate(self.num_tokens, initial=0))
+
+
+def is_whole(folder: Path, name: str) -> bool:
+    """True if every byte of a shard is as its index says."""
+    try:
+        index = ShardIndex.read(folder, name)
+        path = folder / f"{name}{SUFFIX}"
+        same_size = path.stat().st_size == index.size
+        return same_size and retried(partial(file_checksum, path)) == index.checksum
+    except (InputError, FileNotFoundError):
+        return False
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3_64 of a file."""
+    with path.open("rb") as file:
+        return checksum(iter(partial(file.read, READ_BYTES), b""))
+
+
+def checksum(parts: Iterable[bytes | memoryview]) -> str:
+    """xxh3_64 of parts one behind the other."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor; numpy knows neither bfloat16 nor float8."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def repair(folder: Path) -> str:
+    """Advice on a store that is not whole."""
+    again = f"start scripts/capture.py with out_dir={folder} again"
+    return f"{again}, which writes what is missing or damaged"

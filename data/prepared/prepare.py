@@ -1,0 +1,210 @@
+"""Prepares training and held-out sequences, and reports what became of the data."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from conf.errors import InputError
+from conf.settings.data import DataConfig, Form
+from data.prepared.folder import PreparedFolder, open_prepared
+from data.prepared.pack import PackedDataset, Samples
+from data.rows.records import counted, malformed
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the data, training and held-out records together."""
+
+    path: str
+    eval_path: str | None
+    form: Form
+    num_records: int
+    """Well-formed records used, before any is dropped."""
+    num_bad: int
+    num_truncated: int
+    num_dropped: int
+    """Records without a learnt token, after truncation."""
+    num_tokens: int
+    num_supervised_tokens: int
+    padding: float
+    """Share of padding in the packed sequences."""
+    sha256: str
+    num_train_sequences: int
+    num_eval_sequences: int
+    bad: list[str] = field(default_factory=list)
+    """A message per malformed row."""
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Tokens of samples before truncation: `p50`, `p90`, `p99` and `longest`."""
+    prepared: list[str] = field(default_factory=list)
+    """Folders of the tokenised samples."""
+    rows_per_s: float | None = None
+    """At which the training data were tokenised, whenever that was."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Rows by field that has something in it and is not read."""
+    unrendered: dict[str, int] = field(default_factory=dict)
+    """How often the chat template does not render what a record says, by name."""
+    left_out: list[str] = field(default_factory=list)
+    """Files of a folder that are not read, and why."""
+
+    def lines(self) -> list[str]:
+        """Returns the report as lines to print."""
+        share = self.num_supervised_tokens / self.num_tokens
+        held_out = self.eval_path or "a share of it"
+        lines: list[str] = []
+        if self.lengths:  # reports of older feature stores have none
+            half, most, nearly_all, longest = self.lengths.values()
+            speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
+            left_out = [
+                *counted("fields not read", self.unread, "rows"),
+                *counted("not rendered by the chat template", self.unrendered, "times"),
+                *(f"not read: {name}" for name in self.left_out),
+            ]
+            lines = [
+                f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} "
+                f"(99%), {longest:,} (longest)",
+                f"  prepared: {', '.join(self.prepared)}{speed}",
+                *(f"  {line}" for line in left_out),
+            ]
+        return [
+            f"data: {self.path} (form {self.form.value}, sha256 {self.sha256[:12]}); "
+            f"held out: {held_out}",
+            f"  records: {self.num_records:,} used, {self.num_bad:,} malformed, "
+            f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
+            f"  tokens: {self.num_tokens:,}, of which {share:.1%} are learnt",
+            f"  sequences: {self.num_train_sequences:,} to train on, "
+            f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding",
+            *lines,
+            *(f"  {line}" for line in malformed(self.bad)),
+        ]
+
+
+def prepare(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
+) -> tuple[PackedDataset, PackedDataset, DataReport]:
+    """Opens the prepared data, making them if need be, and packs training and held-out sequences.
+
+    All processes of a launch may call it at once: one of them prepares, and the others wait.
+
+    Args:
+        config: of the data; its `path` is set.
+        tokenizer: the target's.
+        seed: decides which records are held out, and the packing.
+        progress: whether to say that another process is waited for.
+
+    Returns:
+        The training set, the held-out set and what became of the data.
+
+    Raises:
+        InputError: bad data, or nothing to learn in either set.
+    """
+    path, eval_path = str(config.path), config.eval_path
+    folders = [open_prepared(path, config, tokenizer, progress)]
+    if eval_path is None:
+        train, heldout = split(folders[0].num_records, config.eval_fraction, seed, path)
+    else:
+        folders.append(open_prepared(eval_path, config, tokenizer, progress))
+        train, heldout = (np.arange(folder.num_records) for folder in folders)
+    selections = [
+        Selection(path, folders[0], train[: config.num_prompts]),
+        Selection(eval_path or f"{path} (held-out share)", folders[-1], heldout),
+    ]
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad_id = next(token_id for token_id in ids if token_id is not None)
+    sets = [selection.packed(config.max_length, seed, pad_id) for selection in selections]
+    return sets[0], sets[1], _report(config, folders, selections, sets)
+
+
+def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the records to train on, and of a share held out, at least one, both rising."""
+    if num_records < 2:
+        raise InputError(f"{path}: one record cannot be split; add records or set data.eval_path")
+    count = min(max(1, round(fraction * num_records)), num_records - 1)
+    chosen = np.zeros(num_records, dtype=np.bool_)
+    chosen[random.Random(seed).sample(range(num_records), count)] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Records of a prepared folder that make one set.
+
+    Attributes:
+        name: of the set, in messages.
+        folder: that holds them.
+        records: their numbers, rising.
+    """
+
+    name: str
+    folder: PreparedFolder
+    records: np.ndarray
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        return np.flatnonzero(np.isin(self.folder.record, self.records))
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The samples of these records."""
+        return self.folder.samples.take(self._numbers)
+
+    def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
+        """The sequences of these records.
+
+        Raises:
+            InputError: nothing is learnt.
+        """
+
+        def place(sample: int) -> str:
+            return self.folder.place_of(int(self.folder.record[self._numbers[sample]]))
+
+        packed = PackedDataset(self.samples, max_length, seed=seed, pad_id=pad_id, place=place)
+        if packed.num_supervised_tokens:
+            return packed
+        bad = self.folder.bad
+        why = f"; the first malformed row: {bad[0]}" if bad else ""
+        if not self.samples.num_learnt(int(self.samples.lengths.max())).any():
+            form = self.folder.form.value
+            why = f"; no record of form {form} has an assistant's text" + why
+        raise InputError(
+            f"{self.name}: nothing to learn: of {len(self.records)} records {packed.num_dropped} "
+            f"have no learnt token within data.max_length={max_length}{why}"
+        )
+
+
+def _report(
+    config: DataConfig,
+    folders: list[PreparedFolder],
+    selections: list[Selection],
+    sets: list[PackedDataset],
+) -> DataReport:
+    num_tokens = sum(packed.num_tokens for packed in sets)
+    refused = sum(int(np.isin(part.folder.refused, part.records).sum()) for part in selections)
+    bad = [message for folder in folders for message in folder.bad]
+    lengths = np.concatenate([selection.samples.lengths for selection in selections])
+    quantiles = np.quantile(lengths, [0.5, 0.9, 0.99, 1], method="higher").tolist()
+    return DataReport(
+        path=str(config.path),
+        eval_path=config.eval_path,
+        form=folders[0].form,
+        num_records=sum(len(selection.records) for selection in selections) - refused,
+        num_bad=len(bad),
+        num_truncated=sum(packed.num_truncated for packed in sets),
+        num_dropped=sum(packed.num_dropped for packed in sets),
+        num_tokens=num_tokens,
+        num_supervised_tokens=sum(packed.num_supervised_tokens for packed in sets),
+        padding=1 - num_tokens / sum(len(packed) * packed.max_length for packed in sets),
+        sha256=folders[0].sha256,
+        num_train_sequences=len(sets[0]),
+        num_eval_sequences=len(sets[1]),
+        bad=bad,
+        lengths=dict(zip(("p50", "p90", "p99", "longest"), map(int, quantiles), strict=True)),
+        prepared=[str(folder.folder) for folder in folders],
+        rows_per_s=folders[0].rows_per_s,
+        unread=dict(sum((Counter(folder.unread) for folder in folders), Counter())),
+        unrendered=dict(sum((Counter(folder.unrendered) for folder in folders), Counter())),
+        left_out=[name for folder in folders for name in folder.source.left_out],
+    )
