@@ -1,93 +1,264 @@
-"""A block drafter computed from an engine's names, one block after another.
+"""Block drafters, as serving engines read them: what `config.json` builds, and its logits.
 
-Plain torch in float32. Letters: S rows of a text, R rows of a block, D slots, H hidden, W drafted
-ids, Q heads, d head size.
+Sources, read November 2026: vLLM 0.32 `models/qwen3_dflash.py`, `models/qwen3_dspark.py`,
+`configs/speculators/`; SGLang 0.5 `models/dflash.py`; z-lab/dflash `model.py`. Letters: S rows of a
+text, s of them before a block, R rows of a block, D slots, H hidden, W drafted ids, r compared ids.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from conf.errors import InputError
-from eval.parity.block_shape import TITLES, BlockShape
+from eval.parity.config import Settings
 from eval.parity.files import Export, Golden
+from eval.parity.rope import RopeKeys, read_rope
+from eval.parity.served import EMBEDDING, OUTPUT, HeadShape, ServedLayers, Shapes
 
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+TITLES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "speculators": "speculators",
+    "original": "the authors' code",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class ServedBlocks:
-    """An exported block drafter; a kind adds what it has beyond DFlash.
+@dataclass(frozen=True, kw_only=True)
+class BlockShape(HeadShape):
+    """A block drafter as a serving engine builds it.
+
+    Attributes:
+        num_layers: of the head.
+        block_size: R.
+        anchored: row j drafts the token behind it, not the one at its place.
+        causal: a row sees no later row of its block.
+        window: tokens that a row sees; None for all.
+        full: layers whose rows see all, whatever `causal` and `window` say.
+    """
+
+    num_layers: int
+    block_size: int
+    anchored: bool
+    causal: bool
+    window: int | None
+    full: tuple[int, ...]
+
+    @property
+    def slots(self) -> slice:
+        """Rows that draft."""
+        return slice(0 if self.anchored else 1, None)
+
+    def tensors(self) -> Shapes:
+        """Shapes of the tensors that every block drafter has."""
+        hidden = self.hidden_size
+        shapes: Shapes = {
+            "fc.weight": (hidden, len(self.layers) * self.target_hidden_size),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        for number in range(self.num_layers):
+            norms = ("input_layernorm", "post_attention_layernorm")
+            shapes |= self.layer_tensors(f"layers.{number}.", norms)
+        return shapes
+
+
+class BlockConfigReader:
+    """Every key of `config.json` that decides what the serving engine computes.
 
     Args:
         export: the engine's files.
         golden: sizes of the target.
-        shape: what the engine builds.
-        more: shapes of the tensors of the kind.
-
-    Raises:
-        InputError: the engine would refuse the files, guess, or serve another head.
+        architectures: of the kind, by engine's format; `speculators` among them if it has a class.
     """
 
-    def __init__(
-        self, export: Export, golden: Golden, shape: BlockShape, more: dict[str, tuple[int, ...]]
-    ) -> None:
-        self.export, self.golden, self.shape = export, golden, shape
-        self.title = TITLES[export.format]
-        self._own = OUTPUT in export.tensors
+    def __init__(self, export: Export, golden: Golden, architectures: dict[str, str]) -> None:
+        self.export, self.golden, self.architectures = export, golden, architectures
+        self.nested = export.format == "speculators"
+        file, title = export.folder / "config.json", TITLES[export.format]
+        self.root = Settings(export.config, file, title)
+        self.layer = self.root.part("transformer_layer_config") if self.nested else self.root
+
+    def shape(self, block: Settings, anchored: bool, causal: bool) -> BlockShape:
+        """Reads what is built.
+
+        Args:
+            block: where the mask token and, but in speculators, the layers stand.
+            anchored: `sample_from_anchor`.
+            causal: as the serving engine decides.
+
+        Raises:
+            InputError: the serving engine would refuse the config, guess a value, or read another
+                than the head was trained with.
+        """
+        layer, golden, root = self.layer, self.golden, self.root
+        self._check_constants()
+        mask = int(golden.need("mask_token_id", (1,)))
+        block.equal("mask_token_id", mask, "as it was trained", "has no mask")
+        head_dim = layer.need("head_dim", int, "takes 128")
+        return BlockShape(
+            hidden_size=layer.need("hidden_size", int, "takes 4096"),
+            intermediate_size=layer.need("intermediate_size", int, "takes 22016"),
+            num_heads=layer.need("num_attention_heads", int, "takes 32"),
+            num_kv_heads=layer.need("num_key_value_heads", int, "takes num_attention_heads"),
+            head_dim=head_dim,
+            num_layers=layer.need("num_hidden_layers", int, "builds 32 layers"),
+            target_hidden_size=root.need("target_hidden_size", int, "takes the head's own"),
+            vocab_size=golden.vocab_size,
+            draft_vocab_size=root.need("draft_vocab_size", int, "takes all ids"),
+            eps=float(layer.need("rms_norm_eps", float, "takes 1e-6")),
+            layers=self._layers(block),
+            block_size=root.need("block_size", int, "takes 8 or 16"),
+            anchored=anchored,
+            causal=causal,
+            window=self._window(),
+            full=self._full(),
+            qk_norm=True,
+            rope=read_rope(layer, head_dim, RopeKeys.both),
+        )
+
+    def _check_constants(self) -> None:
+        layer, golden, root = self.layer, self.golden, self.root
+        named = self.architectures[self.export.format]
+        root.equal("architectures", [named], "its class", "finds no class")
+        layer.equal("model_type", "qwen3", "its class", "finds no class")
+        layer.equal("vocab_size", golden.vocab_size, "the target's", "takes 151936")
+        layer.only("hidden_act", "silu")
+        layer.only("attention_bias", False)
+        layer.only("tie_word_embeddings", False)
+        longest = golden.max_position_embeddings
+        if layer.need("max_position_embeddings", int, "stops at 32768 positions") < longest:
+            raise layer.wrong("max_position_embeddings", f"the target's {longest} or more")
+        if self.nested:
+            kind, refused = self.export.kind, "refuses the folder"
+            root.equal("speculators_model_type", kind, "the kind of the head", refused)
+            plan = root.part("speculators_config")
+            plan.equal("algorithm", kind, "the kind of the head", refused)
+            plan.part("verifier").need("name_or_path", str, refused)
+
+    def _layers(self, block: Settings) -> tuple[int, ...]:
+        """Indices of `output_hidden_states`, translated from the engine's own."""
+        if self.nested:
+            key, place, offset = "aux_hidden_state_layer_ids", self.root, 0
+        else:
+            key, place, offset = "target_layer_ids", block, 1
+        ids = [each + offset for each in place.need(key, list, "guesses layers")]
+        known, trained = range(self.golden.num_layers), self.export.layers
+        if ids != sorted(set(ids)) or not set(ids) <= set(known):
+            raise place.wrong(key, f"each of {list(known)} (less {offset}) once, in rising order")
+        if trained is not None and trained != ids:
+            raise InputError(
+                f"{place.file}: {place.engine} would read hidden states {ids}, but the head was "
+                f"trained on {trained} (headsmith.json: export.layers); engines count otherwise"
+            )
+        return tuple(ids)
+
+    def _window(self) -> int | None:
+        layer, number = self.layer, self.layer.get("num_hidden_layers")
+        kinds = layer.need("layer_types", list, "guesses by other keys")
+        if len(kinds) != number or not set(kinds) <= {FULL, SLIDING}:
+            raise layer.wrong("layer_types", f"{number} of {FULL} and {SLIDING}")
+        if SLIDING not in kinds:
+            layer.only("use_sliding_window", False)
+            return None
+        layer.equal("use_sliding_window", True, "as layer_types says", "sees all of the text")
+        return layer.need("sliding_window", int, "takes 4096")
+
+    def _full(self) -> tuple[int, ...]:
+        """Layers without a window beside others that have one."""
+        if self._window() is None:
+            return ()
+        kinds = self.layer.need("layer_types", list, "guesses by other keys")
+        return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
+
+    def causal(self, place: Settings, key: str) -> bool:
+        """Whether rows see no later one, where there is a window in some layers alone.
+
+        Raises:
+            InputError: it is not said, or of layers that see all of the text.
+        """
+        if not self._full():
+            return place.need(key, bool, "takes it from layer_types")
+        place.only(key, False)
+        # Not said, engines take it from layer_types.
+        return not place.has(key)
+
+    def non_causal(self) -> bool:
+        """`causal` of speculators' layout, where only layers with a window can be."""
+        key = "sliding_window_non_causal"
+        free = self.root.need(key, bool, "guesses, and vLLM not as speculators does")
+        if not free and (self._window() is None or self._full()):
+            raise self.root.wrong(key, "true, as some of its layers see all of the text")
+        return not free
+
+
+class ServedBlocks(ServedLayers):
+    """An exported block drafter; each head adds what it has beyond DFlash.
+
+    Args:
+        export: the serving engine's files.
+        golden: sizes of the target.
+        shape: what the serving engine builds.
+        more: shapes of the tensors that this head adds.
+
+    Raises:
+        InputError: the serving engine would refuse the files, guess, or serve another head.
+    """
+
+    shape: BlockShape
+
+    def __init__(self, export: Export, golden: Golden, shape: BlockShape, more: Shapes) -> None:
+        super().__init__(export, golden, TITLES[export.format], shape)
+        # The target's output head, of which a few rows are known, does not give all logits.
+        self._knows_all = "output_head" not in golden.tensors
         self._check(shape.tensors() | more)
+        self._target_ids = self.target_ids()
         self.weights = {
-            name: each.float()
-            for name, each in export.tensors.items()
-            if each.is_floating_point() and name != EMBEDDING
+            name: tensor.float()
+            for name, tensor in export.tensors.items()
+            if tensor.is_floating_point() and name != EMBEDDING
         }
-        self.targets = self._drafted()
 
     @property
     def lines(self) -> list[str]:
-        """What was found, a line for each kind of check."""
+        """What was checked, one each."""
         shape = self.shape
         rows = "one after another" if shape.causal else "all at once"
         seen = "all of the text" if shape.window is None else f"{shape.window} tokens"
         return [
             f"config.json: {self.title} reads hidden states {list(shape.layers)}, "
             f"{shape.block_size} rows that see {seen} and each other {rows}",
-            f"{self.export.weights.name}: {len(self.export.tensors)} tensors of "
-            f"{self.export.dtype}, none missing, none to spare",
-            f"vocabulary: drafts {shape.draft_vocab_size} of {shape.vocab_size} ids with "
-            f"{'its own' if self._own else 'the target' + chr(39) + 's'} output head",
+            self.tensor_line,
+            self.vocabulary_line(OUTPUT in self.export.tensors),
         ]
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the golden ids, and [S] their logsumexp over all, of each slot."""
-        golden, shape = self.golden, self.shape
-        position_ids, ids = golden.need("position_ids", (None,)), golden.need("ids", (None,))
-        tokens = golden.need("token_ids", (None,))
+        """[S, r] logits of the golden ids, and [S] their logsumexp over all, of each slot."""
+        golden = self.golden
+        position_ids, tokens = (
+            golden.need(name, (None,)) for name in ("position_ids", "token_ids")
+        )
         num_rows = len(position_ids)
         outputs = torch.stack([self._block(row, position_ids) for row in range(num_rows)])
         state: Tensor | None = None
         for slot in range(outputs.shape[1]):
             before = tokens[slot : slot + num_rows]
             base = self._base(outputs[:, slot])
-            drawn, state = self.step(base, outputs[:, slot], before, state)
-            every = torch.full((num_rows, shape.vocab_size), -torch.inf)
-            every[:, self.targets] = drawn
-            yield every[:, ids], drawn.logsumexp(-1) if self._whole else None
-
-    @property
-    def _whole(self) -> bool:
-        return "output_head" not in self.golden.tensors
+            drafted, state = self.step(base, outputs[:, slot], before, state)
+            total = drafted.logsumexp(-1) if self._knows_all else None
+            yield self.compared(drafted, self._target_ids), total
 
     def _base(self, outputs: Tensor) -> Tensor:
         if OUTPUT in self.weights:
-            return outputs @ self.weights[OUTPUT].T
+            return self.linear(outputs, "lm_head")
         ids = self.golden.need("ids", (None,))
         rows = self.golden.need("output_head", (len(ids), self.shape.hidden_size))
         # Of ids that nobody compares, nothing is known.
-        found = torch.full((len(outputs), self.shape.vocab_size), -torch.inf)
-        found[:, ids] = outputs @ rows.T
-        return found
+        logits = torch.full((len(outputs), self.shape.vocab_size), -torch.inf)
+        logits[:, ids] = outputs @ rows.T
+        return logits
 
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
@@ -99,65 +270,48 @@ class ServedBlocks:
     def _block(self, row: int, position_ids: Tensor) -> Tensor:
         """[D, H] what the slots of the block behind a row project."""
         golden, shape = self.golden, self.shape
-        embeds = golden.need("token_embeddings", (None, shape.hidden_size))
-        mask = golden.need("mask_embedding", (1, shape.hidden_size))
-        states = torch.cat([embeds[row : row + 1], mask.expand(shape.block_size - 1, -1)])
-        states = self._own_rows(states, row)
         wanted = (None, shape.target_hidden_size)
         features = [golden.need(f"hidden_states.{i}", wanted)[: row + 1] for i in shape.layers]
-        context = self._norm(torch.cat(features, -1) @ self.weights["fc.weight"].T, "hidden_norm")
+        context = self.norm(self.linear(torch.cat(features, -1), "fc"), "hidden_norm")
         places = position_ids[row] + 1 + torch.arange(shape.block_size)
+        states = self.embeds(row)
         for number in range(shape.num_layers):
-            states = self.layer(number, states, context, position_ids, places)
-        return self._norm(states, "norm")[shape.slots]
+            states = self._layer(number, states, context, position_ids[: row + 1], places)
+        return self.norm(states, "norm")[shape.slots]
 
-    def _own_rows(self, states: Tensor, row: int) -> Tensor:
-        """With the head's own embedding, if it brings one."""
-        if EMBEDDING not in self.export.tensors:
-            return states
-        token = int(self.golden.need("token_ids", (None,))[row])
-        mask = int(self.golden.need("mask_token_id", (1,)))
-        ids = torch.tensor([token] + [mask] * (len(states) - 1))
-        return self.export.tensors[EMBEDDING][ids].float()
+    def embeds(self, row: int) -> Tensor:
+        """[R, H] of the block behind a row, by the head's own embedding if it brings one."""
+        golden, hidden, num_masks = self.golden, self.shape.hidden_size, self.shape.block_size - 1
+        if EMBEDDING in self.export.tensors:
+            token = int(golden.need("token_ids", (None,))[row])
+            mask_id = int(golden.need("mask_token_id", (1,)))
+            return self.export.tensors[EMBEDDING][[token] + [mask_id] * num_masks].float()
+        token_embeddings = golden.need("token_embeddings", (None, hidden))
+        mask = golden.need("mask_embedding", (1, hidden))
+        return torch.cat([token_embeddings[row : row + 1], mask.expand(num_masks, -1)])
 
-    def layer(
-        self, number: int, states: Tensor, context: Tensor, position_ids: Tensor, places: Tensor
+    def _layer(
+        self, number: int, states: Tensor, context: Tensor, before: Tensor, places: Tensor
     ) -> Tensor:
-        """[R, H] of a layer over its block [R, H] and features [s, H]."""
+        """[R, H] of a layer over its block [R, H] at `places` and features [s, H] at `before`."""
         name = f"layers.{number}."
 
         def attend(inputs: Tensor) -> Tensor:
-            return self._attended(number, inputs, context, position_ids[: len(context)], places)
+            keys = torch.cat([self.heads(context, name, "k", before),
+                              self.heads(inputs, name, "k", places)])  # fmt: skip
+            values = torch.cat([self.heads(rows, name, "v") for rows in (context, inputs)])
+            query, seen = self.heads(inputs, name, "q", places), self._seen(number, len(context))
+            return self.linear(self.attend(query, keys, values, seen), f"{name}self_attn.o_proj")
 
-        states = states + self.around(
-            f"{name}attention", self._norm(states, f"{name}input_layernorm"), attend
-        )
-        inputs = self._norm(states, f"{name}post_attention_layernorm")
-        return states + self.around(f"{name}mlp", inputs, lambda each: self._mlp(name, each))
+        inputs = self.norm(states, f"{name}input_layernorm")
+        states = states + self.around(f"{name}attention", inputs, attend)
+        inputs = self.norm(states, f"{name}post_attention_layernorm")
+        return states + self.around(f"{name}mlp", inputs, lambda rows: self.mlp(rows, name))
 
     def around(self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """[R, H] of a sublayer; a kind may put something around it."""
+        """[R, H] of a sublayer; a head may put something around it."""
         del name
         return sublayer(inputs)
-
-    def _mlp(self, name: str, inputs: Tensor) -> Tensor:
-        gate = functional.silu(self.linear(inputs, f"{name}mlp.gate_proj"))
-        return self.linear(gate * self.linear(inputs, f"{name}mlp.up_proj"), f"{name}mlp.down_proj")
-
-    def _attended(
-        self, number: int, inputs: Tensor, context: Tensor, before: Tensor, places: Tensor
-    ) -> Tensor:
-        shape, attention = self.shape, f"layers.{number}.self_attn."
-        query = self._heads(inputs, attention, "q", places)
-        keys = torch.cat([self._heads(context, attention, "k", before),
-                          self._heads(inputs, attention, "k", places)])  # fmt: skip
-        values = torch.cat([self._split(each, attention, "v") for each in (context, inputs)])
-        groups = shape.num_heads // shape.num_kv_heads
-        keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
-        scores = torch.einsum("rqd,sqd->qrs", query, keys) * shape.head_dim**-0.5
-        weights = scores.masked_fill(~self._seen(number, len(context)), -torch.inf).softmax(-1)
-        found = torch.einsum("qrs,sqd->rqd", weights, values).flatten(1)
-        return self.linear(found, f"{attention}o_proj")
 
     def _seen(self, number: int, num_tokens: int) -> Tensor:
         """[R, s + R] bool of a layer, by how many tokens lie between."""
@@ -171,60 +325,14 @@ class ServedBlocks:
             seen &= keys <= rows
         return seen if shape.window is None else seen & ((rows - keys).abs() < shape.window)
 
-    def _heads(self, inputs: Tensor, attention: str, which: str, places: Tensor) -> Tensor:
-        normed = self._norm(self._split(inputs, attention, which), f"{attention}{which}_norm")
-        return self.shape.rope.rotate(normed, places)
-
-    def _split(self, inputs: Tensor, attention: str, which: str) -> Tensor:
-        projected = self.linear(inputs, f"{attention}{which}_proj")
-        return projected.unflatten(-1, (-1, self.shape.head_dim))
-
-    def linear(self, inputs: Tensor, name: str) -> Tensor:
-        """By a weight of the file."""
-        return inputs @ self.weights[f"{name}.weight"].T
-
-    def _norm(self, states: Tensor, name: str) -> Tensor:
-        mean = states.square().mean(-1, keepdim=True)
-        return states * torch.rsqrt(mean + self.shape.eps) * self.weights[f"{name}.weight"]
-
-    def _check(self, must: dict[str, tuple[int, ...]]) -> None:
-        """Names, shapes and integer types."""
-        shape, found = self.shape, self.export.tensors
-        may: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
+    def _check(self, must: Shapes) -> None:
+        """Checks the tensors, beside those of each head the ones of its vocabulary."""
+        shape = self.shape
+        may: Shapes = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
         reduced = shape.draft_vocab_size != shape.vocab_size
-        head = {OUTPUT: (shape.draft_vocab_size, shape.hidden_size)}
-        needed = reduced or self._whole
-        must, may = (must | head, may) if needed else (must, may | head)
+        output = must if reduced or self._knows_all else may
+        output[OUTPUT] = (shape.draft_vocab_size, shape.hidden_size)
         if reduced:
-            must = must | {"d2t": (shape.draft_vocab_size,)}
-            may = may | {"t2d": (shape.vocab_size,)}
-        missing, extra = sorted(set(must) - set(found)), sorted(set(found) - set(must) - set(may))
-        if missing or extra:
-            raise InputError(
-                f"{self.export.weights}: tensors missing: {missing}, that {self.title} does not "
-                f"read: {extra}"
-            )
-        for name, tensor in found.items():
-            if tuple(tensor.shape) != (must | may)[name]:
-                raise self._wrong(name, f"is {list(tensor.shape)}", f"{list((must | may)[name])}")
-            kinds = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}.get(name)
-            if tensor.dtype not in kinds if kinds else not tensor.is_floating_point():
-                raise self._wrong(name, f"is of {tensor.dtype}", f"{kinds or 'floats'}")
-
-    def _drafted(self) -> Tensor:
-        """[W] the target ids of the output head's rows."""
-        ids, offsets = torch.arange(self.shape.draft_vocab_size), self.export.tensors.get("d2t")
-        if offsets is None:
-            return ids
-        targets = ids + offsets.long()
-        if (
-            targets.min() < 0
-            or targets.max() >= self.shape.vocab_size
-            or len(targets.unique()) != len(targets)
-        ):
-            found = f"leads to ids of {int(targets.min())}..{int(targets.max())}, or one twice"
-            raise self._wrong("d2t", found, "offsets: target id minus draft id")
-        return targets
-
-    def _wrong(self, name: str, found: str, needed: str) -> InputError:
-        return InputError(f"{self.export.weights}: {name} {found}: {self.title} needs {needed}")
+            must["d2t"] = (shape.draft_vocab_size,)
+            may["t2d"] = (shape.vocab_size,)
+        self.check_tensors(self.export.tensors, must, may)

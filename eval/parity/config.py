@@ -1,4 +1,4 @@
-"""`config.json` as an engine reads it: a key that would be guessed is an error."""
+"""Keys of `config.json` as a serving engine reads them: one that would be guessed is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ class Settings:
     Args:
         values: the object.
         file: for messages.
-        engine: that reads it, for messages.
+        engine: the serving engine that reads it, for messages.
         prefix: of its keys, for messages.
     """
 
@@ -39,7 +39,7 @@ class Settings:
         Args:
             key: its name.
             kind: of the value; float takes an int, too.
-            otherwise: what the engine would do without it.
+            otherwise: what the serving engine would do without it.
 
         Raises:
             InputError: absent, null or of another type.
@@ -82,7 +82,7 @@ class Settings:
             key: its name.
             expected: the value.
             why: where the value comes from.
-            otherwise: what the engine would do without the key.
+            otherwise: what the serving engine would do without the key.
 
         Raises:
             InputError: absent or another value.

@@ -1,4 +1,4 @@
-"""What lies in an export folder: the engine's files, and the golden logits beside them.
+"""Files of an export: those of the serving engine, and the golden logits beside them.
 
 Letters: S rows, D depths, L layers of the target, Ht its hidden size, H of the head, V
 vocabulary, R compared ids.
@@ -6,7 +6,7 @@ vocabulary, R compared ids.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @dataclass(frozen=True)
 class Export:
-    """The files that an engine reads.
+    """The files that a serving engine reads.
 
     Attributes:
         folder: where they lie.
-        format: the engine's name.
+        format: the serving engine's name.
         kind: of the head.
         layers: target features that the head was trained on, as indices of
             `output_hidden_states`; None in a folder without `headsmith.json`.
@@ -93,7 +93,7 @@ class Golden:
 
 
 def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
-    """Taps the engine's files of an export.
+    """Reads the serving engine's files of an export.
 
     Args:
         folder: of the export.
@@ -108,24 +108,23 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
         raise InputError(f"{folder}: pickled files {pickled}: only safetensors and JSON are read")
     config = read_json(folder / "config.json")
     note = _note(folder, engine, golden.kind)
-    weights = _weights(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise InputError(
+            f"{folder}: safetensors files {[p.name for p in files]}: must be exactly one, as "
+            "engines load every one as weights"
+        )
+    weights = files[0]
     tensors, _ = read_tensors(weights)
+    noted = [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
     return Export(
-        folder,
-        note["format"],
-        golden.kind,
-        note.get("layers"),
-        config,
-        weights,
-        tensors,
-        _dtype(
-            weights, tensors, [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
-        ),
-    )
+        folder, note["format"], golden.kind, note.get("layers"), config, weights, tensors,
+        _dtype(weights, tensors, noted),
+    )  # fmt: skip
 
 
 def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
-    """Taps the golden file of an export of one of these kinds of head.
+    """Reads the golden file of an export of one of these kinds of head.
 
     Raises:
         InputError: missing, corrupt, or without its metadata.
@@ -148,7 +147,7 @@ def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object from a JSON file.
+    """Reads an object from a JSON file.
 
     Raises:
         InputError: missing or no JSON object.
@@ -163,7 +162,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a safetensors file, on the CPU, and its metadata.
+    """Reads all tensors of a safetensors file, onto the CPU, and its metadata.
 
     Raises:
         InputError: corrupt, truncated, or values that are NaN or infinite (logits may be
@@ -201,29 +200,14 @@ def _note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
     return {**note, "format": named}
 
 
-def _weights(folder: Path) -> Path:
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        raise InputError(
-            f"{folder}: safetensors files {[p.name for p in found]}: must be exactly one, as "
-            "engines load every one as weights"
-        )
-    return found[0]
-
-
 def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
-    """That of every float tensor, and of the notes about it."""
-    found = {n: FLOATS.get(t.dtype) for n, t in tensors.items() if t.is_floating_point()}
-    dtypes = set(found.values()) | {each for each in noted if each is not None}
-    dtype = next(iter(dtypes), None)
-    if dtype is None or len(dtypes) != 1 or dtype not in FLOATS.values():
+    """The dtype of every float tensor, and of the notes about it."""
+    counts = Counter(str(FLOATS.get(t.dtype)) for t in tensors.values() if t.is_floating_point())
+    dtypes = {*counts, *(dtype for dtype in noted if dtype is not None)}
+    if len(dtypes) != 1 or not dtypes <= set(FLOATS.values()):
         raise InputError(
-            f"{file}: dtypes of its floats {_counted(found.values())}, and noted in "
+            f"{file}: dtypes of its floats {dict(counts)}, and noted in "
             f"headsmith.json (export.dtype) and config.json (dtype, torch_dtype) {noted}: must "
             f"be one of {list(FLOATS.values())} throughout"
         )
-    return dtype
-
-
-def _counted(values: Iterable[object]) -> dict[str, int]:
-    return {str(value): count for value, count in Counter(values).items()}
+    return dtypes.pop()

@@ -1,8 +1,9 @@
-"""The parity gate: an export, read as its engine reads it, gives the trained head's logits.
+"""The parity gate: an export, read as its serving engine reads it, gives the trained head's logits.
 
-Nothing here knows how heads are trained or exported: names, keys and defaults are the engines'
-own, so that a mistake of the exporter cannot be made again by its check. Letters: S rows, D
-depths, R compared ids.
+Nothing here knows how heads are trained or exported: names, keys and defaults are those of vLLM,
+SGLang and others, so that a mistake of the exporter cannot be made again by its check.
+
+Letters: S rows, D depths, R compared ids.
 """
 
 import importlib
@@ -42,7 +43,7 @@ class Verdict:
 
 
 class Served(Protocol):
-    """A head as an engine reads it."""
+    """A head as a serving engine reads it."""
 
     lines: list[str]
     """What was checked, one each."""
@@ -55,41 +56,41 @@ class Reader(Protocol):
     """A module of `eval/parity/readers/`."""
 
     FORMATS: dict[str, tuple[str, ...]]
-    """By the kind of head, as exports name it: the formats it can read."""
+    """The formats that are read, by the kind of head as exports name it."""
 
     def read(self, export: Export, golden: Golden) -> Served:
-        """Taps an export.
+        """The head of an export.
 
         Raises:
-            InputError: the engine would refuse the files, guess, or serve another head.
+            InputError: the serving engine would refuse the files, guess, or serve another head.
         """
 
 
 def readers_by_kind() -> dict[str, Reader]:
-    """Every module in the folder of readers, by what it reads."""
-    found: dict[str, Reader] = {}
-    for each in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
-        reader = cast(Reader, importlib.import_module(each.name))
-        found |= dict.fromkeys(reader.FORMATS, reader)
-    return found
+    """Every module in the folder of readers, by the kind of head that it reads."""
+    by_kind: dict[str, Reader] = {}
+    for module in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
+        reader = cast(Reader, importlib.import_module(module.name))
+        by_kind |= dict.fromkeys(reader.FORMATS, reader)
+    return by_kind
 
 
 @torch.no_grad()
 def check_parity(folder: Path, engine: str | None = None) -> Verdict:
-    """Taps an export as its engine does and compares its logits with the trained head's.
+    """Reads an export as its serving engine does, and compares its logits with the trained head's.
 
     Args:
         folder: of the export.
         engine: one of `FORMATS`, for a folder whose `headsmith.json` does not name it.
 
     Raises:
-        InputError: whatever the engine would refuse, ignore, guess or compute otherwise, with
-            the file and the tensor or key.
+        InputError: whatever the serving engine would refuse, ignore, guess or compute otherwise,
+            with the file and the tensor or key.
     """
-    found = readers_by_kind()
-    golden = read_golden(folder, list(found))
+    by_kind = readers_by_kind()
+    golden = read_golden(folder, list(by_kind))
     export = read_export(folder, engine, golden)
-    reader = found[export.kind]
+    reader = by_kind[export.kind]
     if export.format not in reader.FORMATS[export.kind]:
         raise InputError(
             f"{folder}: format {export.format} has no heads of kind {export.kind}; allowed: "
@@ -101,44 +102,42 @@ def check_parity(folder: Path, engine: str | None = None) -> Verdict:
     return Verdict([read, *served.lines], difference, scale)
 
 
-def _compare(golden: Golden, found: list[tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
+def _compare(golden: Golden, served: list[tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
     """The largest difference of logits, and the largest |logit|."""
-    num_ids = len(golden.need("ids", (None,)))
-    trained = golden.need("logits", (len(found), None, num_ids))
-    logits = torch.stack([each for each, _ in found])
-    _same_ids(golden, trained, logits)
+    all_ids = golden.need("ids", (None,))
+    trained = golden.need("logits", (len(served), None, len(all_ids)))
+    logits = torch.stack([of_depth for of_depth, _ in served])
     finite = trained.isfinite()
-    if not finite.any(dim=-1).all():
-        raise InputError(f"{golden.file}: logits: a row is -inf throughout; export again")
-    scale = trained[finite].abs().max().item()
-    difference = torch.where(finite, logits - trained, 0.0).abs()
-    _within(golden, "logits", difference, scale)
-    sums = [each for _, each in found if each is not None]
-    # Absent where the trained head used the target's output head, of which rows are missing.
-    if sums and "output_head" not in golden.tensors:
-        sum_of_all = golden.need("logsumexp", tuple(trained.shape[:2]))
-        _within(golden, "logsumexp", (torch.stack(sums) - sum_of_all).abs()[..., None], scale)
-    return difference.max().item(), scale
-
-
-def _same_ids(golden: Golden, trained: Tensor, logits: Tensor) -> None:
-    other = (trained.isfinite() != logits.isfinite()).flatten(0, 1).any(dim=0)
+    other = (finite != logits.isfinite()).flatten(0, 1).any(dim=0)
     if other.any():
-        ids = golden.need("ids", (None,))[other]
+        ids = all_ids[other]
         raise InputError(
             f"{golden.file}: logits: the trained head and the served one can draft different "
             f"ids, {len(ids)} of those compared, the first {ids[:5].tolist()}: look at d2t"
         )
+    if not finite.any(dim=-1).all():
+        raise InputError(f"{golden.file}: logits: a row is -inf throughout; export again")
+    scale = trained[finite].abs().max().item()
+    difference = torch.where(finite, logits - trained, 0.0).abs()
+    _check_difference(golden, "logits", difference, scale)
+    sums = [of_depth for _, of_depth in served if of_depth is not None]
+    # Absent where the trained head used the target's output head, of which rows are missing.
+    if sums and "output_head" not in golden.tensors:
+        trained_sums = golden.need("logsumexp", tuple(trained.shape[:2]))
+        _check_difference(
+            golden, "logsumexp", (torch.stack(sums) - trained_sums).abs()[..., None], scale
+        )
+    return difference.max().item(), scale
 
 
-def _within(golden: Golden, name: str, difference: Tensor, scale: float) -> None:
+def _check_difference(golden: Golden, name: str, difference: Tensor, scale: float) -> None:
     """Raises with the worst depth and row of [D, S, R] where a difference is too large."""
     worst = difference.max().item()
     if worst <= TOLERANCE * scale:
         return
     _, num_rows, num_ids = difference.shape
     depth, place = divmod(int(difference.argmax()), num_rows * num_ids)
-    depths = [f"{each:.1e}" for each in difference.amax(dim=(1, 2)).tolist()]
+    depths = [f"{worst_of_depth:.1e}" for worst_of_depth in difference.amax(dim=(1, 2)).tolist()]
     raise InputError(
         f"{golden.file}: {name} of the served head differ from the trained one's by up to "
         f"{worst:.2e} at depth {depth}, row {place // num_ids}; allowed {TOLERANCE * scale:.1e} "

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as engines read them from `config.json`.
+"""Rotary position embeddings as serving engines read them from `config.json`.
 
 Sources: vLLM 0.32 `model_executor/layers/rotary_embedding`, transformers 5
 `modeling_rope_utils.py`. Letters: N rows, Q heads, d head size.
@@ -19,7 +19,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RopeKeys(Enum):
-    """Which spelling of RoPE an engine reads."""
+    """The spelling of RoPE that a serving engine reads."""
 
     both = "both"
     """`rope_parameters`, or `rope_theta` and `rope_scaling`: loaders on transformers 5."""
@@ -52,15 +52,15 @@ class Rope:
 
 
 def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
-    """The RoPE that an engine makes of a config.
+    """The RoPE that a serving engine makes of a config.
 
     Args:
         config: with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
         head_dim: d.
-        keys: which of them the engine reads.
+        keys: which of them the serving engine reads.
 
     Raises:
-        InputError: absent, of a kind that the engine has not, or the spellings disagree.
+        InputError: absent, of a type that the serving engine has not, or the spellings disagree.
     """
     settings = _agreed(config, keys)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])
@@ -81,7 +81,7 @@ def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
 
 
 def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
-    """The settings of RoPE in the words of `rope_parameters`, from both spellings."""
+    """The settings in the words of `rope_parameters`, from both spellings."""
     new = config.part("rope_parameters")
     if keys is not RopeKeys.both or not new.has("rope_theta"):
         config.need("rope_theta", float, "turns with a theta of 10000")
@@ -104,14 +104,14 @@ def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
 
 
 def _normalised(spelling: Settings, outer: dict[str, Any]) -> dict[str, Any]:
-    """With the values that stand outside, and one key for the kind."""
-    found = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
-    found.setdefault("rope_type", spelling.get("type") or "default")
-    spelling.only("type", None, found["rope_type"])
+    """One spelling with the values that stand outside, and one key for the type."""
+    settings = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
+    settings.setdefault("rope_type", spelling.get("type") or "default")
+    spelling.only("type", None, settings["rope_type"])
     for key, value in outer.items():
         if value is not None:
-            found.setdefault(key, value)
-    return found
+            settings.setdefault(key, value)
+    return settings
 
 
 def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
@@ -138,14 +138,11 @@ def _yarn(powers: Tensor, settings: dict[str, Any]) -> Rope:
     ramp = (torch.arange(len(powers)).float() - low) / ((high - low) or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     frequencies = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
-    return Rope(frequencies, _yarn_scale(factor, settings))
+    if settings.get("attention_factor") is not None:
+        return Rope(frequencies, float(settings["attention_factor"]))
 
-
-def _yarn_scale(factor: float, settings: dict[str, Any]) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if settings.get("attention_factor") is not None:
-        return float(settings["attention_factor"])
     one, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    return scale(one) / scale(all_dim) if one and all_dim else scale(1.0)
+    return Rope(frequencies, scale(one) / scale(all_dim) if one and all_dim else scale(1.0))

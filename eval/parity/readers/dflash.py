@@ -1,7 +1,6 @@
-"""Taps exported DFlash heads as their engine would; see `eval/parity/blocks.py`."""
+"""Reads exported DFlash heads as their serving engine would; see `eval/parity/blocks.py`."""
 
-from eval.parity.block_shape import BlockReader, BlockShape
-from eval.parity.blocks import ServedBlocks
+from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
 from eval.parity.files import Export, Golden
 
 FORMATS = {"dflash": ("vllm", "sglang", "speculators", "original")}
@@ -11,15 +10,15 @@ ARCHITECTURES = dict.fromkeys(FORMATS["dflash"], NATIVE)
 
 def read(export: Export, golden: Golden) -> ServedBlocks:
     """See `eval.parity.gate.Reader`."""
-    reader = BlockReader(export, golden, ARCHITECTURES)
+    reader = BlockConfigReader(export, golden, ARCHITECTURES)
     return ServedBlocks(export, golden, shape_of(reader), {})
 
 
-def shape_of(reader: BlockReader) -> BlockShape:
-    """Of heads that fill in masks.
+def shape_of(reader: BlockConfigReader) -> BlockShape:
+    """Reads the shape of a head that fills in masks.
 
     Raises:
-        InputError: as `BlockReader.shape`.
+        InputError: as `BlockConfigReader.shape`.
     """
     root = reader.root
     if reader.nested:

@@ -1,23 +1,45 @@
-"""Taps exported DFlash-2 heads as their engine would; see `eval/parity/blocks.py`.
+"""Reads exported DFlash-2 heads as their serving engine would; see `eval/parity/blocks.py`.
 
 Letters: S rows of a text, R of a block, H hidden, G groups of channels, V vocabulary, r rank.
 """
 
 from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eval.parity.block_shape import BlockReader, BlockShape
-from eval.parity.blocks import ServedBlocks
+from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
 from eval.parity.files import Export, Golden
 from eval.parity.readers.dflash import shape_of
+from eval.parity.served import Shapes
 
 FORMATS = {"dflash2": ("vllm", "sglang", "speculators", "original")}
 ARCHITECTURES = dict.fromkeys(FORMATS["dflash2"], "DFlash2DraftModel")
 SELECTOR = "candidate_selector."
-SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Keys that may be absent, and what engines take then."""
+
+
+@dataclass(frozen=True)
+class DFlash2Settings:
+    """What a DFlash-2 head has beyond a DFlash head.
+
+    Attributes:
+        conv_kernel_size: taps of each convolution.
+        conv_group_size: channels that share a change of its kernel.
+        selector_rank: r.
+        selector_top_k: candidates of the selector.
+        input_embedding_scale, output_multiplier: of embeddings and logits.
+        final_logit_softcapping: of logits; 0 without.
+    """
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
 
 
 class ServedDFlash2(ServedBlocks):
@@ -25,21 +47,19 @@ class ServedDFlash2(ServedBlocks):
 
     Args:
         export, golden, shape: as of `ServedBlocks`.
-        sizes: of a convolution's taps and groups, of the selector's rank and candidates.
-        scales: of embeddings and logits, and the cap of these; 0 without.
+        settings: beyond those of a DFlash head.
 
     Raises:
         InputError: as of `ServedBlocks`.
     """
 
     def __init__(
-        self, export: Export, golden: Golden, shape: BlockShape, sizes: tuple[int, int, int, int],
-        scales: tuple[float, float, float],
-    ) -> None:  # fmt: skip
-        taps, group, rank, self._top_k = sizes
-        self._input, self._output, self._cap = scales
-        self._taps, self._groups, hidden = taps, shape.hidden_size // group, shape.hidden_size
-        more: dict[str, tuple[int, ...]] = {
+        self, export: Export, golden: Golden, shape: BlockShape, settings: DFlash2Settings
+    ) -> None:
+        self._settings, hidden = settings, shape.hidden_size
+        self._groups = hidden // settings.conv_group_size
+        taps, rank = settings.conv_kernel_size, settings.selector_rank
+        more: Shapes = {
             f"{SELECTOR}predecessor_codebook": (shape.vocab_size, rank),
             f"{SELECTOR}successor_codebook": (shape.vocab_size, rank),
             f"{SELECTOR}hidden_projection.weight": (rank, hidden),
@@ -55,21 +75,21 @@ class ServedDFlash2(ServedBlocks):
         """[R, H] of a sublayer between two convolutions."""
         base = self.weights[f"{name}_conv.base_kernel"]
         change = self.linear(inputs, f"{name}_conv.kernel_projection")
-        change = change.view(len(inputs), 2, self._taps, self._groups)
+        change = change.view(len(inputs), 2, self._settings.conv_kernel_size, self._groups)
         return self._mixed(
             sublayer(self._mixed(inputs, base[0], change[:, 0])), base[1], change[:, 1]
         )
 
     def _mixed(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
         """[R, H] row by row: each a sum of those before it."""
-        size, found = rows.shape[1] // self._groups, []
+        size, outputs = rows.shape[1] // self._groups, []
         for row in range(len(rows)):
             mixed = torch.zeros(rows.shape[1])
-            for tap in range(min(self._taps, row + 1)):
+            for tap in range(min(self._settings.conv_kernel_size, row + 1)):
                 kernel = base[tap] + change[row, tap].repeat_interleave(size)
                 mixed = mixed + kernel * rows[row - tap]
-            found.append(mixed)
-        return torch.stack(found)
+            outputs.append(mixed)
+        return torch.stack(outputs)
 
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
@@ -79,27 +99,30 @@ class ServedDFlash2(ServedBlocks):
             self.weights[f"{SELECTOR}{n}_codebook"] for n in ("predecessor", "successor")
         )
         asked = first[before] * self.linear(outputs, f"{SELECTOR}hidden_projection")
-        least = base.topk(min(self._top_k, base.shape[-1])).values[:, -1:]
-        unary = base * self._output
-        unary = torch.tanh(unary / self._cap) * self._cap if self._cap > 0 else unary
+        least = base.topk(min(self._settings.selector_top_k, base.shape[-1])).values[:, -1:]
+        unary = base * self._settings.output_multiplier
+        cap = self._settings.final_logit_softcapping
+        unary = torch.tanh(unary / cap) * cap if cap > 0 else unary
         return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
 
-    def _own_rows(self, states: Tensor, row: int) -> Tensor:
-        return super()._own_rows(states, row) * self._input
+    def embeds(self, row: int) -> Tensor:
+        """[R, H] of the block behind a row, scaled."""
+        return super().embeds(row) * self._settings.input_embedding_scale
 
 
 def read(export: Export, golden: Golden) -> ServedDFlash2:
     """See `eval.parity.gate.Reader`."""
-    reader = BlockReader(export, golden, ARCHITECTURES)
+    reader = BlockConfigReader(export, golden, ARCHITECTURES)
     shape = shape_of(reader)
     block = reader.root if reader.nested else reader.root.part("dflash_config")
     # Rows of a block see each other.
     block.only("causal", False)
     block.only("sliding_window_non_causal", True)
-    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    taps, group, rank, top_k = (block.need(name, int, "refuses the head") for name in names)
-    first, last, cap = (
-        block.need(name, float, "scales nothing") if block.has(name) else usual
-        for name, usual in SCALES.items()
-    )
-    return ServedDFlash2(export, golden, shape, (taps, group, rank, top_k), (first, last, cap))
+    values: dict[str, Any] = {
+        field.name: block.need(field.name, int, "refuses the head")
+        if field.default is MISSING
+        else block.need(field.name, float, "scales nothing")
+        for field in fields(DFlash2Settings)
+        if field.default is MISSING or block.has(field.name)
+    }
+    return ServedDFlash2(export, golden, shape, DFlash2Settings(**values))

@@ -1,0 +1,410 @@
+"""How serving engines read an EAGLE head: names, keys, defaults, layer numbers, and `config.json`.
+
+Sources, read November 2026: vLLM 0.32 `model_executor/models/llama_eagle.py`, `llama_eagle3.py`,
+`qwen3_eagle3.py`, `v1/worker/gpu_model_runner.py`; SGLang `srt/models/llama_eagle.py`,
+`llama_eagle3.py`; TensorRT-LLM `_torch/models/modeling_speculative.py`; speculators 0.9
+`models/eagle3`; SafeAILab/EAGLE `eagle/model/cnets.py` (EAGLE-3) and `cnets1.py` (EAGLE-1).
+"""
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from conf.errors import InputError
+from eval.parity.config import Settings, one_value
+from eval.parity.files import Export, Golden
+from eval.parity.rope import RopeKeys, read_rope
+from eval.parity.served import OUTPUT, HeadShape, Shapes
+
+LAYER = "layers.0."
+FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAUNCH = "eagle3_layers_to_capture"
+
+
+class LayerIds(Enum):
+    """Where a serving engine finds the target layers that an EAGLE-3 head reads."""
+
+    hidden_states = "hidden_states"
+    """`eagle_aux_hidden_state_layer_ids` at the root or in `eagle_config`; i is what enters
+    layer i: index i of `output_hidden_states`."""
+    outputs = "outputs"
+    """The same key in `eagle_config` alone; i is the output of layer i: index i + 1."""
+    launch = "launch"
+    """`eagle3_layers_to_capture` of the launch configuration, which an export carries in its
+    README; i as above."""
+    fixed = "fixed"
+    """2, L // 2 and L - 3 of `output_hidden_states`, whatever a file says."""
+
+
+class FusionBias(Enum):
+    """Where a serving engine takes a bias of the fusion layer from."""
+
+    never = "never"
+    always = "always"
+    key = "key"
+    """As `bias` in config.json says."""
+
+
+class Presence(Enum):
+    """Tensors that a serving engine needs, takes or has no place for."""
+
+    must = "must"
+    may = "may"
+    no = "no"
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How one serving engine reads one kind of EAGLE head.
+
+    Attributes:
+        title: the serving engine, for messages.
+        architectures: allowed in `architectures`.
+        prefixes: with which names of the layer's tensors begin.
+        flags: those of `FLAGS` that it has.
+        written: whether flags that it has not must be written all the same, as false.
+        nested: flags that it reads in `eagle_config` alone.
+        layers: where it finds the layers.
+        always_fuses: whether `fc` is also applied to features as wide as the head.
+        fc_bias: where the bias of `fc` comes from.
+        biases: keys of the biases that its layer may have.
+        qwen3: whether it has a layer with norms on queries and keys.
+        rope: the spelling that it reads.
+        random_head: whether a missing output head starts at random; at SGLang, unless
+            `draft_vocab_size` is null.
+        embedding: `no` if it takes the target's where that is as wide as the head.
+        t2d: the mask beside `d2t`.
+        method: the kind of head in speculators' words.
+    """
+
+    title: str
+    architectures: tuple[str, ...]
+    prefixes: tuple[str, ...] = ("midlayer.", "layers.0.")
+    flags: tuple[str, ...] = ()
+    written: bool = True
+    nested: tuple[str, ...] = ()
+    layers: LayerIds = LayerIds.fixed
+    always_fuses: bool = False
+    fc_bias: FusionBias = FusionBias.never
+    biases: tuple[str, ...] = ()
+    qwen3: bool = False
+    rope: RopeKeys = RopeKeys.both
+    random_head: bool = False
+    embedding: Presence = Presence.may
+    t2d: Presence = Presence.may
+    method: str = "eagle3"
+
+
+BIASES = ("attention_bias", "mlp_bias")
+VLLM_EAGLE3 = Conventions(
+    "vLLM",
+    ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM",
+     "Eagle3Qwen3ForCausalLM"),
+    flags=FLAGS,
+    layers=LayerIds.hidden_states,
+    always_fuses=True,
+    biases=BIASES,
+    qwen3=True,
+)  # fmt: skip
+CONVENTIONS = {
+    ("vllm", "eagle1"): Conventions(
+        "vLLM", ("LlamaForCausalLM", "EagleLlamaForCausalLM"), ("layers.0.",), biases=BIASES
+    ),
+    ("vllm", "eagle3"): VLLM_EAGLE3,
+    ("speculators", "eagle3"): replace(
+        VLLM_EAGLE3,
+        architectures=("Eagle3Speculator", "Eagle3DraftModel"),
+        prefixes=("layers.0.",),
+        random_head=True,
+        t2d=Presence.must,
+    ),
+    ("sglang", "eagle1"): Conventions(
+        "SGLang",
+        ("LlamaForCausalLMEagle",),
+        ("layers.0.",),
+        fc_bias=FusionBias.always,
+        embedding=Presence.no,
+    ),
+    # `fc` follows the key `bias`, but so does a bias of the attention's output.
+    ("sglang", "eagle3"): Conventions(
+        "SGLang",
+        ("LlamaForCausalLMEagle3",),
+        flags=("norm_output", "fc_norm"),
+        layers=LayerIds.outputs,
+        random_head=True,
+        embedding=Presence.no,
+    ),
+    # `EAGLE3` is put before the name, without an `Eagle3` at its end.
+    ("trtllm", "eagle3"): Conventions(
+        "TensorRT-LLM",
+        ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+        flags=("norm_output", "fc_norm", "norm_before_fc"),
+        nested=("norm_before_fc",),
+        layers=LayerIds.launch,
+        fc_bias=FusionBias.key,
+        biases=("mlp_bias",),
+        rope=RopeKeys.old,
+        embedding=Presence.no,
+        t2d=Presence.no,
+    ),
+    ("original", "eagle1"): Conventions(
+        "EAGLE",
+        ("LlamaForCausalLM",),
+        ("layers.0.",),
+        fc_bias=FusionBias.key,
+        rope=RopeKeys.two_keys,
+        embedding=Presence.must,
+    ),
+    ("original", "eagle3"): Conventions(
+        "EAGLE",
+        ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+        ("midlayer.",),
+        written=False,
+        rope=RopeKeys.two_keys,
+        random_head=True,
+        embedding=Presence.must,
+        t2d=Presence.must,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleShape(HeadShape):
+    """An EAGLE head as a serving engine builds it.
+
+    Attributes:
+        eagle3: three fused features and norms of their own; otherwise EAGLE-1.
+        flags: the names of `FLAGS` that are on.
+        fc_bias: whether the fusion layer has a bias.
+        biased: projections of the layer that have one.
+        own_head: whether the head has an output head of its own.
+        logit_scale: factor of the logits.
+    """
+
+    eagle3: bool
+    flags: frozenset[str]
+    fc_bias: bool
+    biased: frozenset[str]
+    own_head: bool
+    logit_scale: float
+
+    def tensors(self) -> Shapes:
+        """Shapes of the tensors that must be there."""
+        hidden, width = self.hidden_size, self.target_hidden_size
+        norms = ["post_attention_layernorm"]
+        if self.eagle3:
+            norms += ["input_layernorm", "hidden_norm"]
+        input_size = 2 * hidden if self.eagle3 else hidden
+        shapes = self.layer_tensors(LAYER, norms, self.biased, input_size)
+        read = len(self.layers) * width if self.eagle3 else hidden + width
+        shapes["fc.weight"] = (hidden, read)
+        if self.fc_bias:
+            shapes["fc.bias"] = (hidden,)
+        if "norm_before_fc" in self.flags:
+            shapes["input_norm.weight"] = (read,)
+        if "fc_norm" in self.flags:
+            shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(len(self.layers))}
+        if self.eagle3:
+            shapes["norm.weight"] = (hidden,)
+        if self.own_head:
+            shapes[OUTPUT] = (self.draft_vocab_size, hidden)
+        return shapes
+
+
+class EagleConfigReader:
+    """Every key of `config.json` that decides what the serving engine computes.
+
+    Args:
+        export: the serving engine's files.
+        golden: sizes of the target.
+        conventions: how they are read.
+        num_layers: of the head.
+    """
+
+    def __init__(
+        self, export: Export, golden: Golden, conventions: Conventions, num_layers: int
+    ) -> None:
+        self._export, self._golden, self._engine = export, golden, conventions
+        self._num_layers = num_layers
+        self._eagle3, self._nested = export.kind != "eagle1", export.format == "speculators"
+        self._root = Settings(export.config, export.folder / "config.json", conventions.title)
+        self._eagle = self._root.part("eagle_config")
+        # In speculators' format what Llama has lies in a part of its own.
+        self._layer = self._root.part("transformer_layer_config") if self._nested else self._root
+
+    def shape(self, own_head: bool) -> EagleShape:
+        """Reads what is built of a file with an output head, or without one.
+
+        Raises:
+            InputError: the serving engine would refuse the config, guess a value, or read another
+                than the head was trained with.
+        """
+        layer, vocab_size = self._layer, self._golden.vocab_size
+        self._check_class()
+        self._check_constants()
+        hidden = layer.need("hidden_size", int, "takes 4096")
+        heads = layer.need("num_attention_heads", int, "takes 32")
+        head_dim = layer.need("head_dim", int, "divides hidden_size by num_attention_heads")
+        if self._engine.rope is RopeKeys.two_keys and head_dim * heads != hidden:
+            raise layer.wrong("head_dim", f"{hidden} / {heads}: it always divides")
+        width = hidden
+        if self._nested:
+            # speculators itself builds `fc` for features as wide as the head.
+            self._root.only("target_hidden_size", None, hidden)
+        elif self._root.has("target_hidden_size"):
+            width = self._root.need("target_hidden_size", int, "multiplies null")
+        fc_bias = self._engine.fc_bias is FusionBias.always
+        if self._engine.fc_bias is FusionBias.key:
+            fc_bias = self._root.need("bias", bool, "guesses, and not as others do")
+        else:
+            # vLLM and SGLang give other projections a bias for this key.
+            self._root.only("bias", False)
+        return EagleShape(
+            eagle3=self._eagle3,
+            hidden_size=hidden,
+            intermediate_size=layer.need("intermediate_size", int, "takes 11008"),
+            num_heads=heads,
+            num_kv_heads=layer.need("num_key_value_heads", int, "takes num_attention_heads"),
+            head_dim=head_dim,
+            target_hidden_size=width,
+            vocab_size=vocab_size,
+            draft_vocab_size=self._draft_size(own_head) if self._eagle3 else vocab_size,
+            eps=float(layer.need("rms_norm_eps", float, "takes 1e-6")),
+            layers=self._layers(width == hidden) if self._eagle3 else (),
+            flags=self._flags() if self._eagle3 else frozenset(),
+            fc_bias=fc_bias,
+            biased=self._biased(),
+            qk_norm=layer.get("model_type") == "qwen3",
+            own_head=own_head,
+            logit_scale=float(layer.get("logit_scale") or 1.0),
+            rope=read_rope(layer, head_dim, self._engine.rope),
+        )
+
+    def _check_class(self) -> None:
+        root, layer, engine = self._root, self._layer, self._engine
+        named = root.need("architectures", list, "finds no class")
+        if len(named) != 1 or named[0] not in engine.architectures:
+            raise root.wrong("architectures", f"one of {list(engine.architectures)}")
+        kind = layer.need("model_type", str, "finds no class")
+        layer.only("model_type", *("llama", "qwen3")[: 1 + engine.qwen3])
+        if self._nested:
+            # Without these keys neither speculators nor vLLM takes the folder.
+            method, why, refused = engine.method, "the kind of the head", "refuses the folder"
+            root.equal("speculators_model_type", method, why, refused)
+            plan = root.part("speculators_config")
+            plan.equal("algorithm", method, why, refused)
+            methods = plan.need("proposal_methods", list, refused)
+            if not methods or type(methods[0].get("speculative_tokens")) is not int:
+                raise plan.wrong("proposal_methods", "speculative_tokens in its first entry")
+            plan.part("verifier").need("name_or_path", str, refused)
+        elif (kind == "qwen3") != ("Qwen3" in named[0]):
+            raise root.wrong("model_type", f"the one of the architecture {named[0]}")
+
+    def _check_constants(self) -> None:
+        layer, golden, number = self._layer, self._golden, self._num_layers
+        layer.equal("num_hidden_layers", number, "the layers in the file", "builds 32 layers")
+        layer.equal("vocab_size", golden.vocab_size, "the target's", "takes 32000")
+        layer.only("hidden_act", "silu")
+        layer.only("tie_word_embeddings", False)
+        layer.only("layer_types", None, ["full_attention"])
+        layer.only("qkv_bias", False)
+        longest = golden.max_position_embeddings
+        if layer.need("max_position_embeddings", int, "stops at 2048 positions") < longest:
+            raise layer.wrong("max_position_embeddings", f"the target's {longest} or more")
+
+    def _draft_size(self, own_head: bool) -> int:
+        root, key = self._root, "draft_vocab_size"
+        if self._export.format == "sglang" and root.has(key) and root.get(key) is None:
+            if own_head:
+                raise root.wrong(key, "a number, as null makes it drop lm_head.weight")
+            return self._golden.vocab_size
+        size = root.need(key, int, "takes the target's vocabulary or fails")
+        if self._engine.random_head and not own_head:
+            raise InputError(
+                f"{self._export.weights}: lm_head.weight is missing: with {key}={size} "
+                f"{self._engine.title} starts it at random"
+            )
+        return size
+
+    def _layers(self, same_width: bool) -> tuple[int, ...]:
+        """Indices of `output_hidden_states` that the serving engine feeds to the head."""
+        count, where, title = self._golden.num_layers, self._engine.layers, self._engine.title
+        self._eagle.only("use_aux_hidden_state", True)
+        first = 0
+        if where is LayerIds.hidden_states:
+            ids = one_value(IDS, list, "takes layers 2, L / 2 and L - 3", self._root, self._eagle)
+            self._check_count(len(ids))
+        elif where is LayerIds.fixed:
+            ids = [2, count // 2, count - 3]
+        elif where is LayerIds.outputs:
+            otherwise = "takes layers 2, L / 2 and L - 3 as others count them"
+            outputs = self._eagle.need(IDS, list, otherwise)
+            self._root.only(IDS, outputs)
+            self._check_count(len(outputs))
+            ids, first = [i + 1 for i in outputs], 1
+        else:
+            file = self._export.folder / "README.md"
+            text = file.read_text() if file.is_file() else ""
+            launched = re.search(rf"{LAUNCH}: *\[([\d, ]+)\]", text)
+            if launched is None:
+                raise InputError(
+                    f"{file}: no {LAUNCH}: [...] in it: {title} reads the layers from "
+                    "its launch configuration, and without it takes 1, L / 2 - 1 and L - 4"
+                )
+            ids, first = [int(number) + 1 for number in launched[1].split(",")], 1
+        if not self._engine.always_fuses and same_width and len(ids) == 1:
+            raise self._root.wrong(IDS, "two or more: it leaves fc out where the widths agree")
+        if ids != sorted(set(ids)) or not all(first <= i < count for i in ids):
+            raise InputError(
+                f"{self._root.file}: {title} would read hidden states {ids}: it gives those of "
+                f"{first}..{count - 1} before the final norm, each once and in rising order"
+            )
+        trained = self._export.layers
+        if trained is not None and trained != ids:
+            raise InputError(
+                f"{self._root.file}: {title} would read hidden states {ids}, but the head was "
+                f"trained on {trained} (headsmith.json: export.layers); engines count layers "
+                "differently"
+            )
+        return tuple(ids)
+
+    def _check_count(self, num_ids: int) -> None:
+        """The width of `fc` follows a count that is read elsewhere than the ids."""
+        qwen3 = self._layer.get("model_type") == "qwen3"
+        places = (self._root, self._eagle) if qwen3 else (self._eagle,)
+        counted = next((len(place.get(IDS)) for place in places if place.has(IDS)), 3)
+        if (self._layer.get("num_aux_hidden_states") or counted) != num_ids:
+            raise self._layer.wrong("num_aux_hidden_states", f"{num_ids}, or it counts {counted}")
+
+    def _flags(self) -> frozenset[str]:
+        root, engine = self._root, self._engine
+        on = set()
+        for flag in FLAGS:
+            if flag not in engine.flags:
+                if engine.written or root.has(flag):
+                    root.equal(flag, False, "as it has none", "is right, but others guess")
+                continue
+            places = (self._eagle,) if flag in engine.nested else (root, self._eagle)
+            value = one_value(flag, bool, "guesses, and not as others do", *places)
+            if flag in engine.nested:
+                root.only(flag, value)
+            if value:
+                on.add(flag)
+        self._eagle.only("return_hidden_post_norm", "norm_output" in on)
+        if {"fc_norm", "norm_before_fc"} <= on and self._export.format != "vllm":
+            raise root.wrong("fc_norm", "one of fc_norm and norm_before_fc, not both")
+        return frozenset(on)
+
+    def _biased(self) -> frozenset[str]:
+        layer, biased = self._layer, set[str]()
+        parts = {
+            "attention_bias": {f"self_attn.{name}_proj" for name in "qkvo"},
+            "mlp_bias": {f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        }
+        for key, projections in parts.items():
+            if key not in self._engine.biases or layer.get("model_type") == "qwen3":
+                layer.only(key, False)
+            elif layer.get(key):
+                biased |= projections
+        return frozenset(biased)

@@ -1,0 +1,263 @@
+"""An exported head, computed from the names in its file: plain torch in float32.
+
+Letters: N rows, T tokens, H hidden, I input of the attention, Q heads, K key-value heads, d head
+size, V vocabulary, W drafted ids, R compared ids.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from conf.errors import InputError
+from eval.parity.files import Export, Golden
+from eval.parity.rope import Rope
+
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Sizes that a serving engine builds from `config.json`.
+
+    Attributes:
+        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: H, -, Q, K, d.
+        target_hidden_size: hidden size of the target.
+        vocab_size, draft_vocab_size: V and W.
+        eps: of every norm.
+        layers: indices of `output_hidden_states` of the features that are read.
+        qk_norm: norms on queries and keys.
+        rope: of queries and keys.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    eps: float
+    layers: tuple[int, ...]
+    qk_norm: bool
+    rope: Rope
+
+    def layer_tensors(
+        self,
+        layer: str,
+        norms: Collection[str],
+        biased: Collection[str] = (),
+        input_size: int | None = None,
+    ) -> Shapes:
+        """Tensors of a decoder layer.
+
+        Args:
+            layer: with which their names begin.
+            norms: over H units.
+            biased: projections with a bias.
+            input_size: I, H unless given.
+        """
+        hidden, mlp, read = self.hidden_size, self.intermediate_size, input_size or self.hidden_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        projections = {
+            "self_attn.q_proj": (heads, read),
+            "self_attn.k_proj": (kv_heads, read),
+            "self_attn.v_proj": (kv_heads, read),
+            "self_attn.o_proj": (hidden, heads),
+            "mlp.gate_proj": (mlp, hidden),
+            "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp),
+        }
+        sizes = dict.fromkeys(norms, hidden)
+        if self.qk_norm:
+            sizes |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        return {
+            **{f"{layer}{name}.weight": shape for name, shape in projections.items()},
+            **{f"{layer}{name}.bias": projections[name][:1] for name in biased},
+            **{f"{layer}{name}.weight": (size,) for name, size in sizes.items()},
+        }
+
+
+class ServedHead:
+    """An exported head: checks of its tensors, and projections by their names.
+
+    Args:
+        export: the serving engine's files.
+        golden: sizes of the target.
+        title: the serving engine's name, for messages.
+
+    Attributes:
+        weights: by the names that the computation knows; set by each head once they are checked.
+    """
+
+    def __init__(self, export: Export, golden: Golden, title: str) -> None:
+        self.export, self.golden, self.title = export, golden, title
+        self.weights: dict[str, Tensor] = {}
+
+    @property
+    def lines(self) -> list[str]:
+        """What was checked, one each."""
+        raise NotImplementedError
+
+    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """[N, R] logits of the golden ids, and [N] their logsumexp over all, at each depth."""
+        raise NotImplementedError
+
+    @property
+    def tensor_line(self) -> str:
+        """For `lines`."""
+        return (
+            f"{self.export.weights.name}: {len(self.export.tensors)} tensors of "
+            f"{self.export.dtype}, none missing, none to spare"
+        )
+
+    def wrong(self, name: str, found: str, needed: str) -> InputError:
+        """What to raise about a tensor."""
+        return InputError(f"{self.export.weights}: {name} {found}: {self.title} needs {needed}")
+
+    def renamed(self, rename: Callable[[str], str]) -> dict[str, Tensor]:
+        """The tensors by other names.
+
+        Raises:
+            InputError: two of them get one name.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.export.tensors.items():
+            new = rename(name)
+            if new in tensors:
+                raise self.wrong(name, "is there under two names", "one of them")
+            tensors[new] = tensor
+        return tensors
+
+    def check_tensors(self, tensors: dict[str, Tensor], must: Shapes, may: Shapes) -> None:
+        """Checks names, shapes and integer types.
+
+        Args:
+            tensors: to be checked.
+            must: what has to be there.
+            may: what can be there.
+
+        Raises:
+            InputError: with the tensor.
+        """
+        missing = sorted(set(must) - set(tensors))
+        extra = sorted(set(tensors) - set(must) - set(may))
+        if missing or extra:
+            raise InputError(
+                f"{self.export.weights}: tensors missing: {missing}, that {self.title} does not "
+                f"read: {extra}"
+            )
+        for name, tensor in tensors.items():
+            shape = (must | may)[name]
+            if tuple(tensor.shape) != shape:
+                raise self.wrong(name, f"is {list(tensor.shape)}", f"{list(shape)}")
+            dtypes = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}.get(name)
+            if tensor.dtype not in dtypes if dtypes else not tensor.is_floating_point():
+                raise self.wrong(name, f"is of {tensor.dtype}", f"{dtypes or 'floats'}")
+
+    def linear(self, inputs: Tensor, name: str) -> Tensor:
+        """A projection, with its bias if it has one."""
+        bias = self.weights.get(f"{name}.bias")
+        return functional.linear(
+            inputs, self.weights[f"{name}.weight"].float(), None if bias is None else bias.float()
+        )
+
+
+class ServedLayers(ServedHead):
+    """A head that has decoder layers like a target's.
+
+    Args:
+        export, golden, title: as of `ServedHead`.
+        shape: what the serving engine builds.
+    """
+
+    def __init__(self, export: Export, golden: Golden, title: str, shape: HeadShape) -> None:
+        super().__init__(export, golden, title)
+        self.shape = shape
+
+    def vocabulary_line(self, own_head: bool) -> str:
+        """For `lines`."""
+        owner = "its own" if own_head else "the target's"
+        sizes = f"{self.shape.draft_vocab_size} of {self.shape.vocab_size} ids"
+        return f"vocabulary: drafts {sizes} with {owner} output head"
+
+    def target_ids(self) -> Tensor:
+        """[W] the target ids of the output head's rows.
+
+        Raises:
+            InputError: `d2t` does not hold offsets, or `t2d` marks others.
+        """
+        draft_ids = torch.arange(self.shape.draft_vocab_size)
+        offsets, marked = self.export.tensors.get("d2t"), self.export.tensors.get("t2d")
+        if offsets is None:
+            return draft_ids
+
+        def problem(ids: Tensor) -> str | None:
+            if ids.min() < 0 or ids.max() >= self.shape.vocab_size:
+                return f"leads to ids of {int(ids.min())}..{int(ids.max())}"
+            if len(ids.unique()) != len(ids):
+                return "leads to the same id twice"
+            if marked is not None and not (marked[ids].all() and marked.sum() == len(ids)):
+                return "leads to other ids than t2d marks"
+            return None
+
+        ids = draft_ids + offsets.long()
+        if (found := problem(ids)) is None:
+            return ids
+        if problem(offsets.long()) is None:
+            found += ": it holds absolute target ids"
+        raise self.wrong("d2t", found, "offsets: target id minus draft id")
+
+    def compared(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
+        """[N, R] of logits [N, W]: those of the golden ids, -inf for ids that are not drafted."""
+        every = torch.full((len(drafted), self.shape.vocab_size), -torch.inf)
+        every[:, target_ids] = drafted
+        return every[:, self.golden.need("ids", (None,))]
+
+    def norm(self, states: Tensor, name: str) -> Tensor:
+        """An RMS norm."""
+        square = states.square().mean(-1, keepdim=True)
+        scaled = states * torch.rsqrt(square + self.shape.eps)
+        return scaled * self.weights[f"{name}.weight"]
+
+    def heads(
+        self, inputs: Tensor, layer: str, which: str, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Queries, keys or values of a layer, turned if positions are given.
+
+        Args:
+            inputs: [N, I].
+            layer: with which its names begin.
+            which: q, k or v.
+            position_ids: [N].
+
+        Returns:
+            [N, Q or K, d].
+        """
+        name = f"{layer}self_attn.{which}"
+        states = self.linear(inputs, f"{name}_proj").unflatten(-1, (-1, self.shape.head_dim))
+        if self.shape.qk_norm and which != "v":
+            states = self.norm(states, f"{name}_norm")
+        if position_ids is None:
+            return states
+        return self.shape.rope.rotate(states, position_ids)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        """[N, Q * d] of queries [N, Q, d] over keys and values [T, K, d], as `seen` [N, T] says."""
+        groups = query.shape[1] // keys.shape[1]
+        keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
+        scores = torch.einsum("nqd,tqd->qnt", query, keys) * self.shape.head_dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("qnt,tqd->nqd", weights, values).flatten(1)
+
+    def mlp(self, inputs: Tensor, layer: str) -> Tensor:
+        """[N, H] of a layer's gated MLP."""
+        gate = functional.silu(self.linear(inputs, f"{layer}mlp.gate_proj"))
+        return self.linear(
+            gate * self.linear(inputs, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
+        )
