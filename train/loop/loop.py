@@ -90,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `finished` is false if a signal stopped it at `step`."""
+    """End of a run: `finished` is false if a signal stopped it at `step`."""
 
     finished: bool
     step: int
@@ -384,7 +384,7 @@ class Run:
 
     @torch.no_grad()
     def _is_bad(self, index: int) -> bool:
-        """Whether the loss of one sequence alone is not finite; run on all processes alike."""
+        """Show the head one sequence, on all processes alike; True if its loss is not finite."""
         objective = self.job.objective
         batch = objective.training_batch({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
         with self.placement.gathered():

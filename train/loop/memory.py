@@ -1,4 +1,4 @@
-"""How much memory a run needs on each device, by part, from shapes alone.
+"""Memory that a run needs on each device, by part, from shapes alone.
 
 A run is fullest at one of two moments: in the last chunk of the loss, when everything that the
 backward pass reads is kept, or in the backward pass, where gradients of activations, and what a

@@ -30,8 +30,8 @@ NOT_COMPARED = {
     "head": ("path", "revision"),
     "rollout": ("endpoint",),
 }
-"""By prefix. A head comes from the checkpoint, wherever it came from at first; a target says the
-same wherever it is served."""
+"""Ignored fields by prefix. A head comes from the checkpoint, wherever it came from at first; a
+target says the same wherever it is served."""
 SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
 """May change as long as every step done so far had the rate that it has now: a constant rate may
 begin to decay at any step."""

@@ -165,7 +165,7 @@ def fresh_state(
 
 
 def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
-    """By name, the trained matrices that Muon updates; none if there is no Muon."""
+    """Trained matrices that Muon updates, by name; none if there is no Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
     left_out = {id(matrix) for matrix in (*head.output_heads(), *head.embeddings())}

@@ -223,7 +223,7 @@ class Placement:
             self._set_state(parameter, key, state[f"{name}.{key}"])
 
     def _states(self) -> Iterator[tuple[str, Any, str]]:
-        """Of each trained parameter: its name, itself, and the name of each of its states."""
+        """Name of each trained parameter, the parameter, and the name of each of its states."""
         for name, keys in state_keys(self.head, self.config).items():
             for key in keys:
                 yield name, self.trained[name], key

@@ -1,8 +1,6 @@
 """Checkpoints: whole or absent, equal after a round trip, the one before if damaged."""
 
-import errno
 import json
-import os
 import resource
 import subprocess
 import zlib
@@ -42,8 +40,11 @@ def save(folder: Path, made: Tensors, number: int, keep: int = 2) -> Path:
 
 
 def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
-    progress, found = checkpoint.read(save(tmp_path, tensors(), 1))
+    saved = save(tmp_path, tensors(), 1)
+    progress, found = checkpoint.read(saved)
     assert progress == Progress(1, 10, RUN)
+    state = json.loads((saved / "state.json").read_text())
+    assert (state["step"], state["tokens"], state["position"]) == (1, 10, 2)
     assert sorted(found.head) == ["bias", "weight"]
     assert sorted(found.state) == ["weight.exp_avg", "weight.exp_avg_sq"]
     assert found.head["bias"].tolist() == [0.0, 1.0, 2.0]
@@ -74,6 +75,8 @@ def test_what_a_stopped_write_has_left_goes(tmp_path: Path) -> None:
     save(tmp_path, tensors(), 2)
     names = ["step-000000", "step-000002", "step-mine"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
+    (tmp_path / ".writing-step-000003").mkdir()
+    (tmp_path / "step-000003").mkdir()
     assert checkpoint.latest(tmp_path, print) == tmp_path / "step-000002"
 
 
@@ -122,13 +125,6 @@ def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
         checkpoint.latest(tmp_path, print)
 
 
-def test_half_written_folder_is_not_accepted(tmp_path: Path) -> None:
-    whole = save(tmp_path, tensors(), 1)
-    (tmp_path / ".writing-step-000002").mkdir()
-    (tmp_path / "step-000003").mkdir()
-    assert checkpoint.latest(tmp_path, lambda _text: None) == whole
-
-
 @pytest.mark.parametrize(
     ("head", "message"),
     [
@@ -157,19 +153,6 @@ def check_full(folder: Path, made: Tensors, older: Path, match: str) -> None:
     assert str(folder / "step-000002") in str(caught.value)
     assert [p.name for p in folder.iterdir()] == [older.name]
     assert checkpoint.latest(folder, print) == older
-
-
-def test_full_disk_keeps_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = tensors()
-    older = save(tmp_path, made, 1)
-
-    def full(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    check_full(tmp_path, made, older, "No space left on device")
 
 
 def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
@@ -214,8 +197,3 @@ def test_folder_is_replaced_whole(tmp_path: Path) -> None:
         write_folder(final, broken)
     assert (final / "file").read_text() == "two"
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
-
-
-def test_state_is_readable_json(tmp_path: Path) -> None:
-    state = json.loads((save(tmp_path, tensors(), 7) / "state.json").read_text())
-    assert (state["step"], state["tokens"], state["position"]) == (7, 70, 14)

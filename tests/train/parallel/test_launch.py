@@ -132,19 +132,6 @@ def test_head_learns_and_says_where_it_is_from(straight: Path, inputs: Path) -> 
     assert {"argv", "git", "data"} <= set(origin)
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_accumulation(
-    straight: Path, inputs: Path, tmp_path: Path
-) -> None:
-    text = trained([*TWO, *arguments(inputs, tmp_path / "out")], tmp_path)
-    assert "2 process(es), cpu" in text
-    assert text.count("head saved to") == 1
-    for name in ("train/loss", "train/tokens", "eval/loss", "eval/top1_d1"):
-        assert curve(tmp_path / "out", name) == pytest.approx(curve(straight, name), abs=1e-5)
-    for name, expected in weights(straight).items():
-        torch.testing.assert_close(weights(tmp_path / "out")[name], expected, atol=1e-5, rtol=0)
-
-
 def test_kill_9_then_resume_equals_an_uninterrupted_run(
     straight: Path, inputs: Path, tmp_path: Path
 ) -> None:
@@ -209,54 +196,11 @@ def test_an_evaluation_that_fails_in_one_process_stops_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["data.path=missing.jsonl"], "error: data.path=missing.jsonl: no such file"),
-        (["train.batch_size=3", "train.micro_batch_size=2"], "error: train.batch_size=3 is not"),
-        (["out_dir=."], "error: out_dir=. is not empty"),
-        (["train.resume=nowhere"], "error: train.resume=nowhere: no such folder"),
-    ],
-)
-def test_refused_before_heavy_work(
-    inputs: Path, tmp_path: Path, more: list[str], message: str
-) -> None:
-    (tmp_path / "something").write_text("")
-    own = [
-        a for a in arguments(inputs, tmp_path / "out") if a.split("=")[0] != more[0].split("=")[0]
-    ]
-    done = run([sys.executable, *own, *more], tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.strip().startswith(message), done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
 def test_separate_processes_under_slurm_are_refused(inputs: Path, tmp_path: Path) -> None:
     command = [sys.executable, *arguments(inputs, tmp_path / "out")]
     done = run(command, tmp_path, SLURM_STEP_NUM_TASKS="2")
     assert done.returncode == 2
     assert "SLURM_STEP_NUM_TASKS=2, but only 1 process" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[sys.executable], TWO])
-def test_sigterm_then_resume_on_another_number_of_processes(
-    inputs: Path, tmp_path: Path, launcher: list[str]
-) -> None:
-    long = arguments(inputs, tmp_path / "out", *ENDLESS)
-    process = begin([*launcher, *long], tmp_path)
-    wait_for(tmp_path / "out/metrics.jsonl", process)
-    os.killpg(process.pid, signal.SIGTERM)
-    text, _ = process.communicate(timeout=60)
-    assert "continue with train.resume=auto" in text
-    if launcher != TWO:
-        assert process.returncode == 0  # torch's elastic launcher always reports the signal
-    (saved,) = (tmp_path / "out/checkpoints").iterdir()
-    step = int(saved.name[5:])
-    other = [sys.executable] if launcher == TWO else TWO
-    more = [f"train.max_steps={step + 3}", "train.resume=auto"]
-    assert f"continuing from {saved}" in trained([*other, *long, *more], tmp_path)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Muon against torch's own and against singular values; who updates what; averages of weights."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,12 +242,6 @@ def test_a_run_goes_on_only_with_the_optimizer_it_began_with(
     assert weights(tmp_path / "again") == weights(tmp_path / "straight")
     with pytest.raises(InputError, match=r"in another way: train\.(optimizer|average_decay) was "):
         fit(tmp_path / "other", settings(resume=str(saved)))
-
-
-def test_muon_under_deepspeed_is_refused_by_name() -> None:
-    accelerator: Any = SimpleNamespace(distributed_type="DEEPSPEED", num_processes=2)
-    with pytest.raises(InputError, match=r"train\.optimizer=muon: DeepSpeed .* fsdp2\.yaml"):
-        processes._set_up_deepspeed(accelerator, settings(optimizer=Optimizer.muon))
 
 
 def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conf.errors import InputError
-from conf.settings.training import LogConfig
+from conf.settings.training import LogConfig, Optimizer
 from tests.train import test_eagle_launch as eagle
 from tests.train.loop.test_loop import ToyObjective, rows, settings
 from tests.train.parallel.test_launch import (
@@ -82,9 +82,9 @@ def fsdp2(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("fsdp2") / "out"
     asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     command = [*ONE, *arguments(inputs, out_dir, KEEP_ALL)]
-    processes = commands.run_two(command, out_dir.parent, ENV | asked)
-    assert [done.returncode for done in processes] == [0, 0], processes
-    said = processes[0].stdout
+    done = commands.run_two(command, out_dir.parent, ENV | asked)
+    assert [process.returncode for process in done] == [0, 0], done
+    said = done[0].stdout
     assert "2 process(es), cpu" in said
     assert "layout: FSDP2, 50% of the optimizer state on each process" in said
     return out_dir
@@ -123,6 +123,7 @@ def test_every_layout_equals_one_process(
 ) -> None:
     said = trained([*launched(layout), *arguments(inputs, tmp_path / "out")], tmp_path)
     assert f"layout: {says} of the optimizer state" in said
+    assert said.count("head saved to") == 1
     assert_same_run(tmp_path / "out", straight)
 
 
@@ -197,19 +198,23 @@ def test_three_processes_whose_shards_are_padded(inputs: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
-def test_sigterm_saves_what_one_process_goes_on_with(
+@pytest.mark.parametrize("layout", ["one", "cpu2", "fsdp2", "zero3"])
+def test_sigterm_saves_a_checkpoint_for_another_number_of_processes(
     inputs: Path, tmp_path: Path, layout: str
 ) -> None:
+    launcher = ONE if layout == "one" else launched(layout)
     long = arguments(inputs, tmp_path / "out", *ENDLESS)
-    process = begin([*launched(layout), *long], tmp_path)
+    process = begin([*launcher, *long], tmp_path)
     wait_for(tmp_path / "out/metrics.jsonl", process)
     os.killpg(process.pid, signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
     assert "continue with train.resume=auto" in text
+    if layout == "one":
+        assert process.returncode == 0  # torch's elastic launcher always reports the signal
     (saved,) = (tmp_path / "out/checkpoints").iterdir()
     more = [f"train.max_steps={int(saved.name[5:]) + 3}", "train.resume=auto"]
-    assert f"continuing from {saved}" in trained([*ONE, *long, *more], tmp_path)
+    other = launched("cpu2") if layout == "one" else ONE
+    assert f"continuing from {saved}" in trained([*other, *long, *more], tmp_path)
 
 
 @pytest.mark.slow
@@ -317,6 +322,34 @@ def test_what_is_restored_goes_on_as_what_was_saved(layout: type[Placement], ste
     assert values(restored) == values(saved)
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("max_value", [None, 0.03])
+def test_gradients_are_clipped_by_norm_and_by_value(
+    layout: type[Placement], max_norm: float | None, max_value: float | None
+) -> None:
+    placement = placed(max_grad_norm=max_norm, max_grad_value=max_value)
+    plain = ToyObjective()
+    seen: list[Tensor] = []
+    placement.optimizers[0].register_step_pre_hook(
+        lambda *_args: seen.extend(whole(p.grad) for p in placement.trained.values())
+    )
+    plain(batch(0), UNIT).total.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    assert norm > 1  # both clip
+    assert one_step(placement, 0) == pytest.approx(float(norm))
+    for found, parameter in zip(seen, plain.head.parameters(), strict=True):
+        assert parameter.grad is not None
+        expected = parameter.grad * (1 if max_norm is None else max_norm / norm)
+        expected = expected if max_value is None else expected.clamp(-max_value, max_value)
+        torch.testing.assert_close(found, expected)
+    if max_value is not None:
+        assert max(float(each.abs().max()) for each in seen) == pytest.approx(max_value)
+
+
+def whole(value: Any) -> Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
 def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
     class Late(ToyObjective):
         def groups(self) -> list[Group]:
@@ -386,23 +419,32 @@ def test_other_kinds_of_fsdp_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "plugin", "config", "message"),
+    ("plugin", "config", "ours", "message"),
     [
-        ("MULTI_CPU", {}, {}, "ACCELERATE_USE_CPU switches DeepSpeed off"),
-        ("DEEPSPEED", {"zero_stage": 0}, {}, "zero_stage=0: allowed: 1, 2, 3"),
-        ("DEEPSPEED", {"offload_param_device": "cpu"}, {}, "offload_param_device=cpu: allowed"),
-        ("DEEPSPEED", {}, {"optimizer": {}}, "deepspeed config: remove optimizer"),
-        ("DEEPSPEED", {}, {"bf16": {"enabled": True}}, "deepspeed config: remove bf16"),
+        (None, {}, {}, "ACCELERATE_USE_CPU switches DeepSpeed off"),
+        ({"zero_stage": 0}, {}, {}, "zero_stage=0: allowed: 1, 2, 3"),
+        ({"offload_param_device": "cpu"}, {}, {}, "offload_param_device=cpu: allowed"),
+        ({}, {"optimizer": {}}, {}, "deepspeed config: remove optimizer"),
+        ({}, {"bf16": {"enabled": True}}, {}, "deepspeed config: remove bf16"),
+        ({}, {}, {"max_grad_value": 0.5}, r"max_grad_value=0\.5: DeepSpeed clips by norm only"),
+        ({}, {}, {"optimizer": Optimizer.muon}, r"optimizer=muon: DeepSpeed .* fsdp2\.yaml"),
     ],
 )
 def test_deepspeed_settings_that_would_change_a_run_are_refused(
-    kind: str, plugin: dict[str, Any], config: dict[str, Any], message: str
+    plugin: dict[str, Any] | None, config: dict[str, Any], ours: dict[str, Any], message: str
 ) -> None:
     defaults = {
         "zero_stage": 2, "offload_optimizer_device": "none", "offload_param_device": None,
         "deepspeed_config": config,
     }  # fmt: skip
-    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(**defaults | plugin))
-    accelerator: Any = SimpleNamespace(distributed_type=kind, state=state, num_processes=2)
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(**defaults | (plugin or {})))
+    strategy = "MULTI_CPU" if plugin is None else "DEEPSPEED"
+    accelerator: Any = SimpleNamespace(distributed_type=strategy, state=state, num_processes=2)
     with pytest.raises(InputError, match=message):
-        processes._set_up_deepspeed(accelerator, settings())
+        processes._set_up_deepspeed(accelerator, settings(**ours))
+
+
+def test_no_clipping_is_none_and_not_zero() -> None:
+    for name in ("max_grad_norm", "max_grad_value"):
+        with pytest.raises(InputError, match=rf"train\.{name}=0: must be above 0"):
+            settings(**{name: 0})
