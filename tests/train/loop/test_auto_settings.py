@@ -1,11 +1,14 @@
 """Epochs, batches in tokens and `auto` rates, once data and head are known."""
 
+from typing import Any
+
 import pytest
 
 from conf.errors import InputError
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from tests.train.loop.test_memory import eagle, medusa
 from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
+from train.objective import Objective
 
 
 @pytest.mark.parametrize(
@@ -42,56 +45,50 @@ def test_what_is_given_stays() -> None:
     assert resolve_length(TrainConfig(), 100, 512, 2) == TrainConfig(warmup_steps=40)
 
 
+def resolved(
+    objective: Objective | None = None, deepspeed: bool = False, trained: bool = False, **given: Any
+) -> tuple[TrainConfig, str]:
+    return resolve_optimizer(TrainConfig(**given), objective or eagle(), deepspeed, trained)
+
+
 def test_rates_are_taken_by_optimizer_and_said() -> None:
-    objective = eagle()
-    muon, adam = objective.usual_rates(Optimizer.muon)
-    found, said = resolve_optimizer(TrainConfig(optimizer=Optimizer.muon), objective, False)
+    muon, adam = eagle().usual_rates(Optimizer.muon)
+    found, said = resolved(optimizer=Optimizer.muon)
     assert (found.learning_rate, found.adam_learning_rate) == (muon, adam)
     assert said == (
         f"optimizer: Muon at {muon:.2g} (auto) for hidden matrices, "
         f"AdamW at {adam:.2g} (auto) for the rest; schedule: wsd"
     )
-    config = TrainConfig(optimizer=Optimizer.muon, learning_rate=1, adam_learning_rate=3e-4)
-    found, said = resolve_optimizer(config, objective, False)
+    found, said = resolved(optimizer=Optimizer.muon, learning_rate=1, adam_learning_rate=3e-4)
     assert (found.learning_rate, found.adam_learning_rate) == (1.0, 3e-4)
-    assert (
-        said
-        == "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest; schedule: wsd"
+    assert said == (
+        "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest; schedule: wsd"
     )
-    found, said = resolve_optimizer(TrainConfig(optimizer=Optimizer.adamw), objective, False)
-    assert found.learning_rate == objective.usual_rates(Optimizer.adamw)[0]
+    found, said = resolved(optimizer=Optimizer.adamw)
+    assert found.learning_rate == eagle().usual_rates(Optimizer.adamw)[0] != muon
     assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto); schedule: wsd"
-    assert found.learning_rate != muon
 
 
 def test_a_trained_head_goes_on_at_a_fifth_of_the_usual_rates() -> None:
-    objective = eagle()
-    anew, _ = resolve_optimizer(TrainConfig(), objective, False)
-    found, said = resolve_optimizer(TrainConfig(), objective, False, trained=True)
+    anew, _ = resolved()
+    found, said = resolved(trained=True)
     assert found.learning_rate == pytest.approx(0.2 * float(anew.learning_rate))
     assert found.adam_learning_rate == pytest.approx(0.2 * float(anew.adam_learning_rate))
     assert said.startswith("optimizer: Muon at 0.006 (auto)")
-    chosen = TrainConfig(learning_rate=1.0)
-    assert resolve_optimizer(chosen, objective, False, trained=True)[0].learning_rate == 1.0
+    assert resolved(learning_rate=1.0, trained=True)[0].learning_rate == 1.0
 
 
 def test_auto_is_what_suits_the_head_and_adamw_under_deepspeed() -> None:
+    assert resolved()[0].optimizer is Optimizer.muon
+    assert resolved(deepspeed=True)[0].optimizer is Optimizer.adamw
+    assert resolved(deepspeed=True)[1].startswith("optimizer: AdamW at")
+    assert resolved()[0].schedule is Schedule.wsd
+    assert resolved(schedule=Schedule.constant)[0].schedule is Schedule.constant
     objective = eagle()
-    found, said = resolve_optimizer(TrainConfig(), objective, deepspeed=False)
-    assert found.optimizer is Optimizer.muon
-    assert said.startswith("optimizer: Muon at")
-    found, said = resolve_optimizer(TrainConfig(), objective, deepspeed=True)
-    assert found.optimizer is Optimizer.adamw
-    assert said.startswith("optimizer: AdamW at")
-    assert found.schedule is Schedule.wsd
-    chosen = TrainConfig(schedule=Schedule.constant)
-    assert resolve_optimizer(chosen, objective, False)[0].schedule is Schedule.constant
-    objective.usual_schedule = Schedule.cosine
-    found, said = resolve_optimizer(TrainConfig(), objective, False)
-    assert found.schedule is Schedule.cosine
+    objective.usual_schedule, objective.usual_optimizer = Schedule.cosine, Optimizer.adamw
+    found, said = resolved(objective=objective)
+    assert (found.schedule, found.optimizer) == (Schedule.cosine, Optimizer.adamw)
     assert said.endswith("; schedule: cosine")
-    objective.usual_optimizer = Optimizer.adamw
-    assert resolve_optimizer(TrainConfig(), objective, False)[0].optimizer is Optimizer.adamw
 
 
 @pytest.mark.parametrize("make", [eagle, medusa])

@@ -19,7 +19,7 @@ from conf.settings.training import LogConfig, Schedule, TrainConfig
 from heads.storage import save_head
 from train import schedule
 from train.batch.supervision import NOISE_SEEDS, Batch
-from train.loop import command, loop, refusals
+from train.loop import command, evaluation, loop, refusals
 from train.loop.loop import Job, Outcome
 from train.loss.sums import Sums
 from train.objective import Objective
@@ -119,10 +119,10 @@ def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: 
     assert weights(tmp_path / "prompts") == weights(tmp_path / "whole")
     assert weights(tmp_path / "prompts") != weights(tmp_path / "answers")
     found, expected = (
-        [line for line in lines(tmp_path / name) if "eval/loss" in line]
+        [line["eval/loss"] for line in lines(tmp_path / name) if "eval/loss" in line]
         for name in ("prompts", "whole")
     )
-    assert [line["eval/loss"] for line in found] == [line["eval/loss"] for line in expected]
+    assert found == expected
 
 
 def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
@@ -162,37 +162,25 @@ def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> No
 
 
 def test_steps_are_adamws(tmp_path: Path) -> None:
-    """Three by hand, each on all four sequences of its batch."""
+    """Three of torch, each on the mean over the supervised tokens of all four sequences."""
     changes = {"adam_beta2": 0.5, "weight_decay": 0.1, "max_grad_norm": None}
     config = settings(max_steps=3, schedule=Schedule.constant, **changes)
     fit(tmp_path, config)
-    head, data = ToyHead(), rows(7)
-    moments = {
-        name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in head.state_dict().items()
-    }
+    head, data, losses = ToyHead(), rows(7), []
+    adamw = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.5), weight_decay=0.1)
     for step, rate in enumerate([0.025, 0.05, 0.05]):
         picked = [data[i] for i in schedule.sequences(step, 4, 7, seed=0)]
         errors = [(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked]
-        head.zero_grad()
-        (0.5 * torch.cat(errors).mean()).backward()
-        for name, parameter in head.named_parameters():
-            first, second = moments[name]
-            first.mul_(0.9).add_(0.1 * parameter.grad)
-            second.mul_(0.5).add_(0.5 * parameter.grad**2)
-            mean, square = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.5 ** (step + 1))
-            update = mean / (square.sqrt() + 1e-8) + 0.1 * parameter.detach()
-            parameter.data.sub_(rate * update)
+        loss = 0.5 * torch.cat(errors).mean()
+        losses.append(loss.item())
+        loss.backward()
+        adamw.param_groups[0]["lr"] = rate
+        adamw.step()
+        adamw.zero_grad()
+    found = [line["train/loss"] for line in lines(tmp_path) if "train/loss" in line]
+    assert found == pytest.approx(losses, rel=1e-5)
     for name, parameter in head.state_dict().items():
         assert weights(tmp_path)[name] == pytest.approx(parameter.flatten().tolist(), rel=1e-4)
-
-
-def test_first_loss_is_the_mean_over_the_supervised_tokens_of_the_step(tmp_path: Path) -> None:
-    fit(tmp_path, settings())
-    data = rows(7)
-    picked = [data[i] for i in schedule.sequences(0, 4, 7, seed=0)]
-    head = ToyHead()
-    errors = torch.cat([(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked])
-    assert lines(tmp_path)[0]["train/loss"] == pytest.approx(0.5 * errors.mean().item(), rel=1e-5)
 
 
 def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
@@ -246,8 +234,23 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, settings())
     with pytest.raises(InputError, match="packed sequences was 7, is 5"):
         fit(tmp_path, settings(resume="auto"), train=rows(5))
-    with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
-        fit(tmp_path, settings(resume="auto", learning_rate=0.1))
+
+
+def test_accuracies_are_told_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path / "short", settings())
+    assert not any("1k" in key for line in lines(tmp_path / "short") for key in line)
+    monkeypatch.setattr(evaluation, "EDGES", torch.tensor([2, 4]))
+    monkeypatch.setattr(evaluation, "RANGES", ("0-2", "2-4", "4-"))
+    fit(tmp_path / "long", settings())
+    found = [line for line in lines(tmp_path / "long") if "eval/loss" in line][-1]
+    whole = [line for line in lines(tmp_path / "short") if "eval/loss" in line][-1]
+    assert found["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-6)
+    assert found["eval/top1_d1"] == whole["eval/top1_d1"]
+    x, learnt = (torch.stack([row[name] for row in rows(3)]) for name in ("x", "loss_mask"))
+    positive = (x[..., 0] > 0) & learnt
+    for name, places in (("0-2", slice(0, 2)), ("2-4", slice(2, 4)), ("4-", slice(4, T))):
+        share = positive[:, places].sum() / learnt[:, places].sum()
+        assert found[f"eval/{name}/top1_d1"] == pytest.approx(float(share))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, InputError, KeyError, torch.OutOfMemoryError])
@@ -272,9 +275,7 @@ def test_an_evaluation_that_fails_loses_nothing(
     assert f"{error.__name__}: " in said
     assert "in fail\n    raise error" in said
     command.print_end(outcome, tmp_path)
-    assert (
-        capsys.readouterr().out.strip().endswith("head; its last evaluation failed, as said above")
-    )
+    assert capsys.readouterr().out.endswith("head; its last evaluation failed, as said above\n")
 
 
 def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:

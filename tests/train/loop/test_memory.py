@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import peagle_heads
@@ -40,15 +41,11 @@ WIDE = {
 }  # fmt: skip
 
 
-def medusa(**sizes: int) -> MedusaObjective:
+def medusa(labels: Labels = Labels.soft, **sizes: int) -> MedusaObjective:
     target = random_target(**sizes)
-    return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
-
-
-def hard(**sizes: int) -> MedusaObjective:
-    target = random_target(**sizes)
-    config = MedusaConfig(labels=Labels.hard)
-    return MedusaObjective(MedusaHead.from_target(target, 2, 1), target, config)
+    return MedusaObjective(
+        MedusaHead.from_target(target, 2, 1), target, MedusaConfig(labels=labels)
+    )
 
 
 def eagle(**sizes: int) -> EagleObjective:
@@ -75,14 +72,20 @@ def peagle(**sizes: int) -> PEagleObjective:
     return PEagleObjective(peagle_heads.fresh(target, settings), target, settings)
 
 
-def test_parts_of_one_process_by_hand() -> None:
-    parts = memory.estimate(medusa(), ONE)
+def parts_of(objective: Objective, setting: Setting = ONE, **changes: Any) -> dict[str, int]:
+    parts = memory.estimate(objective, replace(setting, **changes))
     assert parts is not None
+    return parts
+
+
+def test_parts_of_one_process_by_hand() -> None:
+    parts = parts_of(medusa())
     assert parts["head"] == parts["gradients"] == TRAINED
     assert parts["optimizer"] == 2 * TRAINED
     assert parts["hidden states"] == 512 * H * 4
     # The states, and of each head what its block keeps twice and what it projects.
     assert parts["activations of the head"] == 512 * H * 4 + 2 * 512 * H * (2 * 4 + 4)
+    assert "copies in train.dtype" not in parts
 
 
 @pytest.mark.parametrize(
@@ -91,8 +94,7 @@ def test_parts_of_one_process_by_hand() -> None:
      ("ZeRO-3", 1.5, 0.5)],
 )  # fmt: skip
 def test_what_four_processes_hold(strategy: str, head: float, optimizer: float) -> None:
-    parts = memory.estimate(medusa(), replace(ONE, strategy=strategy, num_processes=4))
-    assert parts is not None
+    parts = parts_of(medusa(), strategy=strategy, num_processes=4)
     assert parts["head"] == head * TRAINED
     assert parts["gradients"] == TRAINED
     assert parts["optimizer"] == optimizer * TRAINED
@@ -101,30 +103,21 @@ def test_what_four_processes_hold(strategy: str, head: float, optimizer: float) 
 def test_muon_holds_one_state_of_a_matrix_and_averages_come_on_top() -> None:
     blocks = 4 * 2 * H * H
     muon = replace(ONE, train=TrainConfig(optimizer=Optimizer.muon, average_decay=0.9))
-    parts = memory.estimate(medusa(), muon)
-    assert parts is not None
-    assert parts["optimizer"] == 2 * TRAINED - blocks + TRAINED
-    parts = memory.estimate(medusa(), replace(muon, strategy="FSDP2", num_processes=2))
-    assert parts is not None
-    assert parts["optimizer"] == (3 * TRAINED - blocks) // 2
+    assert parts_of(medusa(), muon)["optimizer"] == 2 * TRAINED - blocks + TRAINED
+    sharded = parts_of(medusa(), muon, strategy="FSDP2", num_processes=2)
+    assert sharded["optimizer"] == (3 * TRAINED - blocks) // 2
 
 
 def test_on_cuda_states_of_the_next_micro_batch_wait_beside_these() -> None:
-    here, ahead = memory.estimate(eagle(), ONE), memory.estimate(eagle(), replace(ONE, cuda=True))
-    assert here is not None
-    assert ahead is not None
-    assert here["hidden states"] == 512 * (1 + 3) * H * 4
-    assert ahead["hidden states"] == 2 * here["hidden states"]
+    states = 512 * (1 + 3) * H * 4
+    assert parts_of(eagle())["hidden states"] == states
+    assert parts_of(eagle(), cuda=True)["hidden states"] == 2 * states
 
 
-def test_copies_are_counted_where_the_dtype_is_another() -> None:
-    found = memory.estimate(hard(), replace(ONE, dtype=torch.bfloat16))
-    assert found is not None
-    assert found["copies in train.dtype"] == 2 * (2 * H * H + V * H)  # of one projection
-    found = memory.estimate(medusa(), replace(ONE, dtype=torch.bfloat16))
-    assert found is not None
-    assert found["copies in train.dtype"] == 2 * (2 * H * H + 2 * V * H)
-    assert "copies in train.dtype" not in (memory.estimate(medusa(), ONE) or {})
+@pytest.mark.parametrize(("labels", "projections"), [(Labels.hard, 1), (Labels.soft, 2)])
+def test_copies_are_counted_where_the_dtype_is_another(labels: Labels, projections: int) -> None:
+    found = parts_of(medusa(labels), dtype=torch.bfloat16)["copies in train.dtype"]
+    assert found == 2 * (2 * H * H + projections * V * H)
 
 
 def test_an_objective_without_a_formula_has_no_estimate() -> None:
@@ -140,7 +133,7 @@ RELATED = ("dflash", "dflash2", "dspark, gated")
 @pytest.mark.parametrize(
     "make",
     [
-        hard,
+        partial(medusa, Labels.hard),
         medusa,
         eagle,
         peagle,
@@ -169,7 +162,7 @@ def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    parts = memory.estimate(objective, ONE) or {}
+    parts = parts_of(objective)
     before = ("target", "head", "gradients", "optimizer", "hidden states")
     estimated = sum(size for name, size in parts.items() if name not in before)
     assert estimated == pytest.approx(peak, rel=0.1)

@@ -28,6 +28,11 @@ from train import medusa
 from train.loop.command import from_target
 
 
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_inputs(tmp_path_factory.mktemp("inputs"))
@@ -59,9 +64,8 @@ def head(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tau_is_known_before_the_first_step_of_what_goes_on(
-    inputs: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, head: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     medusa.main(settings(inputs, tmp_path, str(head / "head")))
     before, after = curve(tmp_path, "eval/loss")
     assert before == pytest.approx(curve(head, "eval/loss")[0], rel=1e-6)
@@ -84,10 +88,8 @@ WORDS = re.compile(
 
 
 def test_a_head_of_another_target_is_told_of(
-    inputs: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    inputs: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     medusa.main(settings(inputs, tmp_path / "same", str(head / "head")))
     assert "was trained for" not in capsys.readouterr().out
     medusa.main(settings(inputs, tmp_path / "other", str(head / "head"), target="changed"))
@@ -106,9 +108,8 @@ def test_a_head_of_another_target_is_told_of(
 
 
 def test_a_head_from_a_store_knows_the_target_that_was_captured(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     store = captured(inputs, tmp_path / "store")
     run = settings(inputs, tmp_path / "out")
     data, target = DataConfig(features=str(store)), TargetConfig()
@@ -118,20 +119,12 @@ def test_a_head_from_a_store_knows_the_target_that_was_captured(
         where = TargetConfig(path=str(inputs / name))
         identity = identify(where, load_tokenizer(where)[1], torch.float32)
         assert (other_target_notice("head.path", str(found), None, identity) is not None) == told
-
-
-def test_what_is_not_known_is_not_told(inputs: Path, head: Path, tmp_path: Path) -> None:
-    where = TargetConfig(path=str(inputs / "changed"))
-    identity = identify(where, load_tokenizer(where)[1], torch.float32)
-    folder = tmp_path / "head"
-    shutil.copytree(head / "head", folder)
-    file = folder / "headsmith.json"
-    noted = json.loads(file.read_text())
+    noted = json.loads((found / "headsmith.json").read_text())
     del noted["target_identity"]
-    file.write_text(json.dumps(noted))
-    assert other_target_notice("head.path", str(folder), None, identity) is None
-    file.unlink()
-    assert other_target_notice("head.path", str(folder), None, identity) is None
+    (found / "headsmith.json").write_text(json.dumps(noted))
+    assert other_target_notice("head.path", str(found), None, identity) is None
+    (found / "headsmith.json").unlink()
+    assert other_target_notice("head.path", str(found), None, identity) is None
 
 
 def other_target(run: MedusaRun, inputs: Path, _folder: Path) -> None:
@@ -159,9 +152,8 @@ def other_row(run: MedusaRun, _inputs: Path, folder: Path) -> None:
     ],
 )
 def test_a_run_goes_on_with_the_target_and_the_data_that_it_began_with(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, says: str
+    inputs: Path, tmp_path: Path, change: Any, says: str
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run = settings(inputs, tmp_path / "out")
     run.train.save_steps = 1
     medusa.main(run)
@@ -200,10 +192,7 @@ def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: 
         source(num_beams=4)
 
 
-def test_rollouts_go_on_with_the_answers_that_they_began_with(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+def test_rollouts_go_on_with_the_answers_that_they_began_with(inputs: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(inputs / "target", tmp_path / "target")
     run = settings(inputs, tmp_path / "out")
     run.target.path, run.rollout.steps, run.rollout.max_new_tokens = str(folder), 1, 4

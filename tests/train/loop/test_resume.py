@@ -109,11 +109,11 @@ def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path)
 
 def test_every_setting_of_the_loop_is_compared_or_known_to_be_harmless() -> None:
     """A setting that is added must be put on one side."""
-    found = {key.removeprefix("train.") for key in resume.settings("train", TrainConfig())}
+    compared = {key.removeprefix("train.") for key in resume.settings("train", TrainConfig())}
     harmless = {*resume.ONLY_WATCHED, *resume.ONLY_ROUNDED}
-    assert not found & harmless
-    assert found | harmless == {each.name for each in fields(TrainConfig)}
-    assert {"learning_rate", "schedule", "warmup_steps", "max_grad_norm", "max_steps"} <= found
+    assert not compared & harmless
+    assert compared | harmless == {field.name for field in fields(TrainConfig)}
+    assert {"learning_rate", "schedule", "warmup_steps", "max_grad_norm", "max_steps"} <= compared
 
 
 @pytest.mark.parametrize(

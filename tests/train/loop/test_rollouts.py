@@ -41,6 +41,10 @@ def rollouts(target: Target, data: PackedDataset, folder: Path, **changes: Any) 
     return Rollouts(config, target, data, batch_size=1, seed=SEED, folder=folder)
 
 
+def answered(made: Rollouts, step: int = 0) -> list[tuple[list[int], list[bool]]]:
+    return documents(made.round(step, noisy_head(made.target))[0].data)
+
+
 def documents(sequences: Any) -> list[tuple[list[int], list[bool]]]:
     """Ids and loss masks of all documents, in rising order."""
     found = []
@@ -101,33 +105,18 @@ def test_a_round_that_was_written_in_another_way_is_written_again(
     target: Target, data: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as of a run that was stopped before its first checkpoint, and started again."""
-    head = noisy_head(target)
 
     def answers(folder: str, **changes: Any) -> Any:
-        return documents(
-            rollouts(target, data, tmp_path / folder, **changes).round(0, head)[0].data
-        )
+        return answered(rollouts(target, data, tmp_path / folder, **changes))
 
     greedy = answers("kept")
-    assert answers("kept", temperature=1.0) == answers("new", temperature=1.0) != greedy
+    drawn = answers("kept", temperature=1.0)
+    assert drawn == answers("new", temperature=1.0) != greedy
+    assert [ids[:6] for ids, _ in drawn] == [ids[:6] for ids, _ in greedy]
     assert answers("kept") == greedy
     monkeypatch.setattr(target, "logits_processing", {"repetition_penalty": 1.5})
     assert answers("kept") == answers("penalty") != greedy
-    assert rollouts(target, data, tmp_path / "kept").round(0, head)[1] == {}
-
-
-def test_other_temperatures_and_seeds_say_other_things(
-    target: Target, data: PackedDataset, tmp_path: Path
-) -> None:
-    head = noisy_head(target)
-    greedy, drawn, again = (
-        documents(rollouts(target, data, tmp_path / name, **changes).round(0, head)[0].data)
-        for name, changes in (
-            ("greedy", {}), ("drawn", {"temperature": 1.0}), ("again", {"temperature": 1.0}),
-        )
-    )  # fmt: skip
-    assert drawn == again != greedy
-    assert [ids[:6] for ids, _ in drawn] == [ids[:6] for ids, _ in greedy]
+    assert rollouts(target, data, tmp_path / "kept").round(0, noisy_head(target))[1] == {}
 
 
 def test_prompts_without_room_are_left_out(
@@ -203,21 +192,20 @@ def test_a_server_answers_as_the_generation_config_says(
     target: Target, data: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server is told the penalty, and does not know of stop texts."""
-    head = noisy_head(target)
     monkeypatch.setattr(target, "tokenizer", tokenizer())
-    first = documents(rollouts(target, data, tmp_path / "0").round(0, head)[0].data)[0][0][6:]
+    first = answered(rollouts(target, data, tmp_path / "0"))[0][0][6:]
     monkeypatch.setattr(target, "logits_processing", {"repetition_penalty": 1.5})
     monkeypatch.setattr(target, "stop_strings", (target.tokenizer.decode(first[2:3]),))
-    here = documents(rollouts(target, data, tmp_path / "here").round(0, head)[0].data)
+    here = answered(rollouts(target, data, tmp_path / "here"))
     with Served(target) as server:
         made = rollouts(target, data, tmp_path / "served")
         made = replace(made, server=Endpoint(server.url, setting="rollout.endpoint"))
         monkeypatch.setattr(server, "stops", False)
-        assert documents(made.round(0, head)[0].data) == here
+        assert answered(made) == here
         assert {body["repetition_penalty"] for body in server.bodies} == {1.5}
         monkeypatch.setattr(target, "logits_processing", {"no_repeat_ngram_size": 2})
         with pytest.raises(InputError, match=r"rollout\.endpoint=http.*no_repeat_ngram_size=2"):
-            made.round(2, head)
+            answered(made, 2)
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
