@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -65,40 +65,59 @@ class Tally:
             InputError: a row is refused and rows must not be skipped, or nothing works any more.
         """
         journal.append([o.dialogue.row() for o in outcomes if o.problem is None])
-        for outcome in outcomes:
-            self.num_cut += outcome.problem is None and outcome.dialogue.is_cut
-            self._count(outcome)
+        for dialogue, problem in outcomes:
+            self.num_cut += problem is None and dialogue.is_cut
+            failed = isinstance(problem, RowFailed)
+            self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
+            if problem is None:
+                continue
+            text = f"{dialogue.where}: {problem}"
+            self.problems.setdefault(type(problem), []).append(text)
+            if isinstance(problem, RowRefused) and self.config.data.on_bad_row is OnBadRow.error:
+                raise InputError(
+                    f"{text} (set data.on_bad_row=skip to leave such rows out; start again to "
+                    "continue)"
+                )
+            if self.num_failed_in_a_row >= 2 * self.config.concurrency:
+                raise InputError(
+                    f"{self.num_failed_in_a_row} conversations in a row failed, the last: {text}. "
+                    "Finished rows are kept; start again to continue"
+                )
 
-    def of(self, kind: type[Exception]) -> list[str]:
-        """Returns the listed conversations of one kind."""
-        return self.problems.get(kind, [])
 
-    def _count(self, outcome: DialogueOutcome) -> None:
-        failed = isinstance(outcome.problem, RowFailed)
-        self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
-        if outcome.problem is None:
-            return
-        text = f"{outcome.dialogue.where}: {outcome.problem}"
-        self.problems.setdefault(type(outcome.problem), []).append(text)
-        refused = isinstance(outcome.problem, RowRefused)
-        if refused and self.config.data.on_bad_row is OnBadRow.error:
-            raise InputError(
-                f"{text} (set data.on_bad_row=skip to leave such rows out; start again to continue)"
-            )
-        if self.num_failed_in_a_row >= 2 * self.config.concurrency:
-            raise InputError(
-                f"{self.num_failed_in_a_row} conversations in a row failed, the last: {text}. "
-                "Finished rows are kept; start again to continue"
-            )
+Report = Callable[[list[DialogueOutcome]], None]
 
 
 def main(config: RegenerateRun) -> None:
     """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
     fill_unset(config)
-    records = _load(config)
-    dialogues = _dialogues(records, config)
-    endpoint = _endpoint(config)
-    manifest = _manifest(config, records, _source(config, endpoint))
+    records = load(config)
+    chosen = records.records[: config.data.num_prompts]
+    dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    endpoint = None if config.endpoint is None else asyncio.run(named_endpoint(config))
+    # What decides the contents of a row: a second start must agree with all of it.
+    manifest: dict[str, object] = {
+        "data_sha256": records.sha256,
+        "form": records.form.value,
+        "num_records": len(records.records),
+    }
+    if endpoint is not None:
+        manifest |= {"source": "endpoint", "model": endpoint.model}
+    else:
+        dtype = resolve_dtype(config.target.dtype, device)
+        manifest |= {
+            "source": "in process",
+            **stated(target=identify(config.target, tokenizer_of(config.target), dtype)),
+            "plain": config.plain,
+            "generation_config": None if config.plain else generation_config(config.target),
+        }
+    manifest |= {
+        "temperature": config.temperature,
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+    }
     with Journal(Path(config.out_dir), manifest) as journal:
         todo = [dialogue for dialogue in dialogues if dialogue.id not in journal.done]
         num_done = len(dialogues) - len(todo)
@@ -114,16 +133,21 @@ def main(config: RegenerateRun) -> None:
                 bar.update(len(outcomes))
 
             if todo and endpoint is not None:
-                asyncio.run(_from_endpoint(todo, endpoint, config, report))
+                asyncio.run(from_endpoint(todo, endpoint, config, report))
             elif todo:
-                _in_process(dialogues, config, journal.done, report)
+                in_process(dialogues, config, device, journal.done, report)
         rows = journal.finish()
-    _report(config, rows, tally)
-    if tally.of(RowFailed):
+    print_report(config, rows, tally)
+    if RowFailed in tally.problems:
         sys.exit(1)
 
 
-def _load(config: RegenerateRun) -> Records:
+def load(config: RegenerateRun) -> Records:
+    """Conversations of the data.
+
+    Raises:
+        InputError: they are plain text.
+    """
     path = str(config.data.path)
     records = load_data(path, config.data)
     if records.form is Form.text:
@@ -140,89 +164,48 @@ def _load(config: RegenerateRun) -> Records:
     return records
 
 
-def _dialogues(records: Records, config: RegenerateRun) -> list[Dialogue]:
-    chosen = records.records[: config.data.num_prompts]
-    return [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
-
-
-def _manifest(config: RegenerateRun, records: Records, source: dict[str, object]) -> dict:
-    """Everything that decides what a row holds: a second start must agree with all of it."""
-    return {
-        "data_sha256": records.sha256,
-        "form": records.form.value,
-        "num_records": len(records.records),
-        **source,
-        "temperature": config.temperature,
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "chat_template_kwargs": config.data.chat_template_kwargs,
-    }
-
-
-Report = Callable[[list[DialogueOutcome]], None]
-
-
-def _endpoint(config: RegenerateRun) -> Endpoint | None:
-    """Returns the endpoint with its model's name, asking it where that is not given."""
-    if config.endpoint is None:
-        return None
+async def named_endpoint(config: RegenerateRun) -> Endpoint:
+    """The endpoint with its model's name, which it is asked for where that is not given."""
     endpoint = Endpoint(
-        config.endpoint,
+        str(config.endpoint),
         config.model,
         os.environ.get(config.api_key_env),
         config.max_retries,
         config.timeout_s,
     )
-    return endpoint if config.model is not None else asyncio.run(_with_first_model(endpoint))
-
-
-async def _with_first_model(endpoint: Endpoint) -> Endpoint:
+    if config.model is not None:
+        return endpoint
     async with Client(endpoint, concurrency=1) as client:
         return replace(endpoint, model=await client.first_model())
 
 
-def _source(config: RegenerateRun, endpoint: Endpoint | None) -> dict[str, object]:
-    if endpoint is not None:
-        return {"source": "endpoint", "model": endpoint.model}
-    dtype = resolve_dtype(config.target.dtype, _device())
-    return {
-        "source": "in process",
-        **stated(target=identify(config.target, tokenizer_of(config.target), dtype)),
-        "plain": config.plain,
-        "generation_config": None if config.plain else generation_config(config.target),
-    }
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _in_process(
-    dialogues: list[Dialogue], config: RegenerateRun, done: set[int], report: Report
+def in_process(
+    dialogues: list[Dialogue],
+    config: RegenerateRun,
+    device: torch.device,
+    done: set[int],
+    report: Report,
 ) -> None:
-    target = load_target(config.target, _device())
+    """Answers all dialogues that are not done, in batches.
+
+    Dialogues of like length are together, longest first, so that too large a batch shows at once.
+    Finished ones are grouped with the others: the sums in a batch depend, in the last bits, on
+    what it is padded to, and a resumed run must repeat those of an uninterrupted one.
+    """
+    target = load_target(config.target, device)
     follow(target, plain=config.plain)
     pack(target.model, target.output_head)
     encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
     local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)
-    for batch in _batches(dialogues, config.batch_size):
+    ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
+    for start in range(0, len(ordered), config.batch_size):
+        batch = ordered[start : start + config.batch_size]
         if any(dialogue.id not in done for dialogue in batch):
-            outcomes = _answer_batch(batch, local)
+            outcomes = answer_batch(batch, local)
             report([outcome for outcome in outcomes if outcome.dialogue.id not in done])
 
 
-def _batches(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
-    """Groups dialogues of like length, longest first, so that too large a batch shows at once.
-
-    Finished ones are grouped with the others: the sums in a batch depend, in the last bits, on
-    what it is padded to, and a resumed run must repeat those of an uninterrupted one.
-    """
-    ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
-    for start in range(0, len(ordered), batch_size):
-        yield ordered[start : start + batch_size]
-
-
-def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOutcome]:
+def answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOutcome]:
     """Answers all dialogues of a batch, turn by turn."""
     problems: dict[int, Exception] = {}
     active = batch
@@ -247,9 +230,10 @@ def _answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOu
     return [DialogueOutcome(dialogue, problems.get(dialogue.id)) for dialogue in batch]
 
 
-async def _from_endpoint(
+async def from_endpoint(
     dialogues: Iterable[Dialogue], endpoint: Endpoint, config: RegenerateRun, report: Report
 ) -> None:
+    """Has a server answer all dialogues, many at a time."""
     settings: dict[str, object] = {
         "max_tokens": config.max_new_tokens,
         "temperature": config.temperature,
@@ -282,12 +266,13 @@ async def _from_endpoint(
             tqdm.write(f"{client.num_retries} requests were repeated")
 
 
-def _report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
-    truncated = [row for row in rows if row["truncated_turns"]]
+def print_report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
+    """Says how many conversations there are, and what became of the others."""
+    num_truncated = sum(bool(row["truncated_turns"]) for row in rows)
     print(f"{len(rows)} conversations in {Path(config.out_dir) / ROWS_NAME}")
-    if truncated:
+    if num_truncated:
         print(
-            f"{len(truncated)} of them hold an answer cut off at max_new_tokens="
+            f"{num_truncated} of them hold an answer cut off at max_new_tokens="
             f"{config.max_new_tokens}, or at a stop text; truncated_turns names it"
         )
     if tally.num_cut:
@@ -295,22 +280,17 @@ def _report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
             f"{tally.num_cut} of them end early, before the result of a tool that an answer of "
             "the data had called"
         )
-    for kind, what in (
+    for error, words in (
         (RowEmpty, "left out, nothing was answered"),
         (RowRefused, "left out, refused"),
         (RowFailed, "failed; start again to retry them"),
     ):
-        problems = tally.of(kind)
-        if problems:
-            print(f"{len(problems)} conversations {what}:")
-            _list(problems)
-
-
-def _list(problems: list[str]) -> None:
-    for problem in problems[:NUM_LISTED]:
-        print(f"  {problem}")
-    if len(problems) > NUM_LISTED:
-        print(f"  and {len(problems) - NUM_LISTED} more")
+        if problems := tally.problems.get(error):
+            print(f"{len(problems)} conversations {words}:")
+            for problem in problems[:NUM_LISTED]:
+                print(f"  {problem}")
+            if len(problems) > NUM_LISTED:
+                print(f"  and {len(problems) - NUM_LISTED} more")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.rows.records import Record
 from data.servers.endpoint import Answer
@@ -32,7 +31,7 @@ class Dialogue:
         self.messages: list[dict] = []
         self.truncated: list[int] = []
         self.is_cut = False
-        """Whether it ends early, at the result of a call that an earlier answer made."""
+        """True where it ends early, at the result of a call that an earlier answer made."""
         self._num_answers = 0
         self._seed = seed
         self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
@@ -71,7 +70,7 @@ class Dialogue:
         return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
 
     def shown(self, template_kwargs: Mapping[str, Any] | None) -> dict:
-        """What a server is told besides messages: tools, and arguments of the chat template."""
+        """Facts for a server besides messages: tools, and arguments of the chat template."""
         told = {
             "tools": self.tools,
             "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
@@ -84,7 +83,7 @@ class Dialogue:
         return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
     def row(self) -> dict:
-        """What is written; `truncated_turns` counts answers from 0."""
+        """The row to write; `truncated_turns` counts answers from 0."""
         own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {
             "id": self.id,
@@ -95,9 +94,8 @@ class Dialogue:
         }
 
 
-@dataclass(frozen=True)
-class DialogueOutcome:
-    """How a conversation ended: with a row, or with a problem."""
+class DialogueOutcome(NamedTuple):
+    """The end of a conversation: a row, or a problem."""
 
     dialogue: Dialogue
     problem: Exception | None = None

@@ -117,7 +117,7 @@ def test_resumed_answers_equal_uninterrupted_ones(
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     settings = {"batch_size": 3, "temperature": temperature}
     clean = run_local(target_path, data, tmp_path / "clean", **settings)
-    answer_batch = regenerate._answer_batch
+    answer_batch = regenerate.answer_batch
     calls: list[int] = []
 
     def killed_in_the_second_batch(batch: Any, local: Any) -> Any:
@@ -126,7 +126,7 @@ def test_resumed_answers_equal_uninterrupted_ones(
             raise KeyboardInterrupt
         return answer_batch(batch, local)
 
-    monkeypatch.setattr(regenerate, "_answer_batch", killed_in_the_second_batch)
+    monkeypatch.setattr(regenerate, "answer_batch", killed_in_the_second_batch)
     with pytest.raises(KeyboardInterrupt):
         run_local(target_path, data, tmp_path / "out", **settings)
     # One row of the finished batch is torn off too.
