@@ -33,7 +33,7 @@ from conf.files import write_whole
 from data.embedded import fill_unset
 from data.features.format import HIDDEN
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import DataReport, prepare
+from data.prepared.prepare import prepare
 from eval.measure import processes
 from eval.measure.asked import follow_or_tell
 from eval.measure.bench import greedy_responses
@@ -63,8 +63,6 @@ from train.loop.replay import heldout_prompts
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"
-
-
 Answered = tuple[list[int], list[int]]
 """Token ids of a held-out prompt, and of the target's own greedy text after it."""
 
@@ -92,19 +90,23 @@ def main(config: PruneRun) -> None:
     check_sizes(config.sizes, head.vocab, target.special_ids)
     for rank in config.ranks:
         check_rank("ranks", rank, target)
-    train, heldout, report = read_data(config, target)
+    # Split as training splits them.
+    train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
+    print("\n".join(report.lines()))
+    for data in (train, heldout):
+        data.check_ids(target)
     answers = answer(config, target, heldout)
     counts = target_choices(target, train, config.num_sequences)
     vocabs = [head.vocab.narrowed(counts, n, target.special_ids) for n in config.sizes]
     heads = [head.pruned(vocab) for vocab in vocabs]
     heads += [load_head(str(folder), layers=config.head.layers) for _ in (*config.ranks, head)]
     ranks: list[int | None] = [*[None for _ in vocabs], *config.ranks, None]
-    costs = [attach(each, target, rank) for each, rank in zip(heads, ranks, strict=True)]
+    costs = [attach(one, target, rank) for one, rank in zip(heads, ranks, strict=True)]
     pack(target.model, target.output_head, *heads)
-    found = measure(target, heads, answers, depth)
+    measured = measure(target, heads, answers, depth)
     rows = [
-        {"coverage": share(counts, each.vocab.to("cpu")), **cost, **row}
-        for each, cost, row in zip(heads, costs, found, strict=True)
+        {"coverage": share(counts, one.vocab.to("cpu")), **cost, **row}
+        for one, cost, row in zip(heads, costs, measured, strict=True)
     ]
     result = {
         "head": config.head.path,
@@ -157,36 +159,27 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
     return config.depth or kind.usual_depth(head)
 
 
-def read_data(config: PruneRun, target: Target) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    """Training and held-out data, split as training splits them."""
-    train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
-    print("\n".join(report.lines()))
-    for data in (train, heldout):
-        data.check_ids(target)
-    return train, heldout, report
-
-
 def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Answered]:
     """The target's greedy text after held-out prompts.
 
     Raises:
         InputError: no prompt is short enough, or the text would not fit the target's window.
     """
-    found = heldout_prompts(heldout, config.num_replay_prompts)
-    if not found:
+    chosen = heldout_prompts(heldout, config.num_replay_prompts)
+    if not chosen:
         raise InputError(
             "data: every held-out prompt is longer than 256 tokens: name others with data.eval_path"
         )
-    prompts = [Prompt("heldout", token_ids, where="a held-out prompt") for token_ids in found]
+    prompts = [Prompt("heldout", token_ids, where="a held-out prompt") for token_ids in chosen]
     for prompt in prompts:
         check_prompt(target, prompt, config.max_new_tokens)
     texts = greedy_responses(target, prompts, config.max_new_tokens)
-    return list(zip(found, texts, strict=True))
+    return list(zip(chosen, texts, strict=True))
 
 
 @torch.no_grad()
 def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> Tensor:
-    """How often each id is the target's own first choice, along the answers of the data.
+    """Counts of each id as the target's own first choice, along the answers of the data.
 
     A draft is accepted where it is what the target says, not what the data says: of 4,096 ids
     1,024 chosen so kept tau 3.41 of 3.49 on an 8M-parameter target, 1,024 chosen by the tokens
@@ -216,7 +209,7 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
 def measure(
     target: Target, heads: Sequence[DraftHead], answers: Sequence[Answered], depth: int
 ) -> list[dict[str, Any]]:
-    """tau of each head on the same text, and what a draft of it costs.
+    """tau of each head on the same text, and the cost of a draft of it.
 
     `speedup` is what tau and the times of a draft and of a verify pass let expect of greedy
     decoding, one text at a time, over the same engine without drafting.
@@ -228,37 +221,28 @@ def measure(
         for index, head in enumerate(heads)
     }
     curve, seconds = time_steps(target, drafters, texts[len(texts) // 2], sizes=(depth + 1,))
-    rows = []
-    for index, steps in enumerate(replay(target, heads, chain, answers)):
-        expected = tau(steps)
-        rows.append(
-            {
-                "tau": expected,
-                "tau_ci95": tau_interval(steps, seed=0),
-                "alpha": alpha(steps, depth),
-                "draft_s": seconds[index],
-                "speedup": expected * curve.at(1) / (seconds[index] + curve.at(depth + 1)),
-            }
-        )
-    return rows
-
-
-def replay(
-    target: Target, heads: Sequence[DraftHead], chain: Tree, answers: Sequence[Answered]
-) -> list[list[PromptSteps]]:
-    """The verify passes of each head and prompt; the target reads each text once."""
-    found: list[list[PromptSteps]] = [[] for _ in heads]
+    passes: list[list[PromptSteps]] = [[] for _ in heads]
     for number, (prompt, text) in enumerate(tqdm(answers, desc="replay", unit="prompt")):
+        # Once for all heads.
         output = target.read_response(prompt, text, heads[0].taps)
-        for head, prompts in zip(heads, found, strict=True):
+        for head, prompts in zip(heads, passes, strict=True):
             ranked = ranked_drafts(head, chain, output, prompt, text)
             steps = steps_along(chain, ranked, text)
             prompts.append(PromptSteps("heldout", steps, dialogue=number))
-    return found
+    return [
+        {
+            "tau": tau(prompts),
+            "tau_ci95": tau_interval(prompts, seed=0),
+            "alpha": alpha(prompts, depth),
+            "draft_s": seconds[index],
+            "speedup": tau(prompts) * curve.at(1) / (seconds[index] + curve.at(depth + 1)),
+        }
+        for index, prompts in enumerate(passes)
+    ]
 
 
 def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int | None]:
-    """Attaches a head to be measured; what drafting a token with it reads.
+    """Attaches a head to be measured, and counts what drafting a token with it reads.
 
     Args:
         head: gets the target's dtype, and output heads of low rank.
@@ -270,13 +254,13 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
     """
     head.attach(target, target.dtype).eval()
     outputs = head.output_heads() or [target.output_head.weight]
-    looked_up = [each.weight for each in head.modules() if isinstance(each, nn.Embedding)]
-    beside = {id(each) for each in (*outputs, *looked_up)}
+    looked_up = [module.weight for module in head.modules() if isinstance(module, nn.Embedding)]
+    beside = {id(weight) for weight in (*outputs, *looked_up)}
     read = sum(weight.nbytes for weight in head.parameters() if id(weight) not in beside)
     if rank is None:
         read += sum(weight.nbytes for weight in outputs)
     else:
-        read += sum(each.read_bytes for each in reduce_rank(head, target, rank))
+        read += sum(low.read_bytes for low in reduce_rank(head, target, rank))
     return {"num_ids": len(head.vocab.ids), "rank": rank, "weight_bytes": read}
 
 
@@ -317,7 +301,7 @@ def write(
         out_dir.mkdir(parents=True, exist_ok=True)
         for head, row in zip(heads, result["pruned"], strict=True):
             before = {name: result["before"][name] for name in ("num_ids", "tau")}
-            facts = {key: each for key, each in result.items() if key not in ("before", "pruned")}
+            facts = {key: v for key, v in result.items() if key not in ("before", "pruned")}
             pruned = {**facts, **row, "before": before}
             head.save(out_dir / str(row["num_ids"]) / "head", {**trained, "pruned": pruned})
         plot_pruning(result, path.with_suffix(".png"))

@@ -3,7 +3,7 @@
 `python scripts/repair.py head.path=somebody/eagle3 target.path=Qwen/Qwen3-8B data.path=my.jsonl`
 
 Most faults of a head's config change no text, only how much of a draft is accepted. So the head is
-read as its files say and in every other way that its weights allow, and each reading is replayed
+read as its files say and in every other way that its weights allow, and each variant is replayed
 over the target's own answers. What is better beyond doubt is written as a head of its own; of
 several that are as good as each other, the likeliest.
 """
@@ -36,7 +36,6 @@ from conf.errors import InputError
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
-from eval.measure.prompts import Prompt
 from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, tau, tau_difference
 from heads.decoding.tree import Tree
@@ -45,17 +44,17 @@ from heads.kinds import kind_of, load_head
 
 DECLARED = "as its files say"
 WORTH = 0.02
-"""Of tau; what brings less may be chance, of so many readings, and costs little."""
+"""Share of tau; what brings less may be chance, of so many variants, and costs little."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One way to understand a head's files.
+class Variant:
+    """A head, read from its files in one way.
 
     Attributes:
-        changes: what is taken otherwise, of `Kind.readings`, one after the other.
+        changes: what is taken otherwise than the files say, one after the other.
         head: attached to the target.
-        prompts: what became of the passes over each.
+        prompts: the passes over each prompt.
     """
 
     changes: tuple[str, ...]
@@ -64,85 +63,78 @@ class Reading:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The changes, as people read them."""
         return "; ".join(self.changes) or DECLARED
 
-    def than(self, other: "Reading") -> tuple[float, Any]:
-        """How much more tau it has, and the interval of that over dialogues."""
-        first, second = ([each.row() for each in r.prompts] for r in (other, self))
+    def than(self, other: "Variant") -> tuple[float, Any]:
+        """The tau that it has more, and the interval of that over dialogues."""
+        first, second = ([p.row() for p in variant.prompts] for variant in (other, self))
         return tau_difference(first, second, seed=0)
 
-    def beats(self, other: "Reading") -> bool:
-        """Beyond doubt, and by enough to care."""
+    def beats(self, other: "Variant") -> bool:
+        """True if it is better beyond doubt, and by enough to care."""
         more, ends = self.than(other)
         return ends is not None and ends[0] > 0 and more >= WORTH * tau(other.prompts)
 
-    def row(self, declared: "Reading") -> dict[str, Any]:
-        """For a results file."""
+    def row(self, declared: "Variant") -> dict[str, Any]:
+        """Its line of the results file."""
         more, ends = self.than(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": ends}
 
 
-class Answers:
-    """The target's own answers to some prompts."""
+@torch.no_grad()
+def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Variant | None]:
+    """The rows of all variants tried, and the one to take if it is not the files' own.
 
-    def __init__(self, bench: Bench, max_new_tokens: int) -> None:
-        self.target = bench.target
-        self.texts: list[tuple[Prompt, list[int]]] = []
-        for prompt in tqdm(bench.prompts, desc="answers", unit="prompt"):
-            answer = decode(self.target, NoDraft(), prompt.token_ids, max_new_tokens).token_ids
-            self.texts.append((prompt, answer))
+    What is better is varied in every way again, as files may have more than one fault.
+    """
+    target, head = bench.target, bench.head.head
+    texts = [
+        (prompt, decode(target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids)
+        for prompt in tqdm(bench.prompts, desc="answers", unit="prompt")
+    ]
+    kind = kind_of(head)
+    most = [kind.most_tokens(other) for _, other in kind.readings(head)]
+    depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
+    chain = Tree.chain(depth)
 
-    def read(self, changes: tuple[str, ...], head: DraftHead, depth: int) -> Reading:
-        """Replays chains of a head over all of them."""
-        chain, found, words = Tree.chain(depth), [], changes[-1] if changes else DECLARED
-        for prompt, answer in tqdm(self.texts, desc=words, unit="prompt", leave=False):
-            output = self.target.read_response(prompt.token_ids, answer, head.taps)
+    def replayed(changes: tuple[str, ...], head: DraftHead) -> Variant:
+        prompts, words = [], changes[-1] if changes else DECLARED
+        for prompt, answer in tqdm(texts, desc=words, unit="prompt", leave=False):
+            output = target.read_response(prompt.token_ids, answer, head.taps)
             ranked = ranked_drafts(head, chain, output, prompt.token_ids, answer)
             steps = steps_along(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
-            found.append(PromptSteps(prompt.category, steps, drafted, *place))
-        return Reading(changes, head, processes.gathered(found))
+            prompts.append(PromptSteps(prompt.category, steps, drafted, *place))
+        return Variant(changes, head, processes.gathered(prompts))
 
-
-@torch.no_grad()
-def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Reading | None]:
-    """All readings tried, and which one to take if it is not the files' own.
-
-    What is better is read in every other way again, as files may have more than one fault.
-    """
-    answers, head = Answers(bench, config.max_new_tokens), bench.head.head
-    kind = kind_of(head)
-    most = [kind.most_tokens(other) for _, other in kind.readings(head)]
-    depth = min(bench.head.chain.depth, *(each or sys.maxsize for each in most))
-    best = declared = answers.read((), head, depth)
+    best = declared = replayed((), head)
     rows = [declared.row(declared)]
     while True:
-        found = [
-            answers.read((*best.changes, words), other, depth)
-            for words, other in kind.readings(best.head)
+        variants = [
+            replayed((*best.changes, words), other) for words, other in kind.readings(best.head)
         ]
-        rows += [each.row(declared) for each in found]
-        better = [each for each in found if each.beats(best)]
+        rows += [variant.row(declared) for variant in variants]
+        better = [variant for variant in variants if variant.beats(best)]
         if not better:
             return rows, None if best is declared else best
-        leader = max(better, key=lambda each: tau(each.prompts))
-        best = next(each for each in better if not leader.beats(each))
+        leader = max(better, key=lambda variant: tau(variant.prompts))
+        best = next(variant for variant in better if not leader.beats(variant))
 
 
-def save(found: Reading, config: RepairRun, bench: Bench, folder: Path) -> None:
-    """Writes the head of a reading, its weights as exact as they were in the files."""
+def save(variant: Variant, config: RepairRun, bench: Bench, folder: Path) -> None:
+    """Writes the head of a variant, its weights as exact as they were in the files."""
     ref = config.head
     assert ref.path is not None
     head: Any = load_head(ref.path, ref.revision, ref.layers).attach(bench.target)
-    for words in found.changes:
+    for words in variant.changes:
         head = next(other for name, other in kind_of(head).readings(head) if name == words)
-    history = provenance(config, bench.target.name, bench.data) | {"repaired": found.name}
+    history = provenance(config, bench.target.name, bench.data) | {"repaired": variant.name}
     head.save(folder, history)
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Prints a row per reading."""
+    """Prints a row per variant."""
     table = Table(title="tau of chains, replayed over the target's own answers")
     for column in ("read", "tau", "more", "95% interval"):
         table.add_column(column, justify="left" if column == "read" else "right")
@@ -162,18 +154,18 @@ def main(config: RepairRun) -> None:
             f"head.path={config.head.path}: {kind.phrase} has no setting that its files could get "
             "wrong unseen"
         )
-    rows, found = repaired(bench, config)
+    rows, best = repaired(bench, config)
     if not bench.main:
         return
     console = Console()
     show(rows, console)
-    if found is None:
+    if best is None:
         console.print("no other reading is better beyond doubt: the files are right as they are")
     else:
         folder = Path(config.out_dir) / "head"
-        save(found, config, bench, folder)
+        save(best, config, bench, folder)
         console.print(
-            f"the files should say: {found.name}; such a head is in {folder}", markup=False
+            f"the files should say: {best.name}; such a head is in {folder}", markup=False
         )
     path = write_result(config, "repair.json", {"readings": rows}, bench)
     console.print(f"wrote {path}")
