@@ -27,51 +27,26 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.settings.target import Dtype
-from conf.settings.training import LogConfig, Schedule, TrainConfig
-from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
 from heads.kinds import forms
-from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, highest
-from scripts.bench.training import fresh_objective
-from train.loop import loop
-from train.loop.loop import Job
+from scripts.bench.training import arguments, fresh_objective, random_target, start
 from train.loop.memory import Parts, estimate
 from train.loss.sizes import Setting
 from train.parallel import processes
 
 HEADS = tuple(forms())
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
-DTYPE = torch.bfloat16
 
 
-def llama(scale: int, num_layers: int, length: int) -> LlamaConfig:
-    """Llama-3-8B's shape, its width and vocabulary divided by `scale`."""
-    return LlamaConfig(
-        vocab_size=128256 // scale, hidden_size=4096 // scale, intermediate_size=14336 // scale,
-        num_hidden_layers=num_layers, num_attention_heads=32 // scale, head_dim=128,
-        num_key_value_heads=8 // scale, max_position_embeddings=length, eos_token_id=None,
-    )  # fmt: skip
-
-
-def make_objective(name: str, config: LlamaConfig, size: int, device: torch.device) -> Any:
-    """An objective with random weights, on `meta` without any.
-
-    Args:
-        name: of `HEADS`.
-        config: the target's.
-        size: ids of EAGLE-3's draft vocabulary.
-        device: of everything.
-    """
-    with torch.device(device):
-        model: Any = LlamaForCausalLM(config)
-        model.to(DTYPE)
-        target = Target(model, None, "random")
-        return fresh_objective(name, target, DraftVocab(torch.arange(size), target.vocab_size))
+def sizes(head: str, scale: int, *more: str) -> argparse.Namespace:
+    """Llama-3-8B's shape, its width and vocabulary divided by `scale`, in bfloat16."""
+    shape = ["--hidden", str(4096 // scale), "--vocab", str(128256 // scale)]
+    return arguments(
+        [head, *shape, "--draft-vocab", str(32000 // scale), "--dtype", "bfloat16", *more]
+    )
 
 
 def large(length: int) -> Table:
@@ -80,10 +55,14 @@ def large(length: int) -> Table:
     table = Table("part", title=title)
     columns: list[Parts] = []
     for name in HEADS:
-        objective = make_objective(name, llama(1, 32, length), 32000, torch.device("meta"))
+        options = sizes(name, 1, "--layers", "32", "--max-length", str(length))
+        with torch.device("meta"):
+            target = random_target(options, torch.device("meta"))
+            vocab = DraftVocab(torch.arange(options.draft_vocab), target.vocab_size)
+            objective = fresh_objective(name, target, vocab)
         for strategy in FILES:
             table.add_column(f"{name}\n{strategy}", justify="right")
-            setting = Setting(length, DTYPE, strategy, 8, cuda=True)
+            setting = Setting(length, torch.bfloat16, strategy, 8, cuda=True)
             columns.append(estimate(objective, setting) or {})
     for part in dict.fromkeys(part for column in columns for part in column):
         cells = (column.get(part) for column in columns)
@@ -98,29 +77,24 @@ def measured(name: str, length: int) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        config = TrainConfig(
-            batch_size=num_processes, dtype=Dtype.bfloat16, learning_rate=1e-3,
-            schedule=Schedule.constant,
-        )  # fmt: skip
-        accelerator = processes.start(config)
-        shape = llama(8, 4, length)
-        objective = make_objective(name, shape, 4000, torch.device("cpu"))
         generator = random.Random(0)
-        texts = [[generator.randrange(shape.vocab_size) for _ in range(length)] for _ in range(8)]
+        options = sizes(
+            name, 8, "--layers", "4", "--max-length", str(length), "--batch-size",
+            os.environ.get("WORLD_SIZE", "1"),
+        )  # fmt: skip
+        texts = [[generator.randrange(options.vocab) for _ in range(length)] for _ in range(8)]
         samples = [Sample(ids, [True] * length) for ids in texts]
-        train = PackedDataset(samples, length, seed=0)
-        job = Job(config, LogConfig(), 0, Path(folder) / "out", objective, train, train)
-        run = loop.Run(accelerator, job)
+        run, _ = start(options, Path(folder) / "out", samples)
         for _ in range(2):  # DDP lays its buckets out anew in the second step
             run.optimizer_step()
         with record_function("measured"):
             run.optimizer_step()
         run.close()
     strategy = run.placement.name
-    parts = estimate(objective, Setting.of(config, length, strategy, accelerator)) or {}
+    setting = Setting.of(run.config, length, strategy, run.accelerator)
+    parts = estimate(run.job.objective, setting) or {}
     peak = highest(profiler.profiler.kineto_results.events(), "measured")
-    processes.end(accelerator)
+    processes.end(run.accelerator)
     return {"strategy": strategy, "parts": parts, "peak": peak}
 
 

@@ -24,7 +24,7 @@ import random
 import resource
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +108,16 @@ def fresh_objective(form: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> 
     return entry.default_objective(head, target)
 
 
-def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedDataset]:
-    """A run of the training loop before its first step, and its data."""
+def start(
+    options: argparse.Namespace, out_dir: Path, samples: Iterable[Sample] | None = None
+) -> tuple[loop.Run, PackedDataset]:
+    """A run of the training loop before its first step, and its data.
+
+    Args:
+        options: of `arguments`.
+        out_dir: for what training leaves.
+        samples: to learn; `documents` unless told.
+    """
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
     config = TrainConfig(
         max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
@@ -119,7 +127,8 @@ def start(options: argparse.Namespace, out_dir: Path) -> tuple[loop.Run, PackedD
     )  # fmt: skip
     accelerator = processes.start(config)
     target = random_target(options, accelerator.device)
-    samples = documents(options, max(64, options.batch_size))
+    if samples is None:
+        samples = documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
     counts = train.token_counts(target.vocab_size)
     vocab = DraftVocab.choose(counts, options.draft_vocab, [])
