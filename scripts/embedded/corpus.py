@@ -47,7 +47,7 @@ PACKAGES = {
     "trio": "MIT OR Apache-2.0",
 }  # fmt: skip
 """Installed packages whose source the target reads beside the standard library's, by licence."""
-_FEWEST_BYTES_OF_TEN = 3.6
+_FEWEST_BYTES = 3.6
 """A piece that zlib packs below so many bytes of ten is a table: it teaches to repeat."""
 _CONSTRUCT = re.compile(r" *(?:@|(?:async )?def |class )")
 _HELD_OUT_IN = 10  # one file of so many
@@ -98,17 +98,15 @@ def find_source_files(num_files: int | None = None) -> SourceFiles:
             f"{root}: {len(names)} source files of the standard library, the embedded default "
             f"needs {_MIN_FILES}: set target.path and data.path, or use a Python with its source"
         )
-    names = _spread(names, num_files)
-    held_out = [name for name in names if _side(name) == 0]
-    return SourceFiles(root, [name for name in names if _side(name) != 0], held_out)
+    sides: tuple[list[str], list[str]] = [], []
+    for name in _spread(names, num_files):
+        digest = hashlib.sha256(name.encode()).digest()
+        sides[int.from_bytes(digest[:4]) % _HELD_OUT_IN == 0].append(name)
+    return SourceFiles(root, *sides)
 
 
 def _spread(names: list[str], count: int | None) -> list[str]:
     return names if count is None else names[:: max(1, len(names) // count)][:count]
-
-
-def _side(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _HELD_OUT_IN
 
 
 def find_packages(num_files: int | None = None) -> SourceFiles:
@@ -127,8 +125,8 @@ def find_packages(num_files: int | None = None) -> SourceFiles:
             raise InputError(f"{package}: not installed; `make setup` installs what is read")
         folder = Path(spec.origin).parent
         root = folder.parent
-        found = (path.relative_to(root) for path in folder.rglob("*.py"))
-        names += sorted(path.as_posix() for path in found if _EXCLUDED.isdisjoint(path.parts))
+        paths = (path.relative_to(root) for path in folder.rglob("*.py"))
+        names += sorted(path.as_posix() for path in paths if _EXCLUDED.isdisjoint(path.parts))
     return SourceFiles(root, _spread(names, num_files), [])
 
 
@@ -162,15 +160,12 @@ def cut_pieces(file: str, text: str, max_chars: int) -> Iterator[Piece]:
             # at least, eight lines at most.
             head = next((i for i, x in enumerate(clean) if not x.startswith("@")), 0)
             cut = max(head + 1, min(len(clean) // 3, 8))
-            if len(clean) > max(cut, 2) and not _is_table("\n".join(clean)):
+            code = "\n".join(clean).encode()
+            table = len(code) >= 200 and 10 * len(zlib.compress(code)) < _FEWEST_BYTES * len(code)
+            if len(clean) > max(cut, 2) and not table:
                 prompt, continuation = "\n".join(clean[:cut]), "\n".join(clean[cut:])
                 yield Piece(category, file, prompt.rstrip(), continuation)
             category = "body"
-
-
-def _is_table(text: str) -> bool:
-    code = text.encode()
-    return len(code) >= 200 and 10 * len(zlib.compress(code)) < _FEWEST_BYTES_OF_TEN * len(code)
 
 
 def _category(block: list[str]) -> str:
@@ -246,5 +241,5 @@ def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTr
 
 
 def render(piece: Piece, bos: str) -> str:
-    """What the chat template makes of a piece; a test holds the two together."""
+    """The text that the chat template makes of a piece; a test holds the two together."""
     return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"

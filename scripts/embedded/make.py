@@ -23,11 +23,10 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scripts.embedded import corpus
-from scripts.embedded.corpus import Piece
 from scripts.embedded.target import Recipe, respond, train_target, unlearn_loops
 
 STDLIB_EPOCHS = 3
-"""How often the standard library is read for each time of the packages: prompts are of its kind."""
+"""Times that the standard library is read for each of the packages: prompts are of its kind."""
 
 
 def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
@@ -58,7 +57,12 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
         learnt, recipe.num_conversations, tokenizer, recipe.max_prompt_tokens, rng
     )
     answers = respond(target, tokenizer, chosen, recipe, progress)
-    rows = [conversation(p, text) for p, text in zip(chosen, answers, strict=True) if text.strip()]
+    rows = []
+    for piece, answer in zip(chosen, answers, strict=True):
+        if answer.strip():
+            turns = (("user", piece.prompt), ("assistant", answer))
+            messages = [{"role": role, "content": content} for role, content in turns]
+            rows.append({"messages": messages, "category": piece.category, "file": piece.file})
     write_jsonl(folder / "train.jsonl", rows)
     prompts = corpus.choose(held_out, recipe.num_prompts, tokenizer, recipe.max_prompt_tokens, rng)
     asked = [
@@ -66,12 +70,16 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
         for i, p in enumerate(prompts)
     ]
     write_jsonl(folder / "prompts.jsonl", asked)
+    paths = [folder / "train.jsonl", folder / "prompts.jsonl", *sorted(folder.glob("target/*"))]
     facts = {
         "recipe": asdict(recipe),
         "python": sys.version.split()[0],
         "packages": corpus.PACKAGES,
         "empty_answers": len(chosen) - len(rows),
-        "sha256": checksums(folder),
+        "sha256": {
+            path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in paths
+        },
     }
     (folder / "recipe.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
@@ -90,26 +98,10 @@ def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return target, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def conversation(piece: Piece, answer: str) -> dict:
-    """A row of `train.jsonl`."""
-    turns = (("user", piece.prompt), ("assistant", answer))
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return {"messages": messages, "category": piece.category, "file": piece.file}
-
-
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     """Writes a line of JSON for each row."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
-
-
-def checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that is read, by its path in `folder`."""
-    paths = [folder / "train.jsonl", folder / "prompts.jsonl", *sorted(folder.glob("target/*"))]
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-    }
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Recipe:
     warmup_steps: int = 100
     learning_rate: float = 4e-3
     num_loop_steps: int = 120
-    """Of unlearning loops, behind the training."""
+    """Steps of unlearning loops, behind the training."""
     loop_batch_size: int = 48
     """Answers of such a step."""
     loop_learning_rate: float = 4e-4
@@ -67,13 +67,27 @@ def train_target(
 ) -> LlamaForCausalLM:
     """Train a Llama-type model from scratch on packed chats, loss on every token."""
     torch.manual_seed(recipe.seed)
-    target = LlamaForCausalLM(_target_config(tokenizer, recipe))
-    target.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    optimizers = _optimizers(target, recipe)
+    tokens = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    config = LlamaConfig(
+        vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size, num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.hidden_size // recipe.num_heads,
+        max_position_embeddings=recipe.max_position_embeddings, tie_word_embeddings=False, **tokens,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config)
+    target.generation_config = GenerationConfig(**tokens)
+    # Muon for the matrices of the blocks (about half the tokens for the same loss), else AdamW.
+    blocks = [p for p in target.model.layers.parameters() if p.ndim == 2]
+    taken = {id(p) for p in blocks}
+    others = [p for p in target.parameters() if id(p) not in taken]
+    rate = recipe.learning_rate
+    optimizers = [
+        torch.optim.Muon(blocks, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
     schedulers = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda step: _learning_rate_factor(step, recipe))
         for o in optimizers
@@ -163,52 +177,20 @@ def unlearn_loops(
 
 
 def _autocast() -> torch.autocast:
-    """Of one forward pass: autocast goes on with the weights that it has cast once."""
+    """Autocast for one forward pass, as it goes on with the weights that it has cast once."""
     return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
 
 
 def repeating(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
-    """What may not come at each token: it would end `length` tokens that were there before."""
+    """Tokens that may not come at each place: they would end `length` that were there before."""
     after: dict[tuple[int, ...], set[int]] = {}
-    found = []
+    forbidden = []
     for place, token in enumerate(token_ids):
         before = tuple(token_ids[max(0, place - length + 1) : place])
         known = after.setdefault(before, set()) if len(before) == length - 1 else set()
-        found.append(set(known))
+        forbidden.append(set(known))
         known.add(token)
-    return found
-
-
-def _target_config(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.hidden_size // recipe.num_heads,
-        max_position_embeddings=recipe.max_position_embeddings,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def _optimizers(target: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks (about half the tokens for the same loss), else AdamW."""
-    blocks = [p for p in target.model.layers.parameters() if p.ndim == 2]
-    taken = {id(p) for p in blocks}
-    others = [p for p in target.parameters() if id(p) not in taken]
-    return [
-        torch.optim.Muon(
-            blocks, lr=recipe.learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(
-            others, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        ),
-    ]
+    return forbidden
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:
