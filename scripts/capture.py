@@ -1,4 +1,4 @@
-"""Runs a target once over a dataset and stores what draft heads read of it.
+"""Runs a target once over a dataset and stores the hidden states that draft heads read.
 
     accelerate launch scripts/capture.py target.path=Qwen/Qwen3-8B data.path=chats.jsonl
     accelerate launch train/eagle.py data.features=outputs/features
@@ -69,7 +69,7 @@ def main(config: CaptureRun) -> None:
 
 
 def capture(config: CaptureRun, shard_bytes: int) -> None:
-    """The same with shards of another size."""
+    """`main` with shards of any size."""
     check_inputs(config)
     state = start()
     fill_unset(config)
@@ -93,7 +93,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
 
 @contextmanager
 def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
-    """Names what could not be written, in processes other than the first too, which are not heard.
+    """Names files that could not be written, in processes other than the first too.
 
     Raises:
         InputError: in place of an OSError.
@@ -112,23 +112,29 @@ def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
 
 
 def write_shards(work: Work, state: PartialState) -> None:
-    """Writes this process's shards that are not whole; the first process the target's ends too."""
+    """Writes this process's shards that are not whole; the first also the target's output head."""
     mine = work.shards[state.process_index :: state.num_processes]
     quiet = not state.is_main_process
     checked = tqdm(mine, desc="checking what is there", disable=quiet, unit="shard", leave=False)
     todo = [shard for shard in checked if not is_whole(work.folder, shard.name)]
     ends = work.folder / ENDS_FOLDER
-    lacks_ends = state.is_main_process and not ends.is_dir()
-    if not todo and not lacks_ends:
+    lacks_head = state.is_main_process and not ends.is_dir()
+    if not todo and not lacks_head:
         return
     target = target_of(work.config, state.device)
     for packed in work.sets.values():
         packed.check_ids(target)
-    if lacks_ends:
+    if lacks_head:
         save_embeddings_and_head(target, ends)
-    total = sum(shard.num_tokens for shard in todo)
+    total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
+    source: AbstractContextManager[StatesOf]
+    if isinstance(target, RemoteTarget):
+        source = states_from_server(str(work.config.engine), target, layers)
+    else:
+        assert isinstance(target, Target)
+        source = nullcontext(states_from_target(target, layers))
     with (
-        states_source(work.config, target, work.plan.contents.layers) as states_of,
+        source as states_of,
         Writers() as writers,
         tqdm(total=total, desc="capturing", unit="token", unit_scale=True, disable=quiet) as bar,
     ):
@@ -200,16 +206,6 @@ def capture_shard(
     writers.submit(write)
 
 
-def states_source(
-    config: CaptureRun, target: EmbeddingsAndHead, layers: tuple[int, ...]
-) -> AbstractContextManager[StatesOf]:
-    """Where the hidden states of packed sequences come from."""
-    if isinstance(target, RemoteTarget):
-        return states_from_server(str(config.engine), target, layers)
-    assert isinstance(target, Target)
-    return nullcontext(states_from_target(target, layers))
-
-
 def batches(
     work: Work, shard: PlannedShard, target: EmbeddingsAndHead
 ) -> Iterator[list[dict[str, Tensor]]]:
@@ -217,24 +213,16 @@ def batches(
     if shard.split == "replay":
         assert isinstance(target, Target)
         for prompt in work.prompts[shard.first : shard.last]:
-            yield [answered(prompt, greedy_answer(target, prompt))]
+            # A packed sequence of one document, without padding.
+            ids = torch.tensor(prompt + greedy_answer(target, prompt))
+            places = torch.arange(len(ids))
+            row = {"input_ids": ids, "loss_mask": places >= len(prompt)}
+            yield [row | {"position_ids": places, "document_ids": torch.zeros_like(ids)}]
         return
     size = work.config.micro_batch_size
     for first in range(shard.first, shard.last, size):
         last = min(first + size, shard.last)
         yield [work.sets[shard.split][index] for index in range(first, last)]
-
-
-def answered(prompt: list[int], answer: list[int]) -> dict[str, Tensor]:
-    """A prompt and its answer as a packed sequence of one document, without padding."""
-    ids = torch.tensor(prompt + answer)
-    places = torch.arange(len(ids))
-    return {
-        "input_ids": ids,
-        "loss_mask": places >= len(prompt),
-        "position_ids": places,
-        "document_ids": torch.zeros_like(ids),
-    }
 
 
 def finish(work: Work, state: PartialState) -> None:

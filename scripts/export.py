@@ -6,7 +6,6 @@ python scripts/export.py head.path=outputs/eagle/head format=vllm out_dir=output
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
@@ -21,78 +20,54 @@ if __name__ == "__main__":
 import torch
 
 from conf.errors import InputError
-from conf.settings.target import TargetConfig
+from eval.parity.gate import check_parity
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.folders import PROVENANCE
-from heads.kind import UNKNOWN, DraftHead
+from heads.kind import UNKNOWN
 from heads.kinds import kind_of, read_head
 from heads.storage import locate
 from heads.target_model.identity import identify, other_target_notice
 from heads.target_model.load import load_target
-from heads.target_model.model import Target
 from scripts.publish.staging import read_json
 
 
 def main(config: ExportRun) -> None:
     """Writes `out_dir` whole or not at all, then reads it back as the engine would."""
-    out_dir = Path(config.out_dir)
     check_export(config)
-    head, provenance = _load(config)
-    where = _target_config(config, head)
-    target = load_target(where, _device())
+    out_dir, head_path = Path(config.out_dir), str(config.head.path)
+    folder = locate(head_path, config.head.revision)
+    head = read_head(folder, head_path, config.head.layers)
+    check_format(head, config.format)
+    provenance = read_json(folder / PROVENANCE) or {}
+    provenance.pop("export", None)  # of an earlier one
+    path = config.target.path or head.config.target
+    if path == UNKNOWN:
+        raise InputError(
+            f"target.path is unset, and head.path={head_path} does not name its target: set "
+            "target.path"
+        )
+    where = replace(config.target, path=path)
+    target = load_target(where, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     identity = identify(where, target.tokenizer, target.dtype)
-    other = other_target_notice("head.path", str(config.head.path), config.head.revision, identity)
+    other = other_target_notice("head.path", head_path, config.head.revision, identity)
     if other is not None:
         print(other, file=sys.stderr)
-    _attach(head, target, config)
+    head.attach(target, getattr(torch, config.dtype.value)).eval()
+    head.config = replace(head.config, target=target.name)  # its name of today
     check_target(head, config.format)
     export_head(head, config.format, golden(head, target), out_dir, provenance)
-    _verify(out_dir)
+    verify(out_dir)
     command = kind_of(head).serve_command(head, config.format, str(out_dir))
     print(f"wrote {out_dir}; serve it with\n\n{command}")
 
 
-def _load(config: ExportRun) -> tuple[DraftHead, dict[str, Any]]:
-    """The head and how it was trained; refuses here what no target could change."""
-    assert config.head.path is not None
-    folder = locate(config.head.path, config.head.revision)
-    head = read_head(folder, config.head.path, config.head.layers)
-    check_format(head, config.format)
-    provenance = read_json(folder / PROVENANCE) or {}
-    # Of an earlier export, which this one is not.
-    provenance.pop("export", None)
-    return head, provenance
-
-
-def _target_config(config: ExportRun, head: DraftHead) -> TargetConfig:
-    path = config.target.path or head.config.target
-    if path == UNKNOWN:
-        raise InputError(
-            f"target.path is unset, and head.path={config.head.path} does not name its target: "
-            "set target.path"
-        )
-    return replace(config.target, path=path)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _attach(head: DraftHead, target: Target, config: ExportRun) -> None:
-    """Gives the head the dtype of the export and the target by the name of today."""
-    head.attach(target, getattr(torch, config.dtype.value)).eval()
-    head.config = replace(head.config, target=target.name)
-
-
-def _verify(out_dir: Path) -> None:
+def verify(out_dir: Path) -> None:
     """Prints what an independent reader finds.
 
     Raises:
         InputError: it does not compute what was trained.
     """
-    from eval.parity.gate import check_parity
-
     try:
         verdict = check_parity(out_dir)
     except InputError as error:

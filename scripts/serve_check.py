@@ -10,7 +10,6 @@ near-tie makes another text of it.
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.errors import InputError
-from data.servers.counts import DraftCounts, DraftingServer
+from data.servers.counts import DraftingServer
 from data.servers.endpoint import Endpoint
 from eval.measure.bench import Bench, open_bench, seed_of, write_result
 from eval.measure.counts import Totals, divergences, drafted, problems
@@ -48,25 +47,32 @@ def main(config: ServeCheckRun) -> None:
         check_depth(config, engine)
         bench = open_bench(config, RESULT)
         check_room(config, bench, engine)
-        theirs = list(_answers(engine, bench, config))
-    ours = list(_decoded(bench, config))
-    found = problems(ours, theirs, config.tolerance)
+        theirs = [
+            engine.answer(prompt.token_ids, config.max_new_tokens)
+            for prompt in tqdm(bench.prompts, desc=engine.name, unit="prompt")
+        ]
+    depth, ours = bench.head.chain.depth, []
+    for prompt in tqdm(bench.prompts, desc="our own decoder", unit="prompt"):
+        drafter = bench.head.drafter("chain", bench.sampling, [seed_of(prompt, config.seed)])
+        counts = drafted(bench.target, drafter, prompt.token_ids, config.max_new_tokens, depth)
+        ours.append(counts)
+    differences = problems(ours, theirs, config.tolerance)
     result = {
         "engine": engine.name,
         "served_model": engine.model,
         "depth": engine.depth,
         "tolerance": config.tolerance,
         "num_texts": len(ours),
-        "divergences": [asdict(each) for each in divergences(ours, theirs)],
+        "divergences": [asdict(one) for one in divergences(ours, theirs)],
         "ours": asdict(Totals.of(ours)),
         "theirs": asdict(Totals.of(theirs)),
-        "problems": found,
+        "problems": differences,
     }
     console = Console()
     show(result, console)
     console.print(f"wrote {write_result(config, RESULT, result, bench)}")
-    if found:
-        print(f"differs: {'; '.join(found)}", file=sys.stderr)
+    if differences:
+        print(f"differs: {'; '.join(differences)}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -98,18 +104,6 @@ def check_room(config: ServeCheckRun, bench: Bench, engine: DraftingServer) -> N
             f"and drafts of {engine.depth} that is {needed}, and {config.endpoint} takes "
             f"{engine.max_model_len}; lower it, or start the server with --max-model-len {needed}"
         )
-
-
-def _answers(engine: DraftingServer, bench: Bench, config: ServeCheckRun) -> Iterator[DraftCounts]:
-    for prompt in tqdm(bench.prompts, desc=engine.name, unit="prompt"):
-        yield engine.answer(prompt.token_ids, config.max_new_tokens)
-
-
-def _decoded(bench: Bench, config: ServeCheckRun) -> Iterator[DraftCounts]:
-    depth = bench.head.chain.depth
-    for prompt in tqdm(bench.prompts, desc="our own decoder", unit="prompt"):
-        drafter = bench.head.drafter("chain", bench.sampling, [seed_of(prompt, config.seed)])
-        yield drafted(bench.target, drafter, prompt.token_ids, config.max_new_tokens, depth)
 
 
 def show(result: dict[str, Any], console: Console) -> None:

@@ -1,6 +1,5 @@
 import json
 import shutil
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +45,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         seen.append(folder)
         return PASSED
 
-    monkeypatch.setitem(sys.modules, "eval.parity.gate", SimpleNamespace(check_parity=verify))
+    monkeypatch.setattr(export, "check_parity", verify)
     return seen
 
 
@@ -118,7 +117,7 @@ def test_what_the_reader_refuses_stays_and_is_said(
     def verify(folder: Path) -> Any:
         raise InputError(f"{folder}: logits differ")
 
-    monkeypatch.setitem(sys.modules, "eval.parity.gate", SimpleNamespace(check_parity=verify))
+    monkeypatch.setattr(export, "check_parity", verify)
     out = tmp_path / "out"
     with pytest.raises(InputError, match=rf"{out}: logits differ\. {out} is left .*not serve it"):
         run(heads, "medusa", "vllm", out)
