@@ -188,27 +188,20 @@ def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_
         assert found[1].tolist() == [27.0, 27.0, 27.0, 24.0]
 
 
-def counts(objective: EagleObjective, batch: dict) -> torch.Tensor:
-    return objective.counts(objective.indexed(batch))
-
-
-def test_counts_are_what_the_losses_are_divided_by(setting) -> None:
-    target, batch = setting
-    head = eagle_head(target, EagleForm.eagle3, num_updates=1)
-    config = EagleConfig(num_steps=4)
-    assert counts(EagleObjective(head, target, config), batch).tolist() == [39.0] * 4
-    config.token_normalizer = TokenNormalizer.supervised
-    assert counts(EagleObjective(head, target, config), batch).tolist() == [27, 27, 27, 24]
-
-
 @pytest.mark.parametrize(
-    ("prompts", "expected"), [(True, [33, 30, 27, 24]), (False, [27, 27, 27, 24])]
+    ("normalizer", "prompts", "expected"),
+    [
+        (TokenNormalizer.all, False, [39, 39, 39, 39]),
+        (TokenNormalizer.supervised, False, [27, 27, 27, 24]),
+        (TokenNormalizer.supervised, True, [33, 30, 27, 24]),
+    ],
 )
-def test_training_learns_of_prompts_too_if_told(setting, prompts: bool, expected: list) -> None:
-    """Three documents of 13 tokens, 9 of each answers."""
+def test_counts_are_what_the_losses_are_divided_by(
+    setting, normalizer: TokenNormalizer, prompts: bool, expected: list
+) -> None:
+    """Three documents of 13 tokens, 9 of each answers; training learns of prompts if told."""
     target, batch = setting
     head = eagle_head(target, EagleForm.eagle3, num_updates=1)
-    normalizer = TokenNormalizer.supervised
     config = EagleConfig(num_steps=4, token_normalizer=normalizer, learn_prompts=prompts)
     objective = EagleObjective(head, target, config)
     assert objective.counts(objective.training_batch(batch)).tolist() == expected
@@ -246,35 +239,23 @@ def test_detached_features_cut_the_gradient_between_steps(setting, detach: bool)
 
 
 def test_noise_is_added_while_training_only(setting) -> None:
+    """The same for a sequence in any company."""
     target, _ = setting
     head = eagle_head(target, EagleForm.eagle1, num_updates=1)
     objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2))
-    features, where = torch.zeros(96, 8), Documents.of(torch.tensor([[0] * 64 + [1] * 32]))
 
     def noisy(*seeds: int, train: bool = True) -> torch.Tensor:
+        where = Documents.of(torch.tensor([[0] * 64 + [1] * 32] * len(seeds)))
         batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
-        return objective.train(train)._noisy(features, batch)
+        return objective.train(train)._noisy(torch.zeros(96 * len(seeds), 8), batch)
 
     long, short = noisy(3).split([64, 32])
     # As wide as the original's is on each document alone.
     assert 0.7 < long.abs().max() <= 0.5 * 0.2 * 512 / 64
     assert 1.4 < short.abs().max() <= 0.5 * 0.2 * 512 / 32
-    assert noisy(3).equal(noisy(3))
-    assert not noisy(3).equal(noisy(4))
-    assert noisy(5, train=False).equal(features)
-
-
-def test_noise_of_a_sequence_is_the_same_in_any_company(setting) -> None:
-    target, _ = setting
-    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
-    objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2)).train()
-
-    def noisy(*seeds: int) -> torch.Tensor:
-        where = Documents.of(torch.zeros(len(seeds), 16, dtype=torch.int64))
-        batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
-        return objective._noisy(torch.zeros(16 * len(seeds), 8), batch)
-
     assert noisy(3, 4).equal(torch.cat([noisy(3), noisy(4)]))
+    assert not noisy(3).equal(noisy(4))
+    assert noisy(5, train=False).equal(torch.zeros(96, 8))
 
 
 def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> None:

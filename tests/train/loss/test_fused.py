@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,26 @@ def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
     return found
 
 
-def sorted_indices(rows: Tensor) -> SortedIndices:
-    return SortedIndices(rows, rows)
+def student(
+    hidden: Tensor, weight: Tensor, rows: Tensor | None = None, scales: Tensor | None = None
+) -> Student:
+    """Rows of weight 1 that are compared with the teacher's in their order, unless told."""
+    rows = torch.arange(len(hidden)) if rows is None else rows
+    scales = torch.ones(len(hidden)) if scales is None else scales
+    return Student(hidden, Projection(weight), SortedIndices(rows, rows), scales)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Arguments of the calls that would be compiled."""
+    calls: list[tuple[Any, ...]] = []
+
+    def run(*args: Any) -> object:
+        calls.append(args)
+        return fused.compared(*args)
+
+    monkeypatch.setattr(fused, "_compiled", lambda: run)
+    return calls
 
 
 @pytest.fixture(params=[(1, 1), (4, 3), (1000, 2), (1000, 1000)])
@@ -108,7 +127,8 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     rows = rows.sort().values
     vocab = DraftVocab(DRAFTED, VOCAB)
 
-    part = Student(hidden, Projection(weight, bias, scale, cap), sorted_indices(rows), scales)
+    projection = Projection(weight, bias, scale, cap)
+    part = student(hidden, weight, rows, scales)._replace(projection=projection)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
@@ -146,81 +166,62 @@ def test_acceptance_too_small_to_take_the_logarithm_of_pulls_no_more() -> None:
         assert found.grad[0].tolist() == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.usefixtures("rows_per_chunk")
-def test_hard_labels_and_several_projections() -> None:
-    """Medusa: two heads with weights of their own over the same text."""
-    labels = torch.randint(VOCAB, (NUM_ROWS,), generator=torch.Generator().manual_seed(0))
-    parts, leaves, expected = [], [], torch.zeros((), dtype=torch.float64)
-    for number in range(2):
-        hidden = random(7, WIDTH, seed=number).requires_grad_()
-        weight = random(VOCAB, WIDTH, seed=10 + number).requires_grad_()
-        rows = torch.arange(7) + 2 * number
-        scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
-        parts.append(Student(hidden, Projection(weight), sorted_indices(rows), scales))
-        leaves += [hidden, weight]
-        loss = F.cross_entropy(hidden @ weight.T, labels[rows], reduction="none")
-        expected = expected + (scales * loss).sum()
-    total, found = fused_linear(parts, TextTeacher(labels), text_criterion)
-    torch.testing.assert_close(total, expected)
-    for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    assert [tuple(each.shape) for each in found] == [(3, 7), (3, 7)]
-
-
-def hard_parts(widths: list[int]) -> tuple[list[Student], list[Tensor]]:
-    """A part over 7 rows of the text for each width of its logits; all that has a gradient."""
-    parts, leaves = [], []
+def hard_students(widths: list[int]) -> tuple[list[Student], list[Tensor]]:
+    """A student of 7 rows of the text for each width of its logits; all that has a gradient."""
+    students, leaves = [], []
     for number, width in enumerate(widths):
         hidden = random(7, WIDTH, seed=number).requires_grad_()
         weight = random(width, WIDTH, seed=10 + number).requires_grad_()
         scales = torch.full((7,), 0.5 + number, dtype=torch.float64)
-        rows = sorted_indices(torch.arange(7) + number)
-        parts.append(Student(hidden, Projection(weight), rows, scales))
+        students.append(student(hidden, weight, torch.arange(7) + number, scales))
         leaves += [hidden, weight]
-    return parts, leaves
+    return students, leaves
 
 
 @pytest.mark.usefixtures("rows_per_chunk")
-def test_what_is_compiled_is_the_comparison_of_several_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes: list[int] = []
+def test_hard_labels_and_several_projections() -> None:
+    """Medusa: two heads with weights of their own over the same text."""
+    labels = torch.randint(VOCAB, (NUM_ROWS,), generator=torch.Generator().manual_seed(0))
+    students, leaves = hard_students([VOCAB, VOCAB])
+    expected = torch.zeros((), dtype=torch.float64)
+    for one in students:
+        logits, wanted = one.hidden @ one.projection.weight.T, labels[one.rows.host]
+        loss = F.cross_entropy(logits, wanted, reduction="none")
+        expected = expected + (one.scales[:] * loss).sum()
+    total, found = fused_linear(students, TextTeacher(labels), text_criterion)
+    torch.testing.assert_close(total, expected)
+    for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert [tuple(values.shape) for values in found] == [(3, 7), (3, 7)]
 
-    def compiled(*args: object) -> object:
-        sizes.append(len(args[3]))
-        return fused.compared(*args)
 
-    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+@pytest.mark.usefixtures("rows_per_chunk")
+def test_what_is_compiled_is_the_comparison_of_several_rows(compiled: list) -> None:
     labels = torch.arange(NUM_ROWS) % 5
-    parts, leaves = hard_parts([VOCAB, VOCAB])
-    total, found = fused_linear(parts, TextTeacher(labels), text_criterion)
+    students, leaves = hard_students([VOCAB, VOCAB])
+    total, found = fused_linear(students, TextTeacher(labels), text_criterion)
     expected = [total.detach(), *found, *gradients(total, *leaves)]
-    assert sizes == []
-    total, found = fused_linear(parts, TextTeacher(labels), text_criterion, compiled=True)
+    assert compiled == []
+    total, found = fused_linear(students, TextTeacher(labels), text_criterion, compiled=True)
     got = [total.detach(), *found, *gradients(total, *leaves)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    sizes = [len(args[3]) for args in compiled]
     most = fused.CPU_PIECE_BYTES // (4 * VOCAB)
     assert 1 not in sizes and max(sizes, default=0) <= most
     assert bool(sizes) == (min(most, fused.CPU_CHUNK_BYTES // (8 * VOCAB)) > 1)
 
 
-def test_logits_of_all_chunks_lie_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_all_chunks_lie_in_one_place(
+    compiled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for each width; gradients are not asked for, and not carried back."""
-    kept: list[Tensor] = []
-
-    def compiled(*args: object) -> object:
-        assert args[4] is False
-        kept.append(args[3])
-        return fused.compared(*args)
-
-    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
     monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * 7)
-    parts, _ = hard_parts([VOCAB, VOCAB, VOCAB - 2, VOCAB])
+    students, _ = hard_students([VOCAB, VOCAB, VOCAB - 2, VOCAB])
     labels = torch.arange(NUM_ROWS) % 5
     with torch.no_grad():
-        fused_linear(parts, TextTeacher(labels), text_criterion, compiled=True)
-    assert len(kept) == 4
-    places = [each.untyped_storage().data_ptr() for each in kept]
+        fused_linear(students, TextTeacher(labels), text_criterion, compiled=True)
+    assert [args[4] for args in compiled] == [False] * 4
+    places = [args[3].untyped_storage().data_ptr() for args in compiled]
     assert places[0] == places[1] == places[3] != places[2]
 
 
@@ -232,7 +233,7 @@ def test_slices_are_few_and_alike() -> None:
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
-    (first, second), (_, weight, hidden, _) = hard_parts([VOCAB, VOCAB])
+    (first, second), (_, weight, hidden, _) = hard_students([VOCAB, VOCAB])
     weight.requires_grad_(False)
     hidden.requires_grad_(False)
     total, _ = fused_linear([first, second], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
@@ -241,20 +242,13 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     assert first.hidden.grad is not None and second.projection.weight.grad is not None
 
 
-def test_under_autocast_logits_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[torch.dtype] = []
-
-    def compiled(*args: object) -> object:
-        found.append(args[3].dtype)
-        return fused.compared(*args)
-
-    monkeypatch.setattr(fused, "_compiled", lambda: compiled)
+def test_under_autocast_logits_are_narrow(compiled: list) -> None:
     hidden, weight = random(7, WIDTH, seed=0).float(), random(VOCAB, WIDTH, seed=1).float()
-    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(7)), torch.ones(7))
     for enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
-            fused_linear([part], TextTeacher(torch.arange(7)), text_criterion, compiled=True)
-    assert found == [torch.bfloat16, torch.float32]
+            text = TextTeacher(torch.arange(7))
+            fused_linear([student(hidden, weight)], text, text_criterion, compiled=True)
+    assert [args[3].dtype for args in compiled] == [torch.bfloat16, torch.float32]
 
 
 def bucketed(config: EagleConfig, kept: Tensor, p: Tensor, rest: Tensor, logits: Tensor) -> Tensor:
@@ -276,9 +270,7 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     # What was kept is float32, and so is the rest's mass.
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
-    part = Student(
-        hidden, Projection(weight), sorted_indices(torch.arange(NUM_ROWS)), torch.ones(NUM_ROWS)
-    )
+    part = student(hidden, weight)
     total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
     p = log_probs.double().exp()
     rest = 1 - p.sum(-1, keepdim=True)
@@ -309,7 +301,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     log_p = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -1.0, -9.0]]).double()
     hidden = random(2, WIDTH, seed=0).requires_grad_()
     weight = random(2, WIDTH, seed=1)
-    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(2)), torch.ones(2))
+    part = student(hidden, weight)
     criterion = EagleCriterion(EagleConfig(), vocab)
     total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
     (grad,) = gradients(total, hidden)
@@ -337,7 +329,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
     weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
-    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(40)), torch.ones(40))
+    part = student(hidden, weight)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
     return total, gradients(total, hidden, weight)
@@ -382,9 +374,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     with _Largest() as largest:
         target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
-        part = Student(
-            hidden, Projection(weight), sorted_indices(torch.arange(num_rows)), torch.ones(num_rows)
-        )
+        part = student(hidden, weight)
         total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
         total.backward()
     assert largest.numel == 32 * vocab_size
@@ -393,7 +383,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
     """A number times it would be another loss, whose gradients are not those found."""
-    (part,), (_, weight) = hard_parts([VOCAB])
+    (part,), (_, weight) = hard_students([VOCAB])
     weight.requires_grad_(trained)
 
     def total() -> Tensor:
@@ -411,7 +401,7 @@ def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
 
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
-    part = Student(hidden, Projection(weight), sorted_indices(torch.arange(4)), torch.ones(4))
+    part = student(hidden, weight)
     with torch.no_grad():
         total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
     assert not total.requires_grad

@@ -77,10 +77,8 @@ def test_no_head_predicts_across_documents_or_into_padding() -> None:
     batch = packed([1] * 8, [0, 0, 0, 1, 1, 1, -1, -1])
     assert supervised(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
     assert supervised(batch, 2).int().tolist() == [[0] * 8]
-
-
-def test_shorter_than_a_head_looks_ahead() -> None:
-    assert packed([1, 1], [0, 0])[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    shorter_than_heads_look_ahead = packed([1, 1], [0, 0])
+    assert shorter_than_heads_look_ahead[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_hand_computed_cross_entropy() -> None:
@@ -101,9 +99,6 @@ def test_hand_computed_cross_entropy() -> None:
     assert sums.total.item() == pytest.approx(sum(expected), abs=1e-6)
     halved = medusa_loss(head, hidden, batch, torch.tensor([0.5, 0.0]))
     assert halved.total.item() == pytest.approx(expected[0] / 2, abs=1e-6)
-
-
-def test_weights() -> None:
     assert medusa_weights(3, 0.8).tolist() == pytest.approx([0.8, 0.64, 0.512])
 
 
@@ -181,6 +176,9 @@ def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
     assert found.steps.tolist() == [0, 0, 1]
     assert found.by_step.tolist() == [0, 1, 2]
     assert found.sizes == (2, 1)
+    nothing = Unrolled.of(packed([0] * 4, [0] * 4)[SUPERVISION])
+    assert nothing.drafts.tolist() == [0]
+    assert nothing.sizes == (0, 0, 0, 0)
 
 
 def test_rows_return_to_their_steps() -> None:
@@ -192,12 +190,6 @@ def test_rows_return_to_their_steps() -> None:
     assert steps.tolist() == [step for step, n in enumerate(found.sizes) for _ in range(n)]
     for step, part in enumerate(answers[found.by_step].split(found.sizes)):
         assert part.equal(indexed(batch, 3)[SUPERVISION].depths[1 + step].answers.host)
-
-
-def test_with_nothing_to_learn_one_token_drafts() -> None:
-    found = Unrolled.of(packed([0] * 4, [0] * 4)[SUPERVISION])
-    assert found.drafts.tolist() == [0]
-    assert found.sizes == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("columns", [5, 64, 640, 1000])
