@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,31 +18,23 @@ from train.batch.prefetch import Prefetcher
 CPU = torch.device("cpu")
 
 
-def load(step: int) -> list[dict[str, Tensor]]:
-    return [{"x": torch.tensor([10 * step + number])} for number in range(2)]
+def load(step: int, number: int = 2) -> list[dict[str, Tensor]]:
+    return [{"x": torch.tensor([10 * step + micro])} for micro in range(number)]
 
 
-def load_many(step: int) -> list[dict[str, Tensor]]:
-    return [{"x": torch.tensor([10 * step + number])} for number in range(6)]
+load_many = partial(load, number=6)
 
 
 def double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "y": 2 * batch["x"]}
 
 
-def taken(prefetcher: Prefetcher, num_steps: int) -> list[list[int]]:
-    found = []
-    for _ in range(num_steps):
-        raw = prefetcher.next_step()
-        prepared = list(prefetcher.micro_batches())
-        assert [int(batch["y"]) for batch in prepared] == [2 * int(batch["x"]) for batch in raw]
-        found.append([int(batch["x"]) for batch in prepared])
-    prefetcher.close()
-    return found
-
-
 def test_batches_of_the_steps_asked_for_in_order() -> None:
-    assert taken(Prefetcher(load, double, CPU, 3, 6), 3) == [[30, 31], [40, 41], [50, 51]]
+    prefetcher = Prefetcher(load, double, CPU, 3, 6)
+    for step in (3, 4, 5):
+        assert prefetcher.next_step() == load(step)
+        assert list(prefetcher.micro_batches()) == [double(batch) for batch in load(step)]
+    prefetcher.close()
 
 
 def test_the_next_step_is_loaded_while_this_one_runs() -> None:
@@ -172,33 +165,15 @@ def test_two_batches_are_on_a_device_however_far_ahead_the_host_is(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_target_on_a_stream_of_its_own_gives_the_same() -> None:
-    device = torch.device("cuda")
-    weight = torch.randn(512, 512, device=device)
-
-    def slow(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        x = batch["x"].float().expand(512, 512) / 100
-        for _ in range(50):
-            x = torch.tanh(x @ weight)
-        return {**batch, "y": x}
-
-    prefetcher = Prefetcher(load, slow, device, 0, 5)
-    for step in range(5):
-        prefetcher.next_step()
-        for batch, raw in zip(prefetcher.micro_batches(), load(step), strict=True):
-            alone = slow({"x": raw["x"].to(device)})["y"]
-            torch.testing.assert_close(batch["y"], alone)
-    prefetcher.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_memory_of_two_batches_serves_all_and_none_is_written_over_too_early() -> None:
+def test_the_memory_of_two_batches_serves_all_and_none_is_read_or_written_over_too_early() -> None:
     device, size = torch.device("cuda"), 2**22
     weight = torch.randn(2048, 2048, device=device)
 
     def prepare(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**batch, "y": batch["x"].float().expand(size).clone()}
+        slow = weight
+        for _ in range(10):
+            slow = torch.tanh(slow @ weight)
+        return {**batch, "y": batch["x"].float().expand(size) + 0 * slow.sum()}
 
     before, found, expected = torch.cuda.memory_allocated(), [], []
     torch.cuda.reset_peak_memory_stats()
@@ -215,4 +190,4 @@ def test_the_memory_of_two_batches_serves_all_and_none_is_written_over_too_early
     prefetcher.close()
     assert torch.stack(found).tolist() == expected
     most = torch.cuda.max_memory_allocated() - before
-    assert most < 2.5 * 4 * size + 3 * 4 * weight.numel()
+    assert most < 2.5 * 4 * size + 5 * 4 * weight.numel()

@@ -154,16 +154,6 @@ def test_a_constant_rate_may_begin_to_decay_at_any_step(tmp_path: Path) -> None:
         fit(tmp_path / "late", settings(resume=str(saved), **late))
 
 
-def test_a_longer_run_equals_one_that_was_long_from_the_start(tmp_path: Path) -> None:
-    wsd = {"schedule": Schedule.wsd, "decay_fraction": 0.5}
-    fit(tmp_path / "straight", settings(max_steps=12, **wsd))
-    fit(tmp_path / "longer", settings(max_steps=6, save_steps=3, **wsd))
-    # From before the decay of the short one.
-    resume = str(tmp_path / "longer/checkpoints/step-000003")
-    fit(tmp_path / "longer", settings(max_steps=12, resume=resume, **wsd))
-    assert weights(tmp_path / "longer") == weights(tmp_path / "straight")
-
-
 def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_it_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,14 +196,6 @@ def test_an_evaluation_that_fails_in_one_process_stops_none(
 
 
 @pytest.mark.slow
-def test_separate_processes_under_slurm_are_refused(inputs: Path, tmp_path: Path) -> None:
-    command = [sys.executable, *arguments(inputs, tmp_path / "out")]
-    done = run(command, tmp_path, SLURM_STEP_NUM_TASKS="2")
-    assert done.returncode == 2
-    assert "SLURM_STEP_NUM_TASKS=2, but only 1 process" in done.stderr
-
-
-@pytest.mark.slow
 def test_wandb_offline_and_unreachable(inputs: Path, tmp_path: Path) -> None:
     key = "a1b2c3d4e5" * 4
     more = ["log.tracker=wandb", "train.max_steps=3"]

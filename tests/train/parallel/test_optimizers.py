@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import heads.processor
 from conf.errors import InputError
@@ -14,7 +14,7 @@ from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.processor import Processor, tell_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa
-from tests.train.parallel.test_placement import UNIT, batch, layout, one_step, placed, values
+from tests.train.parallel.test_placement import MUON
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.optimizers import (
@@ -24,9 +24,7 @@ from train.parallel.optimizers import (
     orthogonalized,
     state_keys,
 )
-from train.parallel.placement import Placement, place
 
-__all__ = ["layout"]
 SHAPES = ((6, 4), (4, 6), (5, 5))
 
 
@@ -147,72 +145,14 @@ def test_what_a_checkpoint_holds_of_each_parameter() -> None:
     assert set(plain.values()) == {("exp_avg", "exp_avg_sq")}
 
 
-MUON = {"optimizer": Optimizer.muon, "adam_learning_rate": 0.025}
-"""Half of `settings`'s own rate."""
-
-
-def test_steps_are_those_of_both_optimizers(layout: type[Placement]) -> None:
-    placement, plain = placed(**MUON), ToyObjective()
-    muon = Muon([plain.head.weight], torch.float32, lr=0.1, weight_decay=0.1)
-    muon.state[plain.head.weight]["momentum_buffer"] = torch.zeros(1, 4)
-    adamw = torch.optim.AdamW([plain.head.bias], lr=0.05, weight_decay=0.1, fused=True)
-    for row in range(3):
-        plain(batch(row), UNIT).total.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        one_step(placement, row)
-        muon.step(), adamw.step()
-        plain.zero_grad()
-    with placement.gathered():
-        for name, theirs in plain.head.named_parameters():
-            assert placement.head.get_parameter(name).equal(theirs), name
-
-
-def test_both_optimizers_and_averages_are_restored(layout: type[Placement]) -> None:
-    changes = {**MUON, "average_decay": 0.9}
-    saved = placed(**changes)
-    for row in range(2):
-        one_step(saved, row)
-    tensors = saved.tensors()
-    assert sorted(tensors.state) == [
-        "bias.average", "bias.exp_avg", "bias.exp_avg_sq", "weight.average",
-        "weight.momentum_buffer",
-    ]  # fmt: skip
-    config = settings(weight_decay=0.1, **changes)
-    objective = ToyObjective()
-    objective.head.load_state_dict(tensors.head)
-    restored = place(processes.start(config), objective, config)
-    restored.restore(2, tensors.state)
-    one_step(saved, 3), one_step(restored, 3)
-    assert values(restored) == values(saved)
-
-
-def test_averages_move_by_their_decay_and_are_seen_in_averaged_alone(
-    layout: type[Placement],
-) -> None:
-    placement = placed(average_decay=0.25)
-    seen: list[Tensor] = []
-    for number in range(3):
-        placement.backward(placement.objective(batch(number), UNIT).total)
-        placement.clip(number)
-        placement.step(learning_rate=0.1, number=number)
-        with placement.gathered():
-            seen.append(placement.head.weight.detach().clone())
-    average = ToyObjective().head.weight.detach()
-    for decay, weight in zip((1 / 10, 2 / 11, 0.25), seen, strict=True):
-        average = decay * average + (1 - decay) * weight
-    with placement.averaged():
-        torch.testing.assert_close(placement.head.weight.detach(), average)
-    with placement.gathered():
-        assert placement.head.weight.equal(seen[-1])
-
-
 def test_the_average_is_what_is_evaluated_and_saved(tmp_path: Path) -> None:
     """By hand from the weights after each step of a run that keeps none."""
-    after = []
-    for steps in (1, 2, 3):
+    average = ToyObjective().head.weight.detach().flatten()
+    for steps, decay in ((1, 1 / 10), (2, 2 / 11), (3, 3 / 12)):
         config = settings(max_steps=steps, warmup_steps=0, schedule=Schedule.constant)
         fit(tmp_path / str(steps), config)
-        after.append(torch.tensor(weights(tmp_path / str(steps))["weight"]))
+        after = torch.tensor(weights(tmp_path / str(steps))["weight"])
+        average = decay * average + (1 - decay) * after
     shown: list[list[float]] = []
 
     def evaluate(head: nn.Linear) -> dict[str, float]:
@@ -223,9 +163,6 @@ def test_the_average_is_what_is_evaluated_and_saved(tmp_path: Path) -> None:
         max_steps=3, warmup_steps=0, schedule=Schedule.constant, average_decay=0.5
     )  # fmt: skip
     fit(tmp_path / "average", config, evaluate=evaluate)
-    average = ToyObjective().head.weight.detach().flatten()
-    for decay, weight in zip((1 / 10, 2 / 11, 3 / 12), after, strict=True):
-        average = decay * average + (1 - decay) * weight
     assert weights(tmp_path / "average")["weight"] == pytest.approx(average.tolist(), rel=1e-5)
     assert shown == [weights(tmp_path / "average")["weight"]]
 

@@ -35,6 +35,7 @@ from train.loop import loop
 from train.loop.loop import Job
 from train.objective import Group
 from train.parallel import processes
+from train.parallel.optimizers import Muon
 from train.parallel.placement import Placement, Sharded, place
 
 __all__ = ["inputs"]
@@ -281,45 +282,84 @@ def values(placement: Placement) -> list[list[float]]:
     return [value.flatten().tolist() for value in (tensors.head | tensors.state).values()]
 
 
-def one_step(placement: Placement, row: int) -> float:
+def one_step(placement: Placement, row: int, number: int = 0) -> float:
     with placement.micro_batch(last=True):
         placement.backward(placement.objective(batch(row), UNIT).total)
-    norm = float(placement.clip(0))
-    assert placement.step(learning_rate=0.1, number=0) == 0
+    norm = float(placement.clip(number))
+    assert placement.step(learning_rate=0.1, number=number) == 0
     return norm
 
 
-def test_steps_are_those_of_torch(layout: type[Placement]) -> None:
-    placement, plain = placed(), ToyObjective()
+MUON = {"optimizer": Optimizer.muon, "adam_learning_rate": 0.025}
+"""Half of `settings`'s own rate."""
+
+
+@pytest.mark.parametrize("changes", [{}, MUON], ids=["adamw", "muon"])
+def test_steps_are_those_of_the_optimizers(
+    layout: type[Placement], changes: dict[str, Any]
+) -> None:
+    placement, plain = placed(**changes), ToyObjective()
     assert type(placement) is layout
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1, fused=True)
+    by_adamw, optimizers = list(plain.parameters()), []
+    if changes:
+        muon = Muon([plain.head.weight], torch.float32, lr=0.1, weight_decay=0.1)
+        muon.state[plain.head.weight]["momentum_buffer"] = torch.zeros(1, 4)
+        by_adamw, optimizers = [plain.head.bias], [muon]
+    rate = 0.05 if changes else 0.1
+    optimizers.append(torch.optim.AdamW(by_adamw, lr=rate, weight_decay=0.1, fused=True))
     for row in range(3):
         plain(batch(row), UNIT).total.backward()
         norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
         assert one_step(placement, row) == norm
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        plain.zero_grad()
     with placement.gathered():
         for name, theirs in plain.head.named_parameters():
             assert placement.head.get_parameter(name).equal(theirs), name
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_what_is_restored_goes_on_as_what_was_saved(layout: type[Placement], steps: int) -> None:
-    saved = placed()
+@pytest.mark.parametrize(
+    ("changes", "steps", "state"),
+    [
+        ({}, 0, ["bias.exp_avg", "bias.exp_avg_sq", "weight.exp_avg", "weight.exp_avg_sq"]),
+        ({}, 2, ["bias.exp_avg", "bias.exp_avg_sq", "weight.exp_avg", "weight.exp_avg_sq"]),
+        ({**MUON, "average_decay": 0.9}, 2,
+         ["bias.average", "bias.exp_avg", "bias.exp_avg_sq", "weight.average",
+          "weight.momentum_buffer"]),
+    ],
+)  # fmt: skip
+def test_what_is_restored_goes_on_as_what_was_saved(
+    layout: type[Placement], changes: dict[str, Any], steps: int, state: list[str]
+) -> None:
+    saved = placed(**changes)
     for row in range(steps):
         one_step(saved, row)
     tensors = saved.tensors()
     assert sorted(tensors.head) == ["bias", "weight"]
-    assert sorted(tensors.state) == [
-        "bias.exp_avg", "bias.exp_avg_sq", "weight.exp_avg", "weight.exp_avg_sq",
-    ]  # fmt: skip
-    objective, config = ToyObjective(), settings(weight_decay=0.1)
+    assert sorted(tensors.state) == state
+    objective, config = ToyObjective(), settings(weight_decay=0.1, **changes)
     objective.head.load_state_dict(tensors.head)
     restored = place(processes.start(config), objective, config)
     restored.restore(steps, tensors.state)
     one_step(saved, 3), one_step(restored, 3)
     assert values(restored) == values(saved)
+
+
+def test_averages_move_by_their_decay_and_are_seen_in_averaged_alone(
+    layout: type[Placement],
+) -> None:
+    placement = placed(average_decay=0.25)
+    average = ToyObjective().head.weight.detach()
+    for number, decay in enumerate((1 / 10, 2 / 11, 0.25)):
+        one_step(placement, number, number)
+        with placement.gathered():
+            weight = placement.head.weight.detach().clone()
+        average = decay * average + (1 - decay) * weight
+    with placement.averaged():
+        torch.testing.assert_close(placement.head.weight.detach(), average)
+    with placement.gathered():
+        assert placement.head.weight.equal(weight)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
@@ -355,11 +395,6 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
         def groups(self) -> list[Group]:
             return [Group([self.head.weight], rate=0.5), Group([self.head.bias], first_step=2)]
 
-    def step(placement: Placement, number: int) -> None:
-        placement.backward(placement.objective(batch(number), UNIT).total)
-        placement.clip(number)
-        placement.step(learning_rate=0.1, number=number)
-
     config = settings(max_grad_norm=1e9, warmup_steps=2)
     placement = place(processes.start(config), Late(), config)
     plain = ToyObjective()
@@ -370,7 +405,7 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
             saved, placement = placement, place(processes.start(config), Late(), config)
             placement.head.load_state_dict(saved.tensors().head)
             placement.restore(3, saved.tensors().state)
-        step(placement, number)
+        one_step(placement, number, number)
         plain.zero_grad()
         plain(batch(number), UNIT).total.backward()
         early.step()
