@@ -23,7 +23,7 @@ from eval.decode.texts import Stops
 from heads.decoding.cache import Kept, TreeCache, upload
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import Generators, Sampling, sample_tokens
-from heads.target_model.model import Taps, Target, TargetOutput, parts
+from heads.target_model.model import Taps, Target, TargetOutput, prefill_parts
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Batch:
     def _in_parts(self, cache: TreeCache, rows: list[list[int]], drafter: Drafter) -> Committed:
         """The last part of prompts; the drafter has seen the others, and nobody keeps them."""
         found: list[Committed] = []
-        for tokens, output in parts(self.target, cache, rows, drafter.taps):
+        for tokens, output in prefill_parts(self.target, cache, rows, drafter.taps):
             seen = Committed(tokens, output, cache)
             if found:
                 before, seen = found.pop().hand_on(seen)
@@ -173,8 +173,16 @@ class Batch:
         self.roots = accepted.bonus
         new = {text: self._add(text, each) for text, each in zip(self.alive, steps, strict=True)}
         kept, seen = [step.tokens for step in steps], accepted.nodes[:, :longest]
-        output, found = nodes.output.at(seen), (on_path[:, :longest], counts)
-        return Committed(kept, output, cache, nodes.logits, found, paths, seen), new
+        committed = Committed(
+            kept,
+            nodes.output.at(seen),
+            cache,
+            logits=nodes.logits,
+            on_device=(on_path[:, :longest], counts),
+            paths=paths,
+            nodes=seen,
+        )
+        return committed, new
 
     def _add(self, text: int, step: Fetched) -> list[int]:
         """Notes a step of a text; its new tokens."""

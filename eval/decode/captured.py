@@ -162,8 +162,8 @@ class Rows:
         else:
             cache.commit([], Kept(path, counts))
         self.roots.copy_(accepted.bonus)
-        found = on_path[:, : path.shape[1]], counts
-        self._see(Committed([], nodes.output.at(path), cache, nodes.logits, found))
+        on_device, output = (on_path[:, : path.shape[1]], counts), nodes.output.at(path)
+        self._see(Committed([], output, cache, logits=nodes.logits, on_device=on_device))
         told = record(accepted, on_path, draft)
         self.record = told if self.record is None else self.record.copy_(told)
 

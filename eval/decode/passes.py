@@ -248,7 +248,15 @@ class PassedBatch(Batch):
         longest, nodes = max(map(len, paths)), passed.nodes
         path = passed.accepted.nodes[:, :longest]
         # A head that does not draft for a while keeps them.
-        found = passed.on_path[:, :longest].clone(), passed.accepted.num_accepted + 1
+        on_device = passed.on_path[:, :longest].clone(), passed.accepted.num_accepted + 1
         new = {text: self._add(text, each) for text, each in zip(self.alive, steps, strict=True)}
-        output = nodes.output.at(path)
-        return Committed(kept, output, cache, nodes.logits, found, paths, path), new
+        committed = Committed(
+            kept,
+            nodes.output.at(path),
+            cache,
+            logits=nodes.logits,
+            on_device=on_device,
+            paths=paths,
+            nodes=path,
+        )
+        return committed, new

@@ -127,8 +127,8 @@ def time_steps(
     for tokens in ([context] * batch_size, [[root]] * batch_size):
         output = prefill(target, cache, tokens, taps)
         logits, counts = target.logits(output.hidden_states[:, -1:]), [len(tokens[0])] * batch_size
-        found = upload(tokens, target.device), upload(counts, target.device)
-        seen = Committed(tokens, output, cache, logits, found)
+        on_device = upload(tokens, target.device), upload(counts, target.device)
+        seen = Committed(tokens, output, cache, logits=logits, on_device=on_device)
         for drafter in drafters.values():
             _draft(drafter, seen, roots).tolist()
     captures = target.device.type == "cuda" and not obstacle(target, GREEDY)

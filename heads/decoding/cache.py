@@ -8,8 +8,8 @@ forgetting it.
 Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import cache as cached_result
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 if TYPE_CHECKING:
     from heads.decoding.recurrent_states import RecurrentStates
+
+ROUND_TO = 64  # slots
 
 
 def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
@@ -28,7 +30,17 @@ def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-ROUND_TO = 64  # slots
+def rounded(num_slots: int) -> int:
+    """The next of the few numbers of slots that drafters read; every buffer has as many.
+
+    Texts grow with each step, and oneDNN compiles a bfloat16 product anew for each new length.
+    """
+    return -(-num_slots // ROUND_TO) * ROUND_TO
+
+
+def reserved(num_slots: int) -> int:
+    """Slots of a buffer that is made where so many are needed: an eighth more."""
+    return rounded(num_slots + num_slots // 8)
 
 
 class SlotBuffer:
@@ -36,6 +48,10 @@ class SlotBuffer:
 
     Args:
         capacity: slots of a buffer that never grows; None grows on demand.
+
+    Attributes:
+        keys: None until something is written.
+        values: as the keys.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -50,73 +66,51 @@ class SlotBuffer:
 
         Slots that will be needed may be told before.
         """
-        self._reserve(keys, values, max(width, needed), len(keys))
-        assert self.keys is not None
-        assert self.values is not None
-        if isinstance(slots, int):
-            self.keys.narrow(2, slots, keys.shape[2]).copy_(keys)
-            self.values.narrow(2, slots, keys.shape[2]).copy_(values)
-        else:
-            texts, slots = _index(slots, self.keys)
-            self.keys[texts, :, slots] = keys.transpose(1, 2)
-            self.values[texts, :, slots] = values.transpose(1, 2)
-        return self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
+        buffers = self._grown((keys, values), max(width, needed), len(keys))
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            if isinstance(slots, int):
+                buffer.narrow(2, slots, new.shape[2]).copy_(new)
+            else:
+                texts, places = _index(slots, buffer)
+                buffer[texts, :, places] = new.transpose(1, 2)
+        return buffers[0].narrow(2, 0, width), buffers[1].narrow(2, 0, width)
 
     def reserve(self, width: int) -> None:
         """Grows to at least so many slots, once anything has been written."""
-        assert self.keys is not None
-        assert self.values is not None
-        self._reserve(self.keys, self.values, width, len(self.keys))
+        self._grown(self._both(), width, len(self._both()[0]))
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some rows only."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = (_kept(each, rows) for each in (self.keys, self.values))
+        self.keys, self.values = (_kept(buffer, rows) for buffer in self._both())
 
     def replace(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
         """Takes the first slots of one row of so many from a buffer of one row."""
-        if num_slots == 0:
-            return
-        assert other.keys is not None
-        assert other.values is not None
-        self._reserve(other.keys, other.values, num_slots, num_texts)
-        for own, new in ((self.keys, other.keys), (self.values, other.values)):
-            assert own is not None
-            assert new is not None
-            own[row, :, :num_slots] = new[0, :, :num_slots]
+        if num_slots:
+            buffers = self._grown(other._both(), num_slots, num_texts)
+            for buffer, new in zip(buffers, other._both(), strict=True):
+                buffer[row, :, :num_slots] = new[0, :, :num_slots]
 
-    def _reserve(self, keys: Tensor, values: Tensor, width: int, num_texts: int) -> None:
-        held = 0 if self.keys is None else self.keys.shape[2]
-        if width <= held:
-            return
-        size = self.capacity or reserved(width)
-        if width > size:
-            raise RuntimeError(f"{width} slots needed in a cache of {size}")
-        self.keys = _enlarged(self.keys, keys, size, num_texts)
-        self.values = _enlarged(self.values, values, size, num_texts)
+    def move(self, source: Tensor, to: Tensor) -> None:
+        """Copies slots [B, A] to slots [B, A]."""
+        for buffer in self._both():
+            texts, from_slots = _index(source, buffer)
+            buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
 
+    def _both(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
 
-def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
-    """Copies slots [B, A] to slots [B, A] of every buffer."""
-    for buffer in buffers:
-        for held in (buffer.keys, buffer.values):
-            assert held is not None
-            texts, from_slots = _index(source, held)
-            held[texts, :, to.to(held.device)] = held[texts, :, from_slots]
-
-
-def reserved(num_slots: int) -> int:
-    """Slots of a buffer that is made where so many are needed: an eighth more."""
-    return rounded(num_slots + num_slots // 8)
-
-
-def rounded(num_slots: int) -> int:
-    """The next of the few numbers of slots that drafters read; every buffer has as many.
-
-    Texts grow with each step, and oneDNN compiles a bfloat16 product anew for each new length.
-    """
-    return -(-num_slots // ROUND_TO) * ROUND_TO
+    def _grown(
+        self, like: tuple[Tensor, Tensor], width: int, num_texts: int
+    ) -> tuple[Tensor, Tensor]:
+        if width > (0 if self.keys is None else self.keys.shape[2]):
+            size = self.capacity or reserved(width)
+            if width > size:
+                raise RuntimeError(f"{width} slots needed in a cache of {size}")
+            self.keys = _enlarged(self.keys, like[0], size, num_texts)
+            self.values = _enlarged(self.values, like[1], size, num_texts)
+        return self._both()
 
 
 def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
@@ -142,14 +136,20 @@ def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     return _texts(len(slots), buffer.device), slots.to(buffer.device)
 
 
-@cached_result
+@functools.cache
 def _texts(num_texts: int, device: torch.device) -> Tensor:
     # Captured graphs read it where it is.
     return torch.arange(num_texts, device=device).unsqueeze(1)
 
 
+def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
+    """Copies slots [B, A] to slots [B, A] of every buffer."""
+    for buffer in buffers:
+        buffer.move(source, to)
+
+
 class Kept(NamedTuple):
-    """What stays of a draft, on the device.
+    """The part of a draft that stays, on the device.
 
     Attributes:
         nodes: [B, A] int64, pending tokens; a shorter row is filled up with any.
@@ -173,20 +173,22 @@ class Slots:
     def __init__(self, num_texts: int, device: torch.device) -> None:
         self.device = device
         self.held: int | None = None
-        self._most = 0
-        self._set([0] * num_texts)
+        self._longest = 0
+        self.lengths = [0] * num_texts
+        self.committed = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
+        self.lengths = lengths
+        self.committed = upload(lengths, self.device).unsqueeze(1)
 
     def hold(self, width: int, num_pending: int) -> None:
         """From now on every pass reads so many slots, the last of them for pending tokens."""
-        self.held, self._most = width, width - num_pending
+        self.held, self._longest = width, width - num_pending
 
     def hold_as(self, other: "Slots") -> None:
-        """Goes by what holds of others."""
-        self.held, self._most = other.held, other._most
-
-    def _set(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.committed = upload(lengths, self.device).unsqueeze(1)
+        """Reads as many slots as others do."""
+        self.held, self._longest = other.held, other._longest
 
     def place(self, num_new: int, num_pending: int) -> Tensor:
         """[B, n] int64, the slots of the last `num_new` of `num_pending` pending tokens."""
@@ -220,7 +222,7 @@ class Slots:
         self,
         kept: list[list[int]],
         buffers: Sequence[SlotBuffer] = (),
-        found: Kept | None = None,
+        on_device: Kept | None = None,
         mover: Callable[..., None] = move,
     ) -> None:
         """Makes pending tokens part of the texts and forgets the others.
@@ -228,18 +230,24 @@ class Slots:
         Args:
             kept: per text the pending tokens that stay, in their order; unread where `held`.
             buffers: those whose entries move along.
-            found: the same on the device, if it is there already.
+            on_device: the same, if it is there already.
             mover: `move`, perhaps compiled.
         """
         moved = any(nodes != list(range(len(nodes))) for nodes in kept)
         if buffers and (moved or self.held is not None):
-            source = self._source(kept, found)
+            longest = max(map(len, kept), default=None)
+            if on_device is None:
+                # A shorter row goes on with slots that are forgotten anyway.
+                rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
+                source = self.committed + upload(rows, self.device)
+            else:
+                source = self.committed + on_device.nodes[:, :longest]
             num_kept = source.shape[1]
             mover(buffers, source, self.place(num_kept, num_kept))
-        if found is None:
-            self._set(self._with(kept))
+        if on_device is None:
+            self.rewind(self._with(kept))
         else:
-            self.advance(found.counts, kept)
+            self.advance(on_device.counts, kept)
 
     def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Makes the first pending tokens part of the texts, as they stand.
@@ -253,16 +261,7 @@ class Slots:
             self.committed = self.committed + counts.unsqueeze(1)
         else:
             # A text that has ended goes on until another takes its row, but never beyond it.
-            self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._most)
-
-    def _source(self, kept: list[list[int]], found: Kept | None) -> Tensor:
-        """[B, A] int64, the slots of what stays."""
-        longest = max(map(len, kept), default=None)
-        if found is not None:
-            return self.committed + found.nodes[:, :longest]
-        # A shorter row goes on with slots that are forgotten anyway.
-        rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
-        return self.committed + upload(rows, self.device)
+            self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._longest)
 
     def _with(self, kept: Sequence[Sequence[int]]) -> list[int]:
         return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
@@ -272,10 +271,6 @@ class Slots:
         self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self.committed[row] = length
 
-    def rewind(self, lengths: list[int]) -> None:
-        """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
-        self._set(lengths)
-
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Goes on with some texts only."""
         for buffer in buffers:
@@ -284,7 +279,7 @@ class Slots:
         self.committed = self.committed[upload(rows, self.device)]
 
 
-class _Layer(CacheLayerMixin):
+class _AttentionLayer(CacheLayerMixin):
     """One attention layer, as transformers asks for it."""
 
     is_sliding = False
@@ -337,6 +332,8 @@ class TreeCache(Cache):
         ends: how many tokens each text has for sure, once those to come have been read.
         needed: the most of them.
         even: whether the new tokens stand at the same slots in every text that has any.
+        to: slots [B, n] int64 that the next pass writes, or the first of them where `even`.
+        width: slots that it reads.
     """
 
     def __init__(
@@ -348,17 +345,15 @@ class TreeCache(Cache):
         states: "RecurrentStates | None" = None,
         mover: Callable[..., None] = move,
     ) -> None:
-        self.capacity, self.mover = capacity, mover
+        self.capacity, self.mover, self.states = capacity, mover, states
         self.slots = Slots(num_texts, device)
-        self.states = states
         self.sure: list[int] = []
         self.ends: list[int] = []
-        self.needed = 0
         self.even = True
         self.to: Tensor | int = 0
-        self.width = 0
-        self._own = [_Layer(self) for _ in range(num_layers)]
-        super().__init__(layers=list(self._own))
+        self.needed = self.width = 0
+        self._attention = [_AttentionLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._attention))
 
     def begin(self, num_new: int, num_pending: int) -> None:
         """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
@@ -394,10 +389,10 @@ class TreeCache(Cache):
         """Says before a pass what is sure; see the attributes."""
         self.sure, self.ends, self.needed = sure, ends, max(ends, default=0)
 
-    def commit(self, kept: list[list[int]], found: Kept | None = None) -> None:
+    def commit(self, kept: list[list[int]], on_device: Kept | None = None) -> None:
         """See `Slots.commit`."""
         self.sure = []
-        self.slots.commit(kept, self._buffers(), found, self.mover)
+        self.slots.commit(kept, self._buffers(), on_device, self.mover)
         if self.states is not None:
             self.states.commit(kept)
 
@@ -410,7 +405,7 @@ class TreeCache(Cache):
     def replace(self, row: int, other: "TreeCache") -> None:
         """Takes what is committed of a text from a cache of that text, which may hold more."""
         lengths = self.slots.lengths
-        for own, new in zip(self._own, other._own, strict=True):
+        for own, new in zip(self._attention, other._attention, strict=True):
             if new.buffer.keys is not None:
                 own.buffer.replace(row, new.buffer, lengths[row], len(lengths))
 
@@ -422,4 +417,4 @@ class TreeCache(Cache):
             self.states.take(row, other.states)
 
     def _buffers(self) -> list[SlotBuffer]:
-        return [layer.buffer for layer in self._own if layer.buffer.keys is not None]
+        return [layer.buffer for layer in self._attention if layer.buffer.keys is not None]

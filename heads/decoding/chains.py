@@ -1,12 +1,12 @@
-"""How sure a head is of the tokens of a chain, as chances, by which chains are cut.
+"""Chains: their tokens are chosen one by one, and a chain is cut where the head is unsure.
 
-A chance stands before its token is drawn: it comes of the tokens before it alone, of the largest
-probability of the distribution there or of what the head says of the slot. So whether a token is
-proposed tells nothing of which one it is, and tokens that are proposed are still distributed as
-the q that p/q acceptance divides by. A chance made of the token drawn would let likely tokens
-through only, and sampled texts would lose the target's distribution.
+The chance of a token stands before the token is drawn: it comes of the tokens before it alone, of
+the largest probability of the distribution there or of what the head says of the slot. So whether a
+token is proposed tells nothing of which one it is, and tokens that are proposed are still
+distributed as the q that p/q acceptance divides by. A chance made of the token drawn would let
+likely tokens through only, and sampled texts would lose the target's distribution.
 
-Source: DSpark, arXiv 2607.05147. Letters: B texts, W draft vocabulary.
+Source: DSpark, arXiv 2607.05147. Letters: B texts, D depth, V vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ from heads.decoding.tree import Tree
 from heads.vocab import DraftVocab
 
 EPS = 1e-6
-"""Nothing is surer than 1 less this."""
+"""No chance is higher than 1 less this."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What makes chances of how sure a head is, and the one below which it drafts no more.
+    """Makes chances of a head's confidence, and cuts chains whose chance falls below a threshold.
 
     Attributes:
-        temperatures: above 0, by depth; each divides the logits of how sure the head is there.
+        temperatures: above 0, by depth; each divides the head's confidence logits there.
         offsets: by depth, added then.
         threshold: a chain ends where the chance of all its tokens together falls below; 0 cuts
             none.
@@ -42,7 +42,7 @@ class Calibration:
 
     @classmethod
     def none(cls, depth: int) -> "Calibration":
-        """Of whole chains, with the head's own word for it."""
+        """Takes the head's confidence as it is and cuts no chain."""
         return cls((1.0,) * depth, (0.0,) * depth)
 
     @classmethod
@@ -56,23 +56,23 @@ class Calibration:
             temperatures, offsets = (
                 tuple(map(float, stored[name])) for name in ("temperatures", "offsets")
             )
-            found = cls(temperatures, offsets, float(stored["threshold"]))
+            calibration = cls(temperatures, offsets, float(stored["threshold"]))
+            whole = 0 < len(temperatures) == len(offsets) and min(temperatures) > 0
+            if whole and 0 <= calibration.threshold < 1:
+                return calibration
         except (KeyError, TypeError, ValueError):
-            found = cls((), ())
-        whole = 0 < len(found.temperatures) == len(found.offsets) and min(found.temperatures) > 0
-        if not (whole and 0 <= found.threshold < 1):
-            raise ValueError(
-                f"temperatures={stored.get('temperatures')}, offsets={stored.get('offsets')}, "
-                f"threshold={stored.get('threshold')}: must be numbers above 0, as many numbers, "
-                "and one from 0 to below 1"
-            )
-        return found
+            pass
+        raise ValueError(
+            f"temperatures={stored.get('temperatures')}, offsets={stored.get('offsets')}, "
+            f"threshold={stored.get('threshold')}: must be numbers above 0, as many numbers, "
+            "and one from 0 to below 1"
+        )
 
     def chance(self, logits: Tensor, depth: int) -> Tensor:
         """[B] that the token at a depth, from 1, is accepted if those before it are.
 
         Args:
-            logits: [B] float32, of how sure the head is.
+            logits: [B] float32, the head's confidence.
             depth: no more than there are temperatures.
         """
         return (logits / self.temperatures[depth - 1] + self.offsets[depth - 1]).sigmoid()
@@ -85,7 +85,7 @@ def largest(logits: Tensor) -> Tensor:
 
 @dataclass
 class ChainSampler:
-    """The tokens of chains, the best ones or, when sampling, drawn from their distributions.
+    """Chooses the tokens of chains: the best ones or, when sampling, drawn ones.
 
     Attributes:
         vocab: of the logits.
@@ -95,7 +95,7 @@ class ChainSampler:
         probs: [B, V] float32 of each token that was drawn.
         confidence: [B] float32 of each, see `Draft`.
         chance: [B] that all of them are accepted.
-        cut: [B] bool of each, whether it lies beyond the end of its chain.
+        cut: [B] bool of each, True beyond the end of its chain.
     """
 
     vocab: DraftVocab
@@ -120,7 +120,7 @@ class ChainSampler:
             confidence: [B] what the head says of it; unset takes the largest probability.
         """
         if self.calibration is not None:
-            # Before anything is drawn, see `heads/decoding/confidence.py`.
+            # Before anything is drawn, see above.
             self._weigh(self.calibration, largest(logits) if confidence is None else confidence)
         if self.sampling.greedy:
             return self.vocab.to_target(logits.argmax(-1))
@@ -135,7 +135,7 @@ class ChainSampler:
 
     @property
     def ended(self) -> bool:
-        """Whether no chain goes on; of chains that may be cut, this waits for the device."""
+        """True where no chain goes on; of chains that may be cut, this waits for the device."""
         return bool(self.cut) and bool(self.cut[-1].all())
 
     def chains(self, tree: Tree, tokens: Tensor) -> Draft:

@@ -1,9 +1,9 @@
-"""What a drafter sees, and what it proposes: a tree of tokens per text.
+"""The interface of drafters: committed tokens go in, a tree of draft tokens per text comes out.
 
 Letters: B texts, N tree nodes (root included), P nodes that have children, D hidden, V vocab.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from typing import Protocol, Self
 
@@ -32,7 +32,7 @@ class Roots:
 
     @classmethod
     def of(cls, ids: list[int], device: torch.device | str = "cpu") -> "Roots":
-        """Those that the host knows."""
+        """Root tokens that the host knows."""
         return cls(upload(ids, device), ids)
 
     def __len__(self) -> int:
@@ -79,11 +79,11 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether accepted nodes lie where they belong already."""
+        """True where accepted nodes lie where they belong already."""
         return isinstance(self.tree, Tree) and self.tree.width <= 1
 
     def layout(self) -> "TreeLayout":
-        """Its shape as tensors."""
+        """The shape of the trees as tensors."""
         if isinstance(self.tree, Tree):
             return tree_layout(self.tree, self.tokens.device)
         return TreeLayout.of(self.tree, self.depth)
@@ -133,7 +133,7 @@ def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
 
 @dataclass(frozen=True)
 class Committed:
-    """What a pass of the target added to the texts.
+    """Tokens that a pass of the target added to the texts, and its states at them.
 
     Attributes:
         token_ids: per text the tokens committed: its prompt, or a root and the draft tokens
@@ -141,8 +141,8 @@ class Committed:
         output: the target's states at them, [B, n, D]; a shorter row is filled up.
         cache: the target's own, these tokens included.
         logits: [B, N, V], after every node that was drafted; None after the prompts.
-        found: `token_ids` on the device, if they are there already: [B, n] int64, filled up, and
-            how many, [B] int64.
+        on_device: `token_ids` on the device, if they are there already: [B, n] int64, filled up,
+            and how many, [B] int64.
         paths: per text the nodes of the last draft that were kept, the root first.
         nodes: the same on the device, [B, n] int64, filled up with the root.
     """
@@ -150,25 +150,26 @@ class Committed:
     token_ids: list[list[int]]
     output: TargetOutput
     cache: TreeCache
+    _: KW_ONLY
     logits: Tensor | None = None
-    found: tuple[Tensor, Tensor] | None = None
+    on_device: tuple[Tensor, Tensor] | None = None
     paths: list[list[int]] = field(default_factory=list)
     nodes: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
         """[B, n] int64, `token_ids` on the device; a shorter row is filled up."""
-        if self.found is not None:
-            return self.found[0]
+        if self.on_device is not None:
+            return self.on_device[0]
         longest = max(map(len, self.token_ids))
         rows = [row + [0] * (longest - len(row)) for row in self.token_ids]
         return upload(rows, self.output.hidden_states.device)
 
     @property
     def counts(self) -> Tensor:
-        """[B] int64, how many there are of each text."""
-        if self.found is not None:
-            return self.found[1]
+        """[B] int64, how many tokens each text got."""
+        if self.on_device is not None:
+            return self.on_device[1]
         return upload(list(map(len, self.token_ids)), self.output.hidden_states.device)
 
     @property
@@ -184,8 +185,10 @@ class Committed:
         places = torch.arange(max(map(len, token_ids)), device=tokens.device)
         index = torch.where(places < first, places, places + width - first)
         index = index.clamp_max(tokens.shape[1] - 1)
-        found = tokens.gather(1, index), self.counts + later.counts
-        return Committed(token_ids, output.at(index), later.cache, later.logits, found)
+        on_device = tokens.gather(1, index), self.counts + later.counts
+        return Committed(
+            token_ids, output.at(index), later.cache, logits=later.logits, on_device=on_device
+        )
 
     def hand_on(self, later: "Committed") -> tuple["Committed", "Committed"]:
         """This part of prompts and the next, to which texts that end here give their last token.
@@ -200,7 +203,7 @@ class Committed:
         return replace(self, token_ids=mine), replace(later, token_ids=after)
 
     def put(self, row: int, other: "Committed") -> "Committed":
-        """With nothing but the last token of another text in a row, which is written over."""
+        """Writes over a row, which then holds nothing but the last token of another text."""
         last = other.token_ids[0][-1:]
         self.output.put(row, other.last)
         tokens, counts = self.tokens, self.counts
@@ -208,7 +211,9 @@ class Committed:
         kept = list(self.token_ids)
         if kept:
             kept[row] = last
-        return Committed(kept, self.output, self.cache, self.logits, (tokens, counts))
+        return Committed(
+            kept, self.output, self.cache, logits=self.logits, on_device=(tokens, counts)
+        )
 
     def fill(self, new: "Committed") -> None:
         """Takes the tensors of a later step of the same shapes, each in its place."""
@@ -217,14 +222,18 @@ class Committed:
             own.copy_(other)
 
     def rows(self, rows: list[int]) -> "Committed":
-        """Of some texts only; their cache is another matter."""
+        """Drops all but some texts; the cache is left as it is."""
         index = upload(rows, self.output.hidden_states.device)
-        logits = None if self.logits is None else self.logits[index]
-        kept = [self.token_ids[row] for row in rows] if self.token_ids else []
-        found = None if self.found is None else (self.found[0][index], self.found[1][index])
-        paths = [self.paths[row] for row in rows] if self.paths else []
-        nodes = None if self.nodes is None else self.nodes[index]
-        return Committed(kept, self.output.rows(index), self.cache, logits, found, paths, nodes)
+        on_device = self.on_device
+        return Committed(
+            token_ids=[self.token_ids[row] for row in rows] if self.token_ids else [],
+            output=self.output.rows(index),
+            cache=self.cache,
+            logits=None if self.logits is None else self.logits[index],
+            on_device=None if on_device is None else (on_device[0][index], on_device[1][index]),
+            paths=[self.paths[row] for row in rows] if self.paths else [],
+            nodes=None if self.nodes is None else self.nodes[index],
+        )
 
 
 class Drafter(Protocol):
@@ -244,7 +253,7 @@ class Drafter(Protocol):
         """
 
     def observe(self, seen: Committed) -> None:
-        """Takes what was committed, first the prompts.
+        """Takes the tokens that were committed, first the prompts.
 
         Long prompts come in parts, of which a text may have nothing; of the last all have some.
         """

@@ -1,8 +1,8 @@
-"""EAGLE-2's trees: expand the likeliest nodes, then keep the likeliest of all that was drawn.
+"""EAGLE-2's dynamic trees: expand the likeliest nodes, then rerank all and keep the likeliest.
 
 A node's score is the log-probability of its path, so a child never scores above its parent and
 what is kept is a tree. Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE
-`model/cnets.py`, `topK_genrate`. Letters: B texts, w nodes of a level, M nodes that are drawn, W
+`model/cnets.py`, `topK_genrate`. Letters: B texts, w nodes of a depth, M nodes that are drawn, W
 draft vocabulary.
 """
 
@@ -18,7 +18,7 @@ from heads.vocab import DraftVocab
 
 
 class ExpandedTree(NamedTuple):
-    """Everything that is drawn of trees, level by level.
+    """All nodes that are drawn, depth after depth.
 
     Attributes:
         tokens, scores: [B, M].
@@ -31,17 +31,30 @@ class ExpandedTree(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes of a level that are expanded.
+    """The nodes of one depth that are expanded.
 
     Attributes:
-        level: of their children, from 1.
-        rows: [B * w] int64, which rows of the level before they were drawn from.
+        level: depth of these nodes, from 1.
+        rows: [B * w] int64, which rows of the depth before they were drawn from.
         tokens: [B * w] int64 target ids.
     """
 
     level: int
     rows: Tensor
     tokens: Tensor
+
+
+class DynamicDrafter(Drafter, Protocol):
+    """A drafter whose trees have another shape for every text.
+
+    Attributes:
+        nested: True where the tree drawn to a depth begins with the one drawn to a smaller depth.
+    """
+
+    nested: bool
+
+    def expand(self, roots: Roots) -> ExpandedTree:
+        """Draws all nodes below the roots."""
 
 
 def expand_tree(
@@ -58,7 +71,7 @@ def expand_tree(
         vocab: of the logits.
         first: [B, W] logits of the roots' children.
         after: [B * w, W] logits of the children of nodes.
-        known: tokens [B, n] of a level, with PAD for those that cannot be drafted.
+        known: tokens [B, n] of a depth, with PAD for those that cannot be drafted.
     """
     num_texts, device = len(first), first.device
     width = min(shape.top_k, first.shape[1])
@@ -72,8 +85,8 @@ def expand_tree(
         tokens = vocab.to_target(best.indices).view(num_texts, -1)
         all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
         drafted = known(tokens, level)
-        sure = all_scores.masked_fill(drafted == PAD, -torch.inf)
-        drawn.append(ExpandedTree(drafted, sure, nodes.repeat_interleave(width, 1)))
+        known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)
+        drawn.append(ExpandedTree(drafted, known_scores, nodes.repeat_interleave(width, 1)))
         if level + 1 == shape.depth:
             break
         num_rows = nodes.shape[1]
@@ -85,9 +98,9 @@ def expand_tree(
     return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
 
 
-def rerank(drawn: ExpandedTree, shape: DynamicShape) -> Draft:
-    """Trees of at most `num_tokens` nodes."""
-    tokens, scores, parents = drawn
+def rerank(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
+    """Trees of the likeliest nodes, at most `num_tokens` of them."""
+    tokens, scores, parents = expanded
     kept = min(shape.num_tokens, tokens.shape[1])
     # A stable sort puts a parent before an equal child, the sort by number before any.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
@@ -95,19 +108,3 @@ def rerank(drawn: ExpandedTree, shape: DynamicShape) -> Draft:
     new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
     number.scatter_(1, order + 1, new)
     return Draft(number.gather(1, parents.gather(1, order)), tokens.gather(1, order), shape.depth)
-
-
-class DynamicDrafter(Drafter, Protocol):
-    """A drafter whose trees have another shape for every text.
-
-    Attributes:
-        nested: what is drawn to a depth begins with what is drawn to a smaller one.
-    """
-
-    nested: bool
-
-    def expand(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything that is drawn: tokens, scores and parents [B, M], level by level.
-
-        Parents are numbered from 1 in this order; 0 is the root.
-        """

@@ -1,4 +1,4 @@
-"""What recurrent layers have left behind, after every token that a text may go on from.
+"""States of recurrent layers, after every token that a text may go on from.
 
 Letters: B texts, P pending tokens, n new tokens, w nodes.
 """
@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from heads.decoding.cache import upload
 
 CONV, RECURRENT = "conv_states", "recurrent_states"  # transformers' names
-State = dict[tuple[str, int], Tensor]  # what one mixer keeps, [b, ...] by kind and number
+State = dict[tuple[str, int], Tensor]  # of one mixer, [b, ...] by kind and number
 
 
 @dataclass(frozen=True)
-class Level:
+class DepthNodes:
     """New tokens of one depth; a text that has fewer repeats one, which changes nothing.
 
     Attributes:
@@ -31,8 +31,8 @@ class Level:
     parents: Tensor
 
 
-def levels(mask: Tensor, depths: Tensor) -> list[Level]:
-    """The order in which draft tokens are run; waits for the device once.
+def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
+    """Draft tokens in the order in which they are run; waits for the device once.
 
     Args:
         mask: [B or 1, n, P] bool, the pending tokens that each of the last n sees, itself
@@ -44,22 +44,16 @@ def levels(mask: Tensor, depths: Tensor) -> list[Level]:
     deepest, parents = ((mask & ~own) * (1 + depths).unsqueeze(1)).max(-1)
     num_texts = max(len(mask), len(depths))
     both = torch.where(deepest > 0, 1 + parents, 0), depths[:, -num_new:]
-    above, below = torch.stack([each.expand(num_texts, -1) for each in both]).tolist()
-    found = []
-    for depth in sorted({each for row in below for each in row}):
+    above, below = torch.stack([rows.expand(num_texts, -1) for rows in both]).tolist()
+    by_depth = []
+    for depth in sorted({node_depth for row in below for node_depth in row}):
         # The first of all tokens is run before the others, so it may be repeated at any depth.
         rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
         width = max(map(len, rows))
         nodes = [row + row[:1] * (width - len(row)) for row in rows]
-        before = [[each[node] for node in row] for row, each in zip(nodes, above, strict=True)]
-        found.append(Level(*upload([nodes, before], mask.device)))
-    return found
-
-
-def levels_of_chain(num_new: int, num_pending: int, device: torch.device) -> list[Level]:
-    """The same of tokens each of which goes on from the one before it; waits for nothing."""
-    tokens = torch.arange(num_pending, device=device).view(-1, 1, 1)
-    return [Level(*each) for each in zip(tokens[:num_new], tokens[-num_new:], strict=True)]
+        before = [[own[node] for node in row] for row, own in zip(nodes, above, strict=True)]
+        by_depth.append(DepthNodes(*upload([nodes, before], mask.device)))
+    return by_depth
 
 
 class RecurrentStates:
@@ -70,47 +64,49 @@ class RecurrentStates:
         num_texts: B.
 
     Attributes:
-        levels: how the new tokens of a pass hang together.
-        sure: instead, how many of them belong to each text whatever comes; empty for a draft.
+        by_depth: the draft tokens of a pass, depth after depth.
+        sure: instead, how many new tokens belong to each text whatever comes; empty for a draft.
         num_earlier: pending tokens before the new ones.
     """
 
     def __init__(self, config: Any, num_texts: int) -> None:
-        self.levels: list[Level] = []
+        self.by_depth: list[DepthNodes] = []
         self.sure: list[int] = []
         self.num_earlier = 0
         self._num_texts, self._num_pending = num_texts, 0
         self._runs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self._cache: Any = DynamicCache(config=config)
-        self._num_states = [getattr(each, "number_of_states", 0) for each in self._cache.layers]
+        self._num_states = [getattr(held, "number_of_states", 0) for held in self._cache.layers]
         self._tables: dict[int, State] = {}  # [B, 1 + P, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all mixers that have run, after one token of one text."""
+        """Bytes that all mixers which have run keep after one token of one text."""
         tables = (states for table in self._tables.values() for states in table.values())
         return sum(states[0, 0].nbytes for states in tables)
 
     def begin(
         self, sure: list[int], draft: tuple[Tensor, Tensor] | None, in_order: bool = False
     ) -> None:
-        """Says what the next pass runs.
+        """Sets which tokens the next pass runs.
 
         Args:
             sure: tokens of each text that are its own; empty for a draft.
-            draft: mask and depths, as `levels` is told.
+            draft: mask and depths, as `nodes_by_depth` takes them.
             in_order: whether each draft token goes on from the one before it.
         """
         assert sure or draft
         self.sure, self._runs = sure, {}
-        self.levels, self._num_pending, self.num_earlier = [], 0, 0
+        self.by_depth, self._num_pending, self.num_earlier = [], 0, 0
         if draft is not None and not sure:
             num_new, self._num_pending = draft[0].shape[1:]
             self.num_earlier = self._num_pending - num_new
-            if in_order:
-                self.levels = levels_of_chain(num_new, self._num_pending, draft[0].device)
+            if in_order:  # which waits for nothing
+                tokens = torch.arange(self._num_pending, device=draft[0].device).view(-1, 1, 1)
+                pairs = zip(tokens[:num_new], tokens[-num_new:], strict=True)
+                self.by_depth = [DepthNodes(*pair) for pair in pairs]
             else:
-                self.levels = levels(*draft)
+                self.by_depth = nodes_by_depth(*draft)
 
     def sure_runs(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Texts [m, 1] of which as many tokens are sure, and these [m, n], on a device."""
@@ -120,8 +116,8 @@ class RecurrentStates:
                 by_length[length].append(text)
             texts = upload([*chain.from_iterable(by_length.values())], device).unsqueeze(1)
             self._runs[device] = [
-                (each, torch.arange(length, device=device).expand(len(each), -1))
-                for length, each in zip(
+                (group, torch.arange(length, device=device).expand(len(group), -1))
+                for length, group in zip(
                     by_length, texts.split(list(map(len, by_length.values()))), strict=True
                 )
             ]
@@ -139,7 +135,7 @@ class RecurrentStates:
         return {name: states[texts, tokens] for name, states in table.items()}
 
     def put(self, mixer: int, texts: Tensor, tokens: Tensor, state: State) -> None:
-        """Keeps what a mixer leaves behind, [m, ...]; arguments as of `after`."""
+        """Keeps the states [m, ...] that a mixer leaves behind; arguments as of `after`."""
         table = self._tables.setdefault(mixer, {})
         for name, states in state.items():
             held = table.get(name, states.new_zeros(self._num_texts, 1, *states.shape[1:]))
@@ -191,7 +187,11 @@ class RecurrentStates:
         return self._cache
 
     def in_cache(self, layer: int) -> State:
-        """What the module that was given `cache_with` has left there."""
+        """The states that the module which was given `cache_with` has left there."""
         held = self._cache.layers[layer]
-        found = ((k, n, each) for k in (CONV, RECURRENT) for n, each in getattr(held, k).items())
-        return {(kind, number): states for kind, number, states in found if states is not None}
+        return {
+            (kind, number): states
+            for kind in (CONV, RECURRENT)
+            for number, states in getattr(held, kind).items()
+            if states is not None
+        }

@@ -1,4 +1,4 @@
-"""Static draft trees: which candidates are checked together in one target pass.
+"""Draft trees: static ones and the limits of dynamic ones.
 
 Source: Medusa, arXiv 2401.10774, section 2.1.2 and figure 2. Letters: N nodes with the root.
 """
@@ -81,8 +81,8 @@ class Tree:
         return cls.from_paths(paths)
 
     def down_to(self, depth: int) -> "Tree":
-        """Its nodes no deeper than `depth`."""
-        num_nodes = sum(each <= depth for each in self.depths)
+        """The nodes of this tree no deeper than `depth`."""
+        num_nodes = sum(node_depth <= depth for node_depth in self.depths)
         return Tree(self.parents[:num_nodes], self.ranks[:num_nodes])
 
     @property
@@ -106,7 +106,7 @@ class Tree:
     @property
     def width(self) -> int:
         """Candidates needed per head: 1 + the largest rank."""
-        return 1 + max((rank for rank in self.ranks), default=0)
+        return 1 + max(self.ranks, default=0)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -116,17 +116,13 @@ class Tree:
             children[parent].append(node)
         return tuple(tuple(nodes) for nodes in children)
 
-    def mask_rows(self) -> list[list[bool]]:
-        """[N][N], whom each node sees: itself and its ancestors."""
+    def mask(self) -> Tensor:
+        """[N, N] bool on the CPU: a node sees itself and its ancestors."""
         # In torch every row would be a kernel launch of its own.
         mask = np.eye(self.num_nodes, dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
-        return mask.tolist()
-
-    def mask(self) -> Tensor:
-        """[N, N] bool on the CPU, the same."""
-        return torch.tensor(self.mask_rows())
+        return torch.from_numpy(mask)
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:
@@ -143,7 +139,7 @@ def default_tree(num_heads: int, num_nodes: int) -> Tree:
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """How far EAGLE-2 looks and how much of it is checked.
+    """Limits of EAGLE-2's dynamic trees.
 
     Attributes:
         depth: draft tokens of the longest path.

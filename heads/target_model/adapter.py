@@ -1,4 +1,7 @@
-"""A LoRA adapter that a target is given to be trained.
+"""Adapters of a target: a LoRA that is trained, and a saved peft adapter that is loaded.
+
+Losses, stores and exports take the weights of the embedding and of the output head as they are, so
+what a saved adapter changes of these is folded in. Layers keep theirs beside the weights.
 
 Source: LoRA, arXiv 2106.09685.
 """
@@ -24,6 +27,8 @@ from heads.target_model.model import Target
 from heads.target_model.weight_files import tensors
 
 WEIGHTS = "adapter_model.safetensors"
+NUM_PROBED = 16
+"""Token ids, spread over the vocabulary, that an adapted model is asked with."""
 
 
 class Adapter(nn.Module):
@@ -45,7 +50,7 @@ class Adapter(nn.Module):
             InputError: `config.modules` names what cannot be adapted, or the target cannot carry
                 gradients back.
         """
-        from peft import get_peft_model
+        from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
         super().__init__()
@@ -54,10 +59,26 @@ class Adapter(nn.Module):
                 f"target.path={target.name} in 4 bits: bitsandbytes gives no gradient through it "
                 "on a CPU; allowed there: target.quantization=none or int8"
             )
+        frozen = (target.embedding, target.output_head)
+        named = target.model.named_modules()
+        names = {name.rsplit(".")[-1] for name, module in named if module in frozen}
+        wrong = sorted(names & set(config.modules or []))
+        if wrong:
+            raise InputError(
+                f"adapter.modules={config.modules}: {wrong} is the target's embedding or output "
+                "head, whose weights losses use as they are; allowed: linear layers of the decoder"
+            )
+        lora = LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=config.modules or "all-linear",
+            task_type="CAUSAL_LM",
+        )
         with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
             torch.manual_seed(seed)
             try:
-                model = get_peft_model(target.model, _lora(target, config))
+                model = get_peft_model(target.model, lora)
             except ValueError as error:
                 raise InputError(f"adapter.modules={config.modules}: {error}") from error
         factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -91,35 +112,6 @@ class Adapter(nn.Module):
         write_folder(folder, fill)
 
 
-def _lora(target: Target, config: AdapterConfig) -> Any:
-    """The adapter's config for peft.
-
-    Raises:
-        InputError: the output head is among its modules.
-    """
-    from peft import LoraConfig
-
-    ends = (target.embedding, target.output_head)
-    names = {name.rsplit(".")[-1] for name, each in target.model.named_modules() if each in ends}
-    wrong = sorted(names & set(config.modules or []))
-    if wrong:
-        raise InputError(
-            f"adapter.modules={config.modules}: {wrong} is one of the ends of the target, whose "
-            "weights losses use as they are; allowed: linear layers of the decoder"
-        )
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=config.modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-
-
-NUM_PROBED = 16
-"""Token ids, spread over the vocabulary, that an adapted model is asked with."""
-
-
 def with_adapter(model: Any, adapter: str) -> Any:
     """The peft model of a target and a saved adapter.
 
@@ -133,26 +125,29 @@ def with_adapter(model: Any, adapter: str) -> Any:
     from peft import PeftModel
 
     folder = here("target.adapter", adapter)
-    if folder is not None and not (folder / "adapter_model.safetensors").is_file():
-        raise InputError(f"target.adapter={adapter}: no adapter_model.safetensors in that folder")
+    if folder is not None and not (folder / WEIGHTS).is_file():
+        raise InputError(f"target.adapter={adapter}: no {WEIGHTS} in that folder")
     try:
-        _make_room(model, _stored(adapter), adapter)
+        stored = tensors(Path(str(cached_file(adapter, WEIGHTS))))
+        shapes = {name: tensor["shape"] for name, tensor in stored.items()}
+        _add_token_rows(model, shapes, adapter)
         adapted = PeftModel.from_pretrained(model, adapter).eval()
-        same = _is_of_weights(adapted)
+        config = adapted.active_peft_config
+        same = not config.is_prompt_learning and not _is_activated(config)
         if same:
             _check_keys(adapted, adapter)
-            expected = _logits(adapted, model)
-            _fold_ends(adapted.get_base_model())
-            same = _alike(expected, _logits(adapted.get_base_model(), model))
+            expected = _probe(adapted, model)
+            _fold_embedding_and_head(adapted.get_base_model())
+            same = _alike(expected, _probe(adapted.get_base_model(), model))
     except InputError:
         raise
     except (OSError, ImportError, *EVERY_WAY) as error:
         raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
     if not same:
         raise InputError(
-            f"target.adapter={adapter}: {_kind(adapted)} changes more than the weights of a model, "
-            "so that neither heads nor engines would see it; allowed: adapters of weights, such as "
-            "LoRA"
+            f"target.adapter={adapter}: {_method(adapted)} changes more than the weights of a "
+            "model, so that neither heads nor engines would see it; allowed: adapters of weights, "
+            "such as LoRA"
         )
     return adapted
 
@@ -167,64 +162,55 @@ def merged(adapted: Any, adapter: str) -> Any:
     Raises:
         InputError: an adapter that cannot become weights.
     """
-    expected = _logits(adapted, adapted.get_base_model())
+    expected = _probe(adapted, adapted.get_base_model())
     try:
-        found = adapted.merge_and_unload(safe_merge=True)
+        model = adapted.merge_and_unload(safe_merge=True)
     except EVERY_WAY as error:
         raise InputError(f"target.adapter={adapter}: cannot become weights: {error}") from error
-    if not _alike(expected, _logits(found, found)):
+    if not _alike(expected, _probe(model, model)):
         raise InputError(
             f"target.adapter={adapter}: merged, the model would say something else: "
-            f"{_kind(adapted)} is no change of its weights"
+            f"{_method(adapted)} is no change of its weights"
         )
-    return found
+    return model
 
 
-def _kind(adapted: Any) -> str:
+def _method(adapted: Any) -> str:
     config = adapted.active_peft_config
     return "aLoRA" if _is_activated(config) else str(config.peft_type.value)
 
 
 def _is_activated(config: Any) -> bool:
-    """Whether an adapter waits for tokens that call it, which peft looks for outside the model."""
+    """True where an adapter waits for tokens that call it, which peft seeks outside the model."""
     return getattr(config, "alora_invocation_tokens", None) is not None
 
 
-def _is_of_weights(adapted: Any) -> bool:
-    config = adapted.active_peft_config
-    return not config.is_prompt_learning and not _is_activated(config)
-
-
-def _stored(adapter: str) -> dict[str, list[int]]:
-    """The shape of each tensor of an adapter, by its name."""
-    file = Path(str(cached_file(adapter, "adapter_model.safetensors")))
-    return {name: each["shape"] for name, each in tensors(file).items()}
-
-
-def _make_room(model: Any, stored: Mapping[str, list[int]], adapter: str) -> None:
-    """Adds rows to both ends for tokens that an adapter was trained with and a model lacks.
+def _add_token_rows(model: Any, shapes: Mapping[str, list[int]], adapter: str) -> None:
+    """Adds rows to embedding and output head for tokens that an adapter has and a model lacks.
 
     Raises:
-        InputError: not all of them are in its file; they would be drawn anew at every start.
+        InputError: not all rows are in its file; they would be drawn anew at every start.
     """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = {each: f".{name}." for name, each in model.named_modules() if each in ends}
-    shapes = {end: [s for key, s in stored.items() if names[end] in key] for end in ends}
-    num_rows = max((max(s) for end in ends for s in shapes[end] if s), default=0)
-    if num_rows <= ends[0].weight.shape[0]:
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {module: f".{name}." for name, module in model.named_modules() if module in both}
+    stored = {end: [s for key, s in shapes.items() if names[end] in key] for end in both}
+    num_rows = max((max(shape) for end in both for shape in stored[end] if shape), default=0)
+    if num_rows <= both[0].weight.shape[0]:
         return
-    for end in ends:
-        if [num_rows, end.weight.shape[1]] not in shapes[end]:
+    for end in both:
+        if [num_rows, end.weight.shape[1]] not in stored[end]:
             raise InputError(
                 f"target.adapter={adapter}: was trained with {num_rows} tokens, the target has "
-                f"{ends[0].weight.shape[0]}, and its file lacks the rows of {names[end][1:-1]}; "
-                "save it with save_embedding_layers=True, or both ends among modules_to_save"
+                f"{both[0].weight.shape[0]}, and its file lacks the rows of {names[end][1:-1]}; "
+                "save it with save_embedding_layers=True, or embedding and output head among "
+                "modules_to_save"
             )
     model.resize_token_embeddings(num_rows, mean_resizing=False)
 
 
 @torch.no_grad()
-def _logits(model: Any, whole: Any) -> Tensor:
+def _probe(model: Any, whole: Any) -> Tensor:
+    """Logits of a model after some token ids of the whole vocabulary."""
     weight = whole.get_input_embeddings().weight
     ids = torch.linspace(0, weight.shape[0] - 1, NUM_PROBED).long()[None].to(weight.device)
     return model(input_ids=ids, use_cache=False).logits.float()
@@ -236,61 +222,59 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= 0.01 * float(one.abs().max())
 
 
-def _fold_ends(model: Any) -> None:
-    """Puts plain modules, with an adapter's change in their weights, in the place of both ends."""
-    named = {id(each): name for name, each in model.named_modules()}
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    tied = _weight(ends[0]) is _weight(ends[1])
+def _fold_embedding_and_head(model: Any) -> None:
+    """Puts plain modules, with an adapter's change in their weights, in place of both modules."""
+    names = {id(module): name for name, module in model.named_modules()}
+    both = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = _weight(both[0]) is _weight(both[1])
     folded = False
-    for end in ends:
-        if not hasattr(end, "base_layer") and not hasattr(end, "original_module"):
+    for module in both:
+        if not hasattr(module, "base_layer") and not hasattr(module, "original_module"):
             continue
         if tied:
-            base = end.base_layer if hasattr(end, "base_layer") else end.original_module
+            base = module.base_layer if hasattr(module, "base_layer") else module.original_module
             base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-        parent, _, name = named[id(end)].rpartition(".")
-        setattr(model.get_submodule(parent), name, _merged(end))
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            plain = module.unload_and_optionally_merge_module(
+                merge=True, safe_merge=True, adapter_names=None
+            )
+        else:
+            module.merge(safe_merge=True)
+            plain = module.get_base_layer()
+        parent, _, name = names[id(module)].rpartition(".")
+        setattr(model.get_submodule(parent), name, plain)
         folded = True
     if tied and folded:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
 
 
-def _merged(end: Any) -> nn.Module:
-    if hasattr(end, "unload_and_optionally_merge_module"):
-        return end.unload_and_optionally_merge_module(
-            merge=True, safe_merge=True, adapter_names=None
-        )
-    end.merge(safe_merge=True)
-    return end.get_base_layer()
-
-
-def _weight(end: Any) -> Any:
-    while not isinstance(end, nn.Embedding | nn.Linear):
-        inner = getattr(end, "base_layer", getattr(end, "original_module", None))
+def _weight(module: Any) -> Any:
+    while not isinstance(module, nn.Embedding | nn.Linear):
+        inner = getattr(module, "base_layer", getattr(module, "original_module", None))
         if inner is None:
             break
-        end = inner
-    return end.weight
+        module = inner
+    return module.weight
 
 
 def _check_keys(adapted: Any, adapter: str) -> None:
-    """Refuses an adapter that lacks weights of the language model; says what has no place in it.
+    """Refuses an adapter that lacks weights of the language model; prints what has no place in it.
 
     Raises:
         InputError: what it lacks would be as it was drawn, which mostly changes nothing.
     """
     # peft's `from_pretrained` keeps what it finds here to itself, but for a warning.
-    found = adapted.load_adapter(adapter, adapted.active_adapter)
+    loaded = adapted.load_adapter(adapter, adapted.active_adapter)
     model = adapted.get_base_model()
     inside = {*decoder_of(model).modules(), model.get_output_embeddings()}
-    names = {name for name, each in adapted.named_modules() if each in inside}
+    names = {name for name, module in adapted.named_modules() if module in inside}
     weights = dict(adapted.named_parameters(remove_duplicate=False))
     # One that layers share lies in the file under one of its names.
-    there = {id(each) for name, each in weights.items() if name not in found.missing_keys}
+    there = {id(weight) for name, weight in weights.items() if name not in loaded.missing_keys}
     lacking = sorted(
         key
-        for key in found.missing_keys
+        for key in loaded.missing_keys
         if key.rpartition(".")[0] in names and id(weights.get(key)) not in there
     )
     if lacking:
@@ -298,7 +282,7 @@ def _check_keys(adapted: Any, adapter: str) -> None:
             f"target.adapter={adapter}: its file lacks weights for this model: {_some(lacking)}; "
             "name the model that it was trained on"
         )
-    left = sorted(found.unexpected_keys)
+    left = sorted(loaded.unexpected_keys)
     if left:
         print(  # noqa: T201
             f"target.adapter={adapter}: left out, as the language model has no place for them: "

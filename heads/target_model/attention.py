@@ -1,11 +1,12 @@
-"""Attention as a transformers model asks for it, without a mask; here of packed documents.
+"""Attention without masks: a transformers model asks for it, the pass that is running answers.
 
-While a pass is `under_way`, every attention layer of a model calls `attend`, which asks the pass.
-Documents are on a GPU one call of PyTorch's flash kernel; elsewhere, and for what the kernel does
-not know, they take their turns.
+While a pass is `running`, every attention layer of a model calls `attend`, which asks the pass who
+sees whom. A `DocumentPass` reads packed documents: on a GPU by one call of PyTorch's flash kernel;
+elsewhere, and for what the kernel does not know, one document after another. A `CachedPass` runs
+draft trees, and tokens that are sure, behind the tokens in a cache.
 
-Letters: B sequences, T tokens of one, S = B * T tokens, n queries, Q heads, K key-value heads, d
-head size.
+Letters: B sequences or texts, T tokens of one, S tokens of all documents or slots of a cache, n new
+tokens or queries, the last of P pending ones, Q heads, K key-value heads, d head size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,120 @@ NAME = "documents"
 FLASH = "PyTorch's flash kernel for documents"
 FUSED = "scaled_dot_product_attention, document by document"
 PLAIN = "plain torch in chunks of documents, for its soft caps or sinks"
+LONG = 1024
+"""Slots beyond which drafts attend to the text apart: that takes some launches more a layer."""
 
 # What attention layers hand on beside the features that `attend` knows. Targets are in eval mode.
 WITHOUT_EFFECT = {"position_ids", "cache_position", "dropout", "use_cache"}
+
+
+class AttentionPass(Protocol):
+    """A pass of a model whose attention layers need no mask, as it knows who sees whom.
+
+    Attributes:
+        config: of the model; None leaves attention to masks.
+    """
+
+    config: Any
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
+        """[B, n, Q, d] of queries [B, Q, n, d] of a layer, and all its keys and values."""
+        ...
+
+
+_RUNNING: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
+_TRACED: list[AttentionPass] = []
+
+
+def current_pass() -> AttentionPass | None:
+    """The pass that is running."""
+    if _TRACED:
+        return _TRACED[-1]
+    return None if torch.compiler.is_compiling() else _RUNNING.get()
+
+
+@contextmanager
+def running(attention_pass: AttentionPass) -> Iterator[None]:
+    """Inside, layers go by a pass, and where attention does, no model builds a mask."""
+    token = _RUNNING.set(attention_pass)
+    try:
+        with without_masks(attention_pass.config):
+            yield
+    finally:
+        _RUNNING.reset(token)
+
+
+@contextmanager
+def without_masks(config: Any) -> Iterator[None]:
+    """Inside, a model of this config builds no mask; None changes nothing."""
+    if config is None:
+        yield
+        return
+    usual = config._attn_implementation
+    # A name for which transformers knows no mask makes it build none.
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+@contextmanager
+def running_traced(attention_pass: AttentionPass) -> Iterator[None]:
+    """`running` in what is compiled, where ContextVars are not known; see `without_masks`."""
+    _TRACED.append(attention_pass)
+    try:
+        yield
+    finally:
+        _TRACED.pop()
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    **features: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of a layer, by the pass that is running.
+
+    Args:
+        module: the layer.
+        query: [B, Q, T, d].
+        key: [B, K, T, d].
+        value: [B, K, T, d].
+        attention_mask: None.
+        features: `scaling`, `sliding_window`, `softcap` and `s_aux`, and what has no effect.
+
+    Returns:
+        [B, T, Q, d], and no weights.
+
+    Raises:
+        NotImplementedError: a layer that wants more than this.
+    """
+    scores = Scores(
+        window=features.pop("sliding_window", None),
+        scale=features.pop("scaling", None),
+        cap=features.pop("softcap", None),
+        sinks=features.pop("s_aux", None),
+    )
+    is_causal = features.pop("is_causal", None)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    unknown = [
+        name
+        for name, value in (("attention_mask", attention_mask), *features.items())
+        if value is not None and value is not False and name not in WITHOUT_EFFECT
+    ]
+    if unknown or not is_causal:
+        raise NotImplementedError(
+            f"{type(module).__name__} attends with {sorted(unknown)}, is_causal={is_causal}"
+        )
+    now = current_pass()
+    assert now is not None
+    return now.attend(getattr(module, "layer_idx", None), query, key, value, scores), None
+
+
+AttentionInterface.register(NAME, attend)
 
 
 class DocumentPass:
@@ -44,7 +156,7 @@ class DocumentPass:
     Attributes:
         documents: of its tokens.
         calls: window and kernel of each attention layer, in their order.
-        runs: what recurrent layers made of the documents for a device, see `recurrent.py`.
+        runs: the runs of documents on a device, which recurrent layers make, see `recurrent.py`.
     """
 
     def __init__(
@@ -59,15 +171,15 @@ class DocumentPass:
         """The documents for a layer on a device; a chunk is a document of its own."""
         chunk = None if layer is None else self.chunks.get(layer)
         if (device, chunk) not in self._placed:
-            found = self.documents if chunk is None else self.documents.cut(chunk)
-            self._placed[device, chunk] = found.on(device)
+            documents = self.documents if chunk is None else self.documents.cut(chunk)
+            self._placed[device, chunk] = documents.on(device)
         return self._placed[device, chunk]
 
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """See `Pass`."""
-        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+        """See `AttentionPass`."""
+        q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
         kernel = _kernel(q, v, scores)
         documents = self.on(query.device, layer)
         self.calls.append((scores.window, kernel))
@@ -78,6 +190,13 @@ class DocumentPass:
         else:
             output, _ = flash(q, k, v, documents, scores.window, scores.scale)
         return output.unflatten(0, (len(query), -1))
+
+
+def _kernel(query: Tensor, values: Tensor, scores: Scores) -> str:
+    same = query.shape[-1] == values.shape[-1]
+    if scores.cap is None and same and fits_flash(query):
+        return FLASH
+    return FUSED if scores.plain else PLAIN
 
 
 class SinkFlash(torch.autograd.Function):
@@ -111,125 +230,6 @@ class SinkFlash(torch.autograd.Function):
         return None, None, *of_text, of_sinks.to(sinks.dtype)
 
 
-class Pass(Protocol):
-    """A pass of a model whose attention layers need no mask, as it knows who sees whom.
-
-    Attributes:
-        config: of the model; None leaves attention to masks.
-    """
-
-    config: Any
-
-    def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
-    ) -> Tensor:
-        """[B, n, Q, d] of queries [B, Q, n, d] of a layer, and all its keys and values."""
-        ...
-
-
-_PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
-_TRACED: list[Pass] = []
-
-
-def current() -> Pass | None:
-    """The pass that is under way."""
-    if _TRACED:
-        return _TRACED[-1]
-    return None if torch.compiler.is_compiling() else _PASS.get()
-
-
-@contextmanager
-def under_way(found: Pass) -> Iterator[None]:
-    """Inside, layers go by a pass, and where attention does, no model builds a mask."""
-    token = _PASS.set(found)
-    try:
-        with without_masks(found.config):
-            yield
-    finally:
-        _PASS.reset(token)
-
-
-@contextmanager
-def without_masks(config: Any) -> Iterator[None]:
-    """Inside, a model of this config builds no mask; None changes nothing."""
-    if config is None:
-        yield
-        return
-    usual = config._attn_implementation
-    # A name for which transformers knows no mask makes it build none.
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
-
-
-@contextmanager
-def under_way_traced(found: Pass) -> Iterator[None]:
-    """`under_way` in what is compiled, where ContextVars are not known; see `without_masks`."""
-    _TRACED.append(found)
-    try:
-        yield
-    finally:
-        _TRACED.pop()
-
-
-def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    **features: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What an attention layer calls.
-
-    Args:
-        module: the layer.
-        query: [B, Q, T, d].
-        key: [B, K, T, d].
-        value: [B, K, T, d].
-        attention_mask: None.
-        features: `scaling`, `sliding_window`, `softcap` and `s_aux`, and what has no effect.
-
-    Returns:
-        [B, T, Q, d], and no weights.
-
-    Raises:
-        NotImplementedError: a layer that wants more than this.
-    """
-    known = features.pop
-    scores = Scores(
-        known("sliding_window", None), known("scaling", None), known("softcap", None),
-        known("s_aux", None),
-    )  # fmt: skip
-    _check_known(module, attention_mask, features)
-    found = current()
-    assert found is not None
-    return found.attend(getattr(module, "layer_idx", None), query, key, value, scores), None
-
-
-AttentionInterface.register(NAME, attend)
-
-
-def _check_known(module: Any, mask: Tensor | None, features: dict[str, Any]) -> None:
-    causal = features.pop("is_causal", None)
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    unknown = [
-        name
-        for name, value in (("attention_mask", mask), *features.items())
-        if value is not None and value is not False and name not in WITHOUT_EFFECT
-    ]
-    if unknown or not causal:
-        raise NotImplementedError(
-            f"{type(module).__name__} attends with {sorted(unknown)}, is_causal={causal}"
-        )
-
-
-def _kernel(query: Tensor, values: Tensor, scores: Scores) -> str:
-    same = query.shape[-1] == values.shape[-1]
-    if scores.cap is None and same and fits_flash(query):
-        return FLASH
-    return FUSED if scores.plain else PLAIN
-
-
 def dense(documents: Documents, num_sequences: int) -> Tensor:
     """[B, T, T] bool, whom each token sees: for models that know masks alone."""
     bounds = documents.bounds
@@ -256,17 +256,13 @@ def by_document(
         [S, Q, d], d of the values.
     """
     lengths = list(documents.lengths)
-    rows = (each.transpose(0, 1).unsqueeze(0).split(lengths, 2) for each in (query, keys, values))
-    found = torch.cat([causal(q, k, v, scores) for q, k, v in zip(*rows, strict=True)], dim=2)
-    return found.squeeze(0).transpose(0, 1)
-
-
-LONG = 1024
-"""Slots beyond which drafts attend to the text apart: that takes some launches more a layer."""
+    rows = (heads.transpose(0, 1)[None].split(lengths, 2) for heads in (query, keys, values))
+    parts = [causal(q, k, v, scores) for q, k, v in zip(*rows, strict=True)]
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
 
 
 class CachedPass:
-    """A pass over new tokens, for layers that attend without masks of transformers' making.
+    """A pass over new tokens behind a cache, for layers that attend without transformers' masks.
 
     Tokens that are sure, in texts of which as much is committed, need no mask at all.
 
@@ -305,26 +301,39 @@ class CachedPass:
         """[B, n] int64, of the new tokens."""
         return self.slots.committed + self.depths[:, -self.num_new :]
 
+    @property
+    def key_positions(self) -> Tensor:
+        """[B, S] int64, of the tokens in the slots."""
+        return self.slots.positions(self.depths, self.cache.width)
+
+    @property
+    def allowed(self) -> Tensor:
+        """[B, n, S] bool, where new tokens may look."""
+        mask = self.mask
+        if mask is None:
+            mask = (self.depths.mT >= self.depths).unsqueeze(0)
+        return self.slots.attention_mask(mask, self.cache.width)
+
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """See `heads.target_model.attention.Pass`; keys and values are those of all slots."""
+        """See `AttentionPass`; keys and values are those of all slots."""
         chunk = None if layer is None else self.chunks.get(layer)
         # Compiled, masks cost no launches, and slots are as many in every pass.
         if chunk is None and not torch.compiler.is_compiling():
-            found = self._by_slots(query, key, value, scores)
-            if found is not None:
-                return found
+            output = self._by_slots(query, key, value, scores)
+            if output is not None:
+                return output
             reach = (scores.window or self.cache.width) + self.depths.shape[1]
             if self.mask is not None and query.is_cuda and reach < self.cache.width:
                 return self._within(query, key, value, scores)
         if self.mask is None and isinstance(self.cache.to, int):
             end = self.cache.to + self.num_new
             return causal(query, key[:, :, :end], value[:, :, :end], scores, chunk).transpose(1, 2)
-        key_of_mask = (scores.window, chunk, query.shape[1] // key.shape[1], query.device)
-        if key_of_mask not in self._masks:
-            self._masks[key_of_mask] = self._mask(*key_of_mask, query.dtype)
-        return masked(query, key, value, self._masks[key_of_mask], scores).transpose(1, 2)
+        mask_key = (scores.window, chunk, query.shape[1] // key.shape[1], query.device)
+        if mask_key not in self._masks:
+            self._masks[mask_key] = self._mask(*mask_key, query.dtype)
+        return masked(query, key, value, self._masks[mask_key], scores).transpose(1, 2)
 
     def _by_slots(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor | None:
         """`attend` without a mask over the text; None where the kernel does not do it."""
@@ -345,18 +354,18 @@ class CachedPass:
 
     def _within(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """`attend` of draft tokens in a sliding layer, over the slots that they reach to."""
-        key_of_near = (scores.window, query.shape[1] // key.shape[1], query.device)
-        if key_of_near not in self._near:
+        near_key = (scores.window, query.shape[1] // key.shape[1], query.device)
+        if near_key not in self._near:
             assert scores.window is not None
-            self._near[key_of_near] = self._reached(scores.window, *key_of_near[1:], query.dtype)
-        texts, slots, mask = self._near[key_of_near]
-        key, value = (each[texts, :, slots].transpose(1, 2) for each in (key, value))
+            self._near[near_key] = self._reached(scores.window, *near_key[1:], query.dtype)
+        texts, slots, mask = self._near[near_key]
+        key, value = (states[texts, :, slots].transpose(1, 2) for states in (key, value))
         return masked(query, key, value, mask, scores).transpose(1, 2)
 
     def _reached(
         self, window: int, groups: int, device: Any, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [B, 1], slots [B, window - 1 + P] and what `masked` takes for them."""
+        """Texts [B, 1], slots [B, window - 1 + P] and the mask that `masked` takes for them."""
         assert self.mask is not None
         committed, num_pending = self.slots.committed, self.depths.shape[1]
         places = torch.arange(1 - window, num_pending, device=self.slots.device)
@@ -371,7 +380,7 @@ class CachedPass:
     def _mask(
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
-        """What `masked` takes; None where a single token sees everything there is."""
+        """The mask that `masked` takes; None where a single token sees everything there is."""
         full = self.cache.even and self.slots.width(self.depths.shape[1]) == self.cache.width
         whole = full and window is None and chunk is None
         if whole and self.depths.shape[1] == 1:
@@ -384,16 +393,3 @@ class CachedPass:
         if window is not None or chunk is not None:
             allowed = within(allowed, self.positions, self.key_positions, window, chunk)
         return folded_mask(allowed.to(device), groups, dtype)
-
-    @property
-    def allowed(self) -> Tensor:
-        """[B, n, S] bool, where new tokens may look."""
-        mask = self.mask
-        if mask is None:
-            mask = (self.depths.mT >= self.depths).unsqueeze(0)
-        return self.slots.attention_mask(mask, self.cache.width)
-
-    @property
-    def key_positions(self) -> Tensor:
-        """[B, S] int64, of what is in the slots."""
-        return self.slots.positions(self.depths, self.cache.width)

@@ -1,8 +1,11 @@
-"""The decoder of any architecture, and how it is called."""
+"""The decoder of any architecture: how it is called, and its layers, found by what they are.
+
+Letters: B sequences, T tokens, D hidden, n streams of a residual.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache as cached_result
 from inspect import signature
 from typing import Any
 
@@ -42,11 +45,11 @@ def call_decoder(
         decoder: a transformers model without its output head.
         input_ids: [B, n] int64.
         position_ids: [B, n] int64.
-        masks: additive, by kind of layer where there are several.
+        masks: additive, by type of layer where there are several.
         cache: of keys, values and states.
     """
-    kind: Any = type(getattr(decoder, "_orig_mod", decoder))
-    known = _arguments(kind)
+    model_class: Any = type(getattr(decoder, "_orig_mod", decoder))
+    known = _arguments(model_class)
     given = {"position_ids": position_ids, "attention_mask": masks}
     # State spaces have no positions and no masks, and call their cache by another name.
     name = "past_key_values" if "past_key_values" in known else "cache_params"
@@ -54,9 +57,9 @@ def call_decoder(
     return decoder(input_ids=input_ids, use_cache=cache is not None, **{name: cache}, **given)
 
 
-@cache
-def _arguments(kind: Any) -> frozenset[str]:
-    return frozenset(signature(kind.forward).parameters)
+@cached_result
+def _arguments(model_class: Any) -> frozenset[str]:
+    return frozenset(signature(model_class.forward).parameters)
 
 
 def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
@@ -73,22 +76,22 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList
     Raises:
         InputError: there is none, or more than one (XLM keeps attentions and MLPs apart).
     """
-    found = {
+    lists = {
         path: module
         for path, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == num_layers
         and all(len([*layer.children()]) for layer in module)
     }
-    outermost = min((path.count(".") for path in found), default=0)
-    found = {path: each for path, each in found.items() if path.count(".") == outermost}
-    if len(found) != 1:
+    outermost = min((path.count(".") for path in lists), default=0)
+    lists = {path: layers for path, layers in lists.items() if path.count(".") == outermost}
+    if len(lists) != 1:
         raise InputError(
-            f"target.path={name}: {type(decoder).__name__} has {sorted(found) or 'no list'} of "
+            f"target.path={name}: {type(decoder).__name__} has {sorted(lists) or 'no list'} of "
             f"{num_layers} layers where one list is needed, so no state between layers can be read "
             "and no layer left out; allowed: heads that read the last state alone (Medusa, EAGLE-1)"
         )
-    return next(iter(found.values()))
+    return next(iter(lists.values()))
 
 
 def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]) -> None:
@@ -131,8 +134,8 @@ def state_of(given: Any, active: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def num_handed(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
-    """How many values each layer gives: 0 where it is the state alone, and no tuple.
+def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
+    """The number of values that each layer gives: 0 where it is the state alone, and no tuple.
 
     Args:
         blocks: the decoder layers.
@@ -142,19 +145,19 @@ def num_handed(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list
     Raises:
         InputError: a layer reads more of another one than its state, so that none can be left out.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     beside: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        given = {id(each) for each in (*args, *kwargs.values())}
-        if given & {id(each) for each in beside}:
+        given = {id(value) for value in (*args, *kwargs.values())}
+        if given & {id(value) for value in beside}:
             raise InputError(
                 f"target.path={name}: {type(module).__name__} reads more of the layer before than "
                 "its state, so that none can be left out; allowed: methods that run all layers"
             )
         parts = output if isinstance(output, (tuple, list)) else ()
-        beside.extend(each for each in parts[1:] if isinstance(each, Tensor))
-        found.append(len(parts))
+        beside.extend(part for part in parts[1:] if isinstance(part, Tensor))
+        numbers.append(len(parts))
 
     handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
     try:
@@ -162,7 +165,7 @@ def num_handed(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return numbers
 
 
 @contextmanager
@@ -171,18 +174,17 @@ def skipped(block: Any, number: int) -> Iterator[None]:
 
     Args:
         block: the layer.
-        number: of values that it hands on, as `num_handed` gives it.
+        number: of values that it gives, see `num_outputs`.
     """
+
+    def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return (hidden_states, *[None] * (number - 1)) if number else hidden_states
+
     hooked = block.__dict__.get("forward")  # accelerate's, on a target over several devices
-    block.forward = partial(_hand_on, number)
+    block.forward = hand_on
     try:
         yield
     finally:
         del block.forward
         if hooked is not None:
             block.forward = hooked
-
-
-def _hand_on(number: int, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-    """What a layer that is left out gives in place of so many values, 0 for its state alone."""
-    return (hidden_states, *[None] * (number - 1)) if number else hidden_states

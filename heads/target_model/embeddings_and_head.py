@@ -1,7 +1,6 @@
-"""The two ends of a target, embedding and output head.
+"""The embedding and the output head of a target: all that training on stored hidden states needs.
 
-Training a head on stored hidden states needs no more of it. Letters: D hidden, V vocabulary, W
-some of its rows.
+Letters: D hidden, V vocabulary, N tokens, W ids that a head can draft.
 """
 
 from functools import cached_property
@@ -60,7 +59,7 @@ class EmbeddingsAndHead:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go and all that is given lies."""
+        """Device of inputs and of all results."""
         return self.embedding.weight.device
 
     @property
@@ -70,7 +69,7 @@ class EmbeddingsAndHead:
 
     @property
     def architectures(self) -> list[str]:
-        """What its `config.json` calls the class of the whole model, by which engines find it."""
+        """Class of the whole model by its `config.json`, by which serving engines find it."""
         return self._model_config.architectures or []
 
     @property
@@ -80,7 +79,7 @@ class EmbeddingsAndHead:
 
     @property
     def feature_size(self) -> int:
-        """Of hidden states between layers; another than D where the ends are projected."""
+        """Size of hidden states between layers; another than D where OPT-350m projects them."""
         return sizes.hidden_size(self.config)
 
     @property
@@ -95,12 +94,12 @@ class EmbeddingsAndHead:
 
     @property
     def head_is_quantized(self) -> bool:
-        """Whether the output head is no matrix of floats."""
+        """True where the output head is no matrix of floats."""
         return not self.output_head.weight.is_floating_point()
 
     @property
     def has_plain_head(self) -> bool:
-        """Whether the output head is one matrix of floats: not quantised, without a bias."""
+        """True where the output head is one matrix of floats: not quantised, without a bias."""
         return not self.head_is_quantized and getattr(self.output_head, "bias", None) is None
 
     @property
@@ -152,15 +151,14 @@ class EmbeddingsAndHead:
         return scaling_of(self._model_config)
 
     def save(self, folder: Path) -> None:
-        """Writes a folder that `load` reads, whole or not at all.
+        """Writes a folder that `load` takes, whole or not at all.
 
         Raises:
             InputError: the disk is full, or the output head is not one that can be kept.
         """
         head = self.output_head
-        if not all(
-            e.weight.is_floating_point() and not e.weight.is_meta for e in (self.embedding, head)
-        ):
+        weights = self.embedding.weight, head.weight
+        if not all(weight.is_floating_point() and not weight.is_meta for weight in weights):
             raise InputError(
                 f"target.path={self.name}: its embedding or output head is quantised or offloaded, "
                 "and training without the target needs the weights as they are: name the model "
@@ -172,7 +170,7 @@ class EmbeddingsAndHead:
             tensors[HEAD] = head.weight
         if getattr(head, "bias", None) is not None:
             tensors[BIAS] = head.bias
-        tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
         def fill(staging: Path) -> None:
             save_file(tensors, staging / WEIGHTS, metadata={"target": self.name})
@@ -183,16 +181,17 @@ class EmbeddingsAndHead:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "EmbeddingsAndHead":
-        """The ends of a target that `save` wrote.
+        """The embedding and output head that `save` wrote.
 
         Args:
-            folder: its own.
+            folder: of `save`.
             device: where they go.
 
         Raises:
             InputError: a file is missing or damaged.
         """
-        tensors = {name: each.to(device) for name, each in load_tensors(folder / WEIGHTS).items()}
+        stored = load_tensors(folder / WEIGHTS)
+        tensors = {name: tensor.to(device) for name, tensor in stored.items()}
         try:
             with safe_open(folder / WEIGHTS, "pt") as file:
                 name = file.metadata()["target"]
@@ -200,13 +199,15 @@ class EmbeddingsAndHead:
             generation = GenerationConfig.from_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"{folder}: cannot load the target's ends: {error}") from error
+            raise InputError(
+                f"{folder}: cannot load the target's embedding and output head: {error}"
+            ) from error
         embedding = nn.Embedding.from_pretrained(tensors[EMBEDDING])
         output_head = _linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
         return cls(config, embedding, output_head, generation, tokenizer, name)
 
 
-def beside(embedding: Any, output_head: Any) -> Any:
+def on_embedding_device(embedding: Any, output_head: Any) -> Any:
     """An output head on the embedding's device: itself, or a frozen copy if it lies elsewhere.
 
     One that is not of plain numbers in memory, but quantised, adapted or offloaded, stays where
@@ -221,7 +222,7 @@ def beside(embedding: Any, output_head: Any) -> Any:
 
 
 def _emitting(output_head: Any, config: Any) -> Any:
-    """Without the rows that pad a vocabulary, which Inkling's model takes out of its logits."""
+    """An output head without rows that pad a vocabulary, which Inkling takes out of its logits."""
     size = getattr(config, "unpadded_vocab_size", None)
     if not size or size >= len(output_head.weight):
         return output_head
@@ -241,12 +242,12 @@ ROWS_PER_CHUNK = 8192
 
 
 def embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, H] rows of an embedding as an engine that runs in `dtype` holds them."""
+    """[N, D] rows of an embedding on the CPU, as a serving engine that runs in `dtype` has them."""
     return weight.detach()[token_ids.to(weight.device)].to("cpu", dtype)
 
 
 def output_rows(target: EmbeddingsAndHead, dtype: torch.dtype) -> Tensor:
-    """[V, F] of the target's output head.
+    """[V, D] rows of the target's output head on the CPU.
 
     Its scalings stay out: they change no greedy draft, and engines leave them out of drafts.
 
@@ -262,6 +263,6 @@ def output_rows(target: EmbeddingsAndHead, dtype: torch.dtype) -> Tensor:
 
 
 def projected(outputs: Tensor, weight: Tensor) -> Tensor:
-    """[..., W] float32 of outputs [..., H] by a weight [W, H] of any dtype."""
+    """[..., W] float32 of outputs [..., D] by a weight [W, D] of any dtype."""
     parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
     return torch.cat(parts, dim=-1)

@@ -1,8 +1,15 @@
-"""Attention as layers of any architecture want it, never with a tensor of tokens by tokens.
+"""Kernels of attention for any architecture, never with a tensor of tokens by tokens.
 
 Grouped heads are never copied: the queries of those that share keys are rows of one head.
 
-Letters: B texts, n queries, m keys, Q heads, K key-value heads, d head size.
+`SlotTexts` is PyTorch's flash kernel over texts in the slots of a cache, whose lengths the device
+alone knows: tensors tell where a text begins and how many of its slots hold tokens. So no pass
+needs a mask for slots that are not written yet, a captured one neither, and keys are read where
+they lie. Source: PyTorch, `flash_attn/flash_api.cpp`, `mha_varlen_fwd`; it has `seqused_k` since
+2.7.
+
+Letters: B texts, n queries of one, the last of P pending tokens, m keys or slots, Q heads, K
+key-value heads, d head size.
 """
 
 from collections.abc import Callable
@@ -33,14 +40,14 @@ def choose_kernels(device: torch.device) -> None:
 
 
 def kernel_notice(device: torch.device) -> list[str]:
-    """What a command says of it at its start."""
+    """The lines that a command prints of `choose_kernels` at its start."""
     if device.type != "cuda":
         return []
     return ["attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off"]
 
 
 class Scores(NamedTuple):
-    """How a layer scores keys, and which.
+    """The scores of a layer: of which keys, and by what rule.
 
     Attributes:
         window: tokens that a query sees, its own included; None for all before it.
@@ -56,14 +63,14 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether softmax over them is all there is."""
+        """True where softmax over the scores is all there is."""
         return self.cap is None and self.sinks is None
 
 
 def causal(
     query: Tensor, keys: Tensor, values: Tensor, scores: Scores, chunk: int | None = None
 ) -> Tensor:
-    """Of the last tokens of texts, each of which sees what comes before it, and itself.
+    """Attention of the last tokens of texts, each of which sees the tokens before it and itself.
 
     Args:
         query: [B, Q, n, d], of the last n tokens.
@@ -85,7 +92,7 @@ def causal(
         if query.device.type == "cpu" and not torch.is_grad_enabled():
             return _joined(query, keys, values, scores)
     rows = max(1, min(LONGEST_CHUNK, CHUNK_BYTES // (4 * num_texts * num_heads * window)))
-    found = []
+    parts = []
     for start in range(length - num_queries, length, rows):
         end, first = min(start + rows, length), max(0, start - window + 1)
         if chunk is not None:
@@ -93,14 +100,14 @@ def causal(
         mask = _mask(range(start, end), range(first, end), window, chunk or length, query.device)
         own = query[:, :, start - length + num_queries : end - length + num_queries]
         seen = keys[:, :, first:end], values[:, :, first:end]
-        found.append(_by_mask(own, *seen, mask, scores))
-    return torch.cat(found, dim=2)
+        parts.append(_by_mask(own, *seen, mask, scores))
+    return torch.cat(parts, dim=2)
 
 
 def masked(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """Of queries that each see some keys, or all.
+    """Attention of queries that each see some keys, or all.
 
     Args:
         query: [B, Q, n, d].
@@ -114,16 +121,14 @@ def masked(
     """
     rows = _folded(query, keys)
     if scores.plain:
-        output = scaled_dot_product_attention(
-            rows, keys, values, attn_mask=mask, scale=scores.scale
-        )
+        output = scaled_dot_product_attention(rows, keys, values, mask, scale=scores.scale)
     else:
         output = _scored(rows, keys, values, mask, scores)
     return output.reshape(*query.shape[:3], -1)
 
 
 def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """What `masked` takes, of [B or 1, n, m] bool: where a query may look."""
+    """The mask that `masked` takes, of [B or 1, n, m] bool: where a query may look."""
     num_rows, num_queries, num_keys = allowed.shape
     # Made at once in its full size: behind a long text a copy would be most of a pass's memory.
     # A row that does not begin where CUDA's kernel may read it is copied in each layer.
@@ -146,7 +151,7 @@ def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
     rows = _folded(query, keys)
     before, norm = flash(rows, keys[:, :, :start], values[:, :, :start], scale=scores.scale)
     groups = query.shape[1] // keys.shape[1]
-    own = (each[:, :, start:].repeat_interleave(groups, 1) for each in (keys, values))
+    own = (states[:, :, start:].repeat_interleave(groups, 1) for states in (keys, values))
     behind, own_norm = flash(query, *own, is_causal=True, scale=scores.scale)
     share = torch.sigmoid(norm.reshape_as(own_norm) - own_norm).unsqueeze(-1).to(behind.dtype)
     return torch.lerp(behind, before.reshape_as(behind), share)
@@ -154,14 +159,14 @@ def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
 
 def _mask(queries: range, keys: range, window: int, chunk: int, device: torch.device) -> Tensor:
     """[n, m] bool, whom each query sees."""
-    places = [torch.arange(each.start, each.stop, device=device) for each in (queries, keys)]
-    distance = places[0].unsqueeze(1) - places[1]
-    same = places[0].unsqueeze(1) // chunk == places[1] // chunk
+    at = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+    key_at = torch.arange(keys.start, keys.stop, device=device)
+    distance, same = at - key_at, at // chunk == key_at // chunk
     return (distance >= 0) & (distance < window) & same
 
 
 def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Of a part of the queries, by a mask [n, m] bool."""
+    """`masked` for a part of the queries, by a mask [n, m] bool."""
 
     def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         groups = query.shape[1] // keys.shape[1]
@@ -170,8 +175,10 @@ def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: 
     if scores.plain or not torch.is_grad_enabled():
         return run(query, keys, values)
     # Kept for a gradient, the scores of all parts together would be tokens by tokens.
-    found: Any = checkpoint(run, query, keys, values, use_reentrant=False, preserve_rng_state=False)
-    return found
+    output: Any = checkpoint(
+        run, query, keys, values, use_reentrant=False, preserve_rng_state=False
+    )
+    return output
 
 
 def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
@@ -179,7 +186,7 @@ def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tenso
     groups = query.shape[1] // keys.shape[1]
     if query.is_cuda and groups > 1:
         # There grouped heads in float32 have no kernel that writes no scores.
-        keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
+        keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
         groups = 1
     return scaled_dot_product_attention(
         query, keys, values, is_causal=True, scale=scores.scale, enable_gqa=groups > 1
@@ -189,24 +196,24 @@ def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tenso
 def _scored(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """The same of folded queries with soft caps and sinks, as transformers computes them."""
-    found = rows @ keys.mT
-    found = found * (rows.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    """`masked` for folded queries with soft caps and sinks, as transformers computes them."""
+    logits = rows @ keys.mT
+    logits = logits * (rows.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
-        found = torch.tanh(found / scores.cap) * scores.cap
+        logits = torch.tanh(logits / scores.cap) * scores.cap
     if mask is not None:
-        found = found + mask
+        logits = logits + mask
     if scores.sinks is not None:
         groups = scores.sinks.shape[0] // keys.shape[1]
-        sinks = scores.sinks.to(found.dtype).view(1, -1, groups, 1)
-        sinks = sinks.expand(len(found), -1, -1, found.shape[2] // groups).flatten(2)
-        found = torch.cat([found, sinks.unsqueeze(-1)], dim=-1)
-    weights = found.softmax(-1, dtype=torch.float32).to(rows.dtype)[..., : keys.shape[2]]
+        sinks = scores.sinks.to(logits.dtype).view(1, -1, groups, 1)
+        sinks = sinks.expand(len(logits), -1, -1, logits.shape[2] // groups).flatten(2)
+        logits = torch.cat([logits, sinks.unsqueeze(-1)], dim=-1)
+    weights = logits.softmax(-1, dtype=torch.float32).to(rows.dtype)[..., : keys.shape[2]]
     return weights @ values
 
 
 def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> bool:
-    """Whether the kernel takes queries [B, Q, n, d] and texts [B, K, m, d] as they lie."""
+    """True where the kernel takes queries [B, Q, n, d] and texts [B, K, m, d] as they lie."""
     same = query.shape[-1] == values.shape[-1]
     if scores.cap is not None or not (same and fits_flash(query)):
         return False
@@ -233,7 +240,7 @@ class SlotTexts:
     def in_order(
         self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
     ) -> Tensor:
-        """Of tokens each of which sees all that comes before it.
+        """Attention of tokens each of which sees all that comes before it.
 
         A token alone is to the kernel as many of one head as share its keys, and keys are divided
         among blocks.
@@ -250,15 +257,15 @@ class SlotTexts:
         """
         text, used = (keys, values), self._seen(self.num_pending)
         left = -1 if window is None else window - 1
-        found, norm = self._flash(query.transpose(1, 2), text, used, scores.scale, (True, left))
+        output, norm = self._flash(query.transpose(1, 2), text, used, scores.scale, (True, left))
         if scores.sinks is None:
-            return found
-        return _sunk(found, norm.t().unflatten(0, found.shape[:2]), scores.sinks)
+            return output
+        return _sunk(output, norm.t().unflatten(0, output.shape[:2]), scores.sinks)
 
     def joined(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-        """Of draft tokens, each of which sees all that is committed, and pending ones by the mask.
+        """Attention of draft tokens to all that is committed, and to pending tokens by the mask.
 
-        Over the text they are heads of one token, so that keys are divided among blocks.
+        Over the text draft tokens are heads of one token, so that keys are divided among blocks.
         Arguments and result are those of `in_order`.
         """
         rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
@@ -267,11 +274,11 @@ class SlotTexts:
         own, own_norm = self._own(rows, text, scores.scale)
         norm = norm.t().unflatten(1, rows.shape[1:3])
         share = torch.sigmoid(norm - own_norm).unsqueeze(-1).to(own.dtype)
-        found = torch.lerp(own, before.view_as(rows), share)
+        output = torch.lerp(own, before.view_as(rows), share)
         if scores.sinks is not None:
             sinks = scores.sinks.view(keys.shape[1], -1, 1).expand(-1, -1, query.shape[2])
-            found = _sunk(found, torch.logaddexp(norm, own_norm), sinks.flatten(1))
-        return found.reshape(query.shape).transpose(1, 2)
+            output = _sunk(output, torch.logaddexp(norm, own_norm), sinks.flatten(1))
+        return output.reshape(query.shape).transpose(1, 2)
 
     def _flash(
         self, query: Tensor, text: tuple[Tensor, Tensor], used: Tensor, scale: float | None,
@@ -283,32 +290,32 @@ class SlotTexts:
         """
         num_texts, num_queries = query.shape[:2]
         begins = self._begin(num_queries), self._begin(_step(text[0]))
-        found, log_norm, *_ = torch.ops.aten._flash_attention_forward(
+        output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
             query.flatten(0, 1), *map(_rows, text), *begins, num_queries, text[0].shape[2],
             0.0, causal[0], False,
             # To the right nobody sees: told so here, the kernel would not divide keys.
             scale=scale, window_size_left=causal[1], window_size_right=-1, seqused_k=used,
         )  # fmt: skip
-        return found.unflatten(0, (num_texts, num_queries)), log_norm
+        return output.unflatten(0, (num_texts, num_queries)), log_norm
 
     def _own(
         self, rows: Tensor, text: tuple[Tensor, Tensor], scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Of rows [B, K, Q / K * n, d] over the pending tokens, and logsumexp [B, K, Q / K * n]."""
+        """Output of rows [B, K, Q / K * n, d] over pending tokens, logsumexp [B, K, Q / K * n]."""
         num_texts, num_heads, num_rows, _ = rows.shape
-        keys, values = (each[self._places].transpose(1, 2) for each in text)
-        found, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        keys, values = (states[self._places].transpose(1, 2) for states in text)
+        output, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             rows, keys, values, self._bias(rows).expand(num_texts, num_heads, -1, -1), True,
             scale=scale,
         )  # fmt: skip
-        return found, log_norm[..., :num_rows]
+        return output, log_norm[..., :num_rows]
 
     @cached_property
     def _places(self) -> tuple[Tensor, slice, Tensor]:
-        """Where pending tokens stand in [B, K, m, d]."""
-        device, num_texts = self.committed.device, len(self.committed)
+        """The index of pending tokens in [B, K, m, d]."""
+        device = self.committed.device
         pending = torch.arange(self.num_pending, device=device)
-        texts = torch.arange(num_texts, device=device).unsqueeze(1)
+        texts = torch.arange(len(self.committed), device=device).unsqueeze(1)
         return texts, slice(None), self.committed.unsqueeze(1) + pending
 
     def _bias(self, rows: Tensor) -> Tensor:
@@ -333,9 +340,9 @@ class SlotTexts:
         return self._begins[step]
 
 
-def _sunk(found: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
+def _sunk(output: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
     """Output [..., d] with a key more under its softmax, without a value and of scores `sinks`."""
-    return found * torch.sigmoid(log_norm - sinks).unsqueeze(-1).to(found.dtype)
+    return output * torch.sigmoid(log_norm - sinks).unsqueeze(-1).to(output.dtype)
 
 
 def _step(states: Tensor) -> int:

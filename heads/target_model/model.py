@@ -1,6 +1,7 @@
-"""The frozen target: hidden-state taps and masks.
+"""The frozen target: its passes over documents, prompts and drafts, and the states that they tap.
 
-Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, D hidden, V vocab.
+Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, n new tokens, the last of
+P pending ones, D hidden, V vocab.
 """
 
 import warnings
@@ -9,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +23,31 @@ from heads.layers.documents import Documents
 from heads.target_model.attention import (
     CachedPass,
     DocumentPass,
-    current,
+    current_pass,
     dense,
-    under_way,
-    under_way_traced,
+    running,
+    running_traced,
     without_masks,
 )
 from heads.target_model.attention_pattern import AttentionPattern, Masks
 from heads.target_model.decoder import (
-    EVERY_WAY,
     call_decoder,
     decoder_of,
     find_blocks,
-    num_handed,
+    num_outputs,
     skipped,
     tap,
 )
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead, beside
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead, on_embedding_device
 from heads.target_model.positions import LongRope, scale_by_position
 from heads.target_model.recurrent import MIXERS, wrap_mixers
+
+MOST_GRAPHS = 64  # of one target
 
 
 @dataclass(frozen=True)
 class Taps:
-    """What a draft head reads of the target.
+    """Hidden states of the target that a draft head takes.
 
     Layer indices follow `output_hidden_states`: 0 is what the first decoder layer reads, i the
     output of layer i - 1, before the final norm. Exporters translate to each engine's convention.
@@ -68,12 +70,12 @@ class TargetOutput:
 
     def at(self, tokens: Tensor) -> "TargetOutput":
         """The states [B, n, D] of some tokens, [B, n] int64."""
-        places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        return self._each(lambda states: states[places, tokens])
+        texts = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        return self._map(lambda states: states[texts, tokens])
 
     def rows(self, texts: Tensor) -> "TargetOutput":
         """The states [b, Q, D] of some texts, [b] int64."""
-        return self._each(lambda states: states[texts])
+        return self._map(lambda states: states[texts])
 
     def put(self, row: int, other: "TargetOutput") -> None:
         """Begins a row with the states [1, 1, D] of another text."""
@@ -99,9 +101,9 @@ class TargetOutput:
 
     def to(self, device: torch.device) -> "TargetOutput":
         """The same on a device; a target over several leaves states where its layers are."""
-        return self._each(lambda states: states.to(device))
+        return self._map(lambda states: states.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
         layers = {index: change(states) for index, states in self.layers.items()}
         return TargetOutput(change(self.hidden_states), layers)
 
@@ -109,19 +111,21 @@ class TargetOutput:
 class Target(EmbeddingsAndHead):
     """A frozen causal language model with explicit masks and positions.
 
-    Where its layers lie on several devices, all that it gives lies on `device` with both ends.
+    Where its layers lie on several devices, all that it gives lies on `device`, as its embedding
+    and its output head do.
 
     Attributes:
         model: the transformers model, in eval mode, its own parameters without gradients.
         decoder: the model without its output head.
         attention_pattern: what each of its layers sees of a text.
         is_recurrent: whether layers carry states along the text.
-        state_bytes: what they keep after each draft token of a text, as the check saw it.
+        state_bytes: bytes of these after each draft token of a text, as the check saw it.
         rope: knows whether texts beyond some length are read in another way.
-        attended: window and kernel of each attention layer, as the last `read` met them.
-        numerical_difference: how what it decodes differs from what it reads, if a recurrent layer
+        attention_calls: window and kernel of each attention layer in the last `read`.
+        numerical_difference: how decoding differs from reading, in words, if a recurrent layer
             of transformers does not do the same to a token and to many; replay then differs too.
-        asked: what its logits go through, of its generation config, where that is followed.
+        logits_processing: settings of its generation config that its logits go through, where
+            that is followed.
         stop_strings: texts that end a response.
         ignores_stops: whether its stop tokens end none.
         capacity: slots that `compile` was told; None before.
@@ -131,13 +135,14 @@ class Target(EmbeddingsAndHead):
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model = model.eval().requires_grad_(False)
         self.decoder = decoder_of(model)
+        embedding = self.decoder.get_input_embeddings()
         super().__init__(
-            model.config,
-            self.decoder.get_input_embeddings(),
-            beside(self.decoder.get_input_embeddings(), model.get_output_embeddings()),
-            model.generation_config,
-            tokenizer,
-            name,
+            model_config=model.config,
+            embedding=embedding,
+            output_head=on_embedding_device(embedding, model.get_output_embeddings()),
+            generation_config=model.generation_config,
+            tokenizer=tokenizer,
+            name=name,
         )
         self.capacity: int | None = None
         self._compiled: CompiledPasses | None = None
@@ -146,7 +151,7 @@ class Target(EmbeddingsAndHead):
         self.attention_pattern = AttentionPattern.of(self.config, name)
         self.is_recurrent, self.state_bytes = self.attention_pattern.recurrent, 0
         if self.is_recurrent:
-            self._wrap_mixers()
+            wrap_mixers(self.decoder, name)
         self.rope = LongRope(self.decoder)
         scale_by_position(self.decoder)
         self.attention_calls: list[tuple[int | None, str]] = []
@@ -154,15 +159,6 @@ class Target(EmbeddingsAndHead):
         self.logits_processing: dict[str, Any] = {}
         self.stop_strings: tuple[str, ...] = ()
         self.ignores_stops = False
-
-    def _wrap_mixers(self) -> None:
-        try:
-            wrap_mixers(self.decoder)
-        except EVERY_WAY as error:
-            raise InputError(
-                f"target.path={self.name}: {self.config.model_type} cannot be served: one token "
-                f"with a cache of transformers' own: {type(error).__name__}: {error}"
-            ) from error
 
     @cached_property
     def blocks(self) -> nn.ModuleList:
@@ -174,8 +170,8 @@ class Target(EmbeddingsAndHead):
         return find_blocks(self.decoder, self.num_layers, self.name)
 
     @cached_property
-    def _num_handed(self) -> list[int]:
-        return num_handed(self.blocks, lambda: self.read_text([0]), self.name)
+    def _num_outputs(self) -> list[int]:
+        return num_outputs(self.blocks, lambda: self.read_text([0]), self.name)
 
     def compile(self, capacity: int, backend: str = "inductor") -> None:
         """From now on passes over drafts run compiled; all others run as before.
@@ -192,7 +188,8 @@ class Target(EmbeddingsAndHead):
         """
         if self.is_recurrent:
             raise InputError(
-                f"compile=true: {self.name} has recurrent layers, run by levels; allowed: false"
+                f"compile=true: {self.name} has recurrent layers, run depth by depth; allowed: "
+                "false"
             )
         self.capacity = capacity
         self._compiled = CompiledPasses(self, capacity, backend)
@@ -204,27 +201,15 @@ class Target(EmbeddingsAndHead):
         own checkpointing does nothing.
         """
         for layer in self.blocks:
-            layer.forward = partial(self._recomputed, layer.forward)
-
-    def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        now = current()
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if now is None:
-                return nullcontext(), nullcontext()
-            return nullcontext(), under_way(now)
-
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            layer.forward = partial(_recomputed, layer.forward)
 
     def new_cache(self, num_texts: int) -> TreeCache:
         """An empty cache, growing unless `compile` fixed its size."""
-        states = RecurrentStates(self.decoder.config, num_texts) if self.is_recurrent else None
         # Not of as many layers as there are blocks where each holds two attentions (LongCat).
         num_layers = self.config.num_hidden_layers
         if self._compiled is not None:
             return self._compiled.new_cache(num_texts, num_layers)
+        states = RecurrentStates(self.decoder.config, num_texts) if self.is_recurrent else None
         return TreeCache(num_texts, self.device, num_layers, states=states)
 
     @torch.no_grad()
@@ -257,38 +242,39 @@ class Target(EmbeddingsAndHead):
         draft = None if mask is None or depths is None else (mask, depths)
         with ExitStack() as undo:
             if self.rope.switch is not None:
-                ends = cache.slots.committed + 1
+                lengths = cache.slots.committed + 1
                 if cache.sure:
-                    ends = upload(cache.ends, self.device).unsqueeze(1)
-                undo.enter_context(self.rope.reading(ends > self.rope.switch))
+                    lengths = upload(cache.ends, self.device).unsqueeze(1)
+                undo.enter_context(self.rope.reading(lengths > self.rope.switch))
             if self._compiled is not None and draft is not None and not skip:
                 return self._compiled.extend(cache, input_ids, draft, taps or Taps())
             cache.begin(num_new, num_new if mask is None else mask.shape[2])
             if cache.states is not None:
                 cache.states.begin(cache.sure, draft, in_order)
             for layer in skip:
-                undo.enter_context(skipped(self.blocks[layer], self._num_handed[layer]))
-            own = (
+                undo.enter_context(skipped(self.blocks[layer], self._num_outputs[layer]))
+            cached_pass = CachedPass(
                 self.decoder.config,
                 cache,
-                num_new,
-                draft,
-                self.attention_pattern.chunks,
-                in_order,
+                num_new=num_new,
+                draft=draft,
+                chunks=self.attention_pattern.chunks,
+                in_order=in_order,
             )
-            found = CachedPass(*own)
             if not self.needs_masks:
-                undo.enter_context(under_way(found))
-            return self.behind(found, input_ids, taps)
+                undo.enter_context(running(cached_pass))
+            return self.run_pass(cached_pass, input_ids, taps)
 
-    def behind(self, found: CachedPass, input_ids: Tensor, taps: Taps | None) -> TargetOutput:
-        """A pass over new tokens [B, n], which is under way if it needs no masks."""
-        positions, cache = found.positions, found.cache
+    def run_pass(
+        self, cached_pass: CachedPass, input_ids: Tensor, taps: Taps | None
+    ) -> TargetOutput:
+        """Runs new tokens [B, n]; the pass is `running` if it needs no masks."""
+        positions, cache = cached_pass.positions, cached_pass.cache
         if self.window is not None and cache.width > self.window:
             # Nodes beyond are in no draft; they are run where others of their batch have some.
             positions = positions.clamp_max(self.window - 1)
         if self.needs_masks:
-            masks = found.allowed, found.key_positions
+            masks = cached_pass.allowed, cached_pass.key_positions
             return self.forward(input_ids, positions, *masks, cache, taps)
         return self._run(input_ids, positions, None, cache, taps)
 
@@ -362,27 +348,26 @@ class Target(EmbeddingsAndHead):
                 long = documents.longer_than(self.rope.switch).view(input_ids.shape)
                 undo.enter_context(self.rope.reading(long))
             if self.needs_masks:
-                undo.enter_context(under_way(DocumentPass(documents)))
+                undo.enter_context(running(DocumentPass(documents)))
                 allowed = dense(documents, len(input_ids))
                 return self.forward(input_ids, position_ids, allowed, position_ids, taps=taps)
-            found = DocumentPass(documents, self.decoder.config, self.attention_pattern.chunks)
-            undo.enter_context(under_way(found))
+            document_pass = DocumentPass(
+                documents, self.decoder.config, self.attention_pattern.chunks
+            )
+            undo.enter_context(running(document_pass))
             output = self._run(input_ids, position_ids, None, None, taps)
-        self.attention_calls = found.calls
+        self.attention_calls = document_pass.calls
         return output
 
     @property
     def attention(self) -> str:
-        """How `read` attends, or did last."""
+        """The way in which `read` attends, or did last, in words."""
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
         kernels = {kernel for _, kernel in self.attention_calls}
-        how = ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
-        return (
-            f"{how}; transformers' decoding of it {self.numerical_difference}"
-            if self.numerical_difference
-            else how
-        )
+        names = ", ".join(sorted(kernels | ({MIXERS} if self.is_recurrent else set())))
+        difference = self.numerical_difference
+        return f"{names}; transformers' decoding of it {difference}" if difference else names
 
     def read_text(self, token_ids: list[int], taps: Taps | None = None) -> TargetOutput:
         """States [1, S, D] of one text of S tokens."""
@@ -395,16 +380,14 @@ class Target(EmbeddingsAndHead):
     ) -> TargetOutput:
         """States [1, S, D] of a prompt and a response but its last token, as decoding read them."""
         token_ids, switch = prompt_ids + response_ids[:-1], self.rope.switch
-        output = self.read_text(token_ids, taps)
+        whole = self.read_text(token_ids, taps)
         if switch is None or not len(prompt_ids) <= switch < len(token_ids):
-            return output
+            return whole
         before = self.read_text(token_ids[:switch], taps)
-
-        def joined(first: Tensor, whole: Tensor) -> Tensor:
-            return torch.cat([first, whole[:, switch:]], dim=1)
-
-        layers = {n: joined(before.layers[n], states) for n, states in output.layers.items()}
-        return TargetOutput(joined(before.hidden_states, output.hidden_states), layers, switch)
+        behind = whole._map(lambda states: states[:, switch:])
+        output = TargetOutput.joined([before, behind])
+        output.switch = switch
+        return output
 
     def keep_state(self, index: int) -> None:
         """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
@@ -417,14 +400,21 @@ class Target(EmbeddingsAndHead):
         self._taps.add(index)
 
 
-if TYPE_CHECKING:
-    from heads.target_model.model import Taps, Target, TargetOutput
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    now = current_pass()
 
-MOST_GRAPHS = 64  # of one target
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), nullcontext() if now is None else running(now)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 class CompiledPasses:
-    """What `Target.compile` makes.
+    """A target's passes over drafts as compiled regions: its layers, masks and cache together.
+
+    Outside stay the output head, whose product alone has nothing to fuse, and what a drafter does.
 
     Args:
         target: the target.
@@ -434,12 +424,12 @@ class CompiledPasses:
         backend: of torch.compile.
     """
 
-    def __init__(self, target: "Target", capacity: int, backend: str) -> None:
+    def __init__(self, target: Target, capacity: int, backend: str) -> None:
         self.target, self.device = target, target.device
         self.capacity = capacity if self.device.type == "cuda" else None
         # What they keep is made anew where it is traced, which is right.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")
-        # Every set of layers that heads read is a graph; on a GPU every shape is one.
+        # Every set of layers that heads tap is a graph; on a GPU every shape is one.
         limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         torch._dynamo.config.recompile_limit = limit
         self._run: Any = torch.compile(self._pass, dynamic=self.capacity is None, backend=backend)
@@ -450,8 +440,8 @@ class CompiledPasses:
         return TreeCache(num_texts, self.device, num_layers, self.capacity, mover=self._move)
 
     def extend(
-        self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: "Taps"
-    ) -> "TargetOutput":
+        self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: Taps
+    ) -> TargetOutput:
         """`Target.extend` by draft tokens: `draft` is their mask and their depths."""
         for index in taps.layers:
             # Before a pass is traced, which no later hook becomes part of.
@@ -467,49 +457,54 @@ class CompiledPasses:
         cache: TreeCache,
         input_ids: Tensor,
         draft: tuple[Tensor, Tensor],
-        taps: "Taps",
+        taps: Taps,
         width: int,
-    ) -> "TargetOutput":
-        """What is compiled; arguments that are no tensors are constants of a graph."""
+    ) -> TargetOutput:
+        """The compiled region; arguments that are no tensors are constants of a graph."""
         num_new, target = input_ids.shape[1], self.target
         cache.begin_traced(num_new, draft[0].shape[2], width)
-        found = CachedPass(
-            target.decoder.config, cache, num_new, draft, target.attention_pattern.chunks
+        cached_pass = CachedPass(
+            target.decoder.config,
+            cache,
+            num_new=num_new,
+            draft=draft,
+            chunks=target.attention_pattern.chunks,
         )
-        with under_way_traced(found):
-            return target.behind(found, input_ids, taps)
+        with running_traced(cached_pass):
+            return target.run_pass(cached_pass, input_ids, taps)
 
 
 def prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
 ) -> TargetOutput:
-    """Passes over tokens behind what a cache holds, which commit them.
+    """Passes over tokens that are sure, prompts or what a drafter has not read; commits them.
 
     Args:
         target: or a draft model.
         cache: its own.
         rows: per text, at least one token each.
-        taps: what is wanted besides the last hidden states.
+        taps: the layers to tap besides the last hidden states.
 
     Returns:
         The states [B, n, D]; a shorter row is filled up.
     """
-    return TargetOutput.joined([output for _, output in parts(target, cache, rows, taps)])
+    parts = prefill_parts(target, cache, rows, taps)
+    return TargetOutput.joined([output for _, output in parts])
 
 
 def last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     """`prefill` that keeps the last hidden states [B, 1, D] of each text alone."""
-    found: Tensor | None = None
+    last: Tensor | None = None
     before = cache.slots.committed
-    for _, output in parts(target, cache, rows):
+    for _, output in prefill_parts(target, cache, rows):
         counts, before = cache.slots.committed - before, cache.slots.committed
         states = output.at(counts - 1).hidden_states
-        found = states if found is None else torch.where(counts.unsqueeze(2) > 0, states, found)
-    assert found is not None
-    return found
+        last = states if last is None else torch.where(counts.unsqueeze(2) > 0, states, last)
+    assert last is not None
+    return last
 
 
-def parts(
+def prefill_parts(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
 ) -> Iterator[tuple[list[list[int]], TargetOutput]]:
     """`prefill` part by part: the tokens of each, and the states; one part if it is recurrent."""
@@ -519,9 +514,9 @@ def parts(
     size = longest if target.is_recurrent else target.prefill_chunk
     for start in range(0, longest, size):
         new = [row[start : start + size] for row in rows]
-        width = max(map(len, new))
-        # What fills up a shorter row comes after its tokens, which cannot see it.
         counts = list(map(len, new))
+        width = max(counts)
+        # What fills up a shorter row comes after its tokens, which cannot see it.
         filled = [row + [0] * (width - len(row)) for row in new]
         both = upload([*chain.from_iterable(filled), *counts], target.device)
         ids = both[: -len(new)].view(len(new), width)

@@ -1,10 +1,12 @@
-"""LongRoPE across its switch: texts beyond a length are read with other frequencies altogether.
+"""Layers that go by lengths and positions: every text by its own, as it would alone.
 
-A model picks its frequencies by the longest text of a batch. Here every text and every document
-goes by its own length, as it would alone.
+LongRoPE reads texts beyond a length with other frequencies altogether, and a model of transformers
+picks them by the longest text of a batch. Llama 4's attention temperature rises with a query's
+position where there is no RoPE, and transformers counts positions by the slots of a cache: wrong in
+draft trees, in batches of texts of unlike length, and in packed documents.
 
-Source: LongRoPE, arXiv 2402.13753; transformers `modeling_rope_utils.py`, `dynamic_rope_update`.
-Letters: B texts, n tokens.
+Source: LongRoPE, arXiv 2402.13753; transformers `modeling_rope_utils.py`, `dynamic_rope_update`,
+and `modeling_llama4.py`, `Llama4TextAttention`. Letters: B texts, n tokens.
 """
 
 import inspect
@@ -60,20 +62,20 @@ class LongRope:
                     module.config, x.device, seq_len=switch + 1
                 )
                 made[x.device] = far, module.original_inv_freq.to(x.device, copy=True)
-            found: list[tuple[Tensor, Tensor]] = []
+            turns: list[tuple[Tensor, Tensor]] = []
             own = module.inv_freq
             for module.inv_freq in made[x.device]:
-                found.append(compute(module, x, position_ids))
+                turns.append(compute(module, x, position_ids))
             module.inv_freq = own  # which some versions write over
             long = self._long.unsqueeze(2)
-            (far_cos, far_sin), (near_cos, near_sin) = found
+            (far_cos, far_sin), (near_cos, near_sin) = turns
             return torch.where(long, far_cos, near_cos), torch.where(long, far_sin, near_sin)
 
         return rotate
 
 
 def scale_by_position(decoder: Any) -> None:
-    """Makes such layers of a decoder scale their queries by position; others are left alone."""
+    """Makes Llama 4's layers scale their queries by position; others are left alone."""
     for layer in decoder.modules():
         attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
@@ -81,7 +83,7 @@ def scale_by_position(decoder: Any) -> None:
 
 
 class _Temperature:
-    """In place of a layer's own; what scales a query scales what it is made of."""
+    """Attention temperature in place of a layer's own, applied to the projection of queries."""
 
     def __init__(self, layer: nn.Module, attention: Any) -> None:
         self.scale, self.floor = attention.attn_scale, attention.floor_scale

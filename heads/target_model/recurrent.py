@@ -17,34 +17,49 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache, DynamicCache
 
+from conf.errors import InputError
 from heads.decoding.cache import TreeCache, upload
 from heads.decoding.recurrent_states import RecurrentStates
-from heads.target_model.attention import DocumentPass, current
-from heads.target_model.decoder import call_decoder
+from heads.target_model.attention import DocumentPass, current_pass
+from heads.target_model.decoder import EVERY_WAY, call_decoder
 
 MIXERS = "recurrent layers, document by document"
 WASTE = 1.25  # tokens run to tokens read, where documents are filled up to one length
 
 
-def wrap_mixers(decoder: Any) -> None:
+def wrap_mixers(decoder: Any, name: str) -> None:
     """Puts a `Mixer` in place of the `forward` of every recurrent part of a decoder.
 
     Which they are is seen from one token: the innermost modules that are given a cache and keep
     something other than keys and values in it.
+
+    Args:
+        decoder: of the target.
+        name: of the target.
+
+    Raises:
+        InputError: the decoder does not run with a cache of transformers' own.
     """
-    found = _Recorder(config=decoder.config)
+    model_type = decoder.config.get_text_config().model_type
+    cache = _StateKeepers(config=decoder.config)
     with ExitStack() as undo, torch.no_grad():
         for module in decoder.modules():
-            undo.callback(module.register_forward_pre_hook(found.enter, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(found.leave, with_kwargs=True).remove)
+            undo.callback(module.register_forward_pre_hook(cache.enter, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(cache.leave, with_kwargs=True).remove)
         device = decoder.get_input_embeddings().weight.device
-        call_decoder(decoder, torch.zeros(1, 1, dtype=torch.int64, device=device), cache=found)
-    for number, (module, layer) in enumerate(found.kept.items()):
+        try:
+            call_decoder(decoder, torch.zeros(1, 1, dtype=torch.int64, device=device), cache=cache)
+        except EVERY_WAY as error:
+            raise InputError(
+                f"target.path={name}: {model_type} cannot be served: one token "
+                f"with a cache of transformers' own: {type(error).__name__}: {error}"
+            ) from error
+    for number, (module, layer) in enumerate(cache.kept.items()):
         module.forward = Mixer(number, layer, module.forward)
 
 
-class _Recorder(DynamicCache):
-    """Notes which module keeps a state in which layer."""
+class _StateKeepers(DynamicCache):
+    """A cache that notes which module keeps a state in which layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -87,53 +102,54 @@ class Mixer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on tokens [B, n, ...], behind those of a cache or as documents."""
         cache = next((e for e in (*args, *kwargs.values()) if isinstance(e, Cache)), None)
-        reading = current()
+        now = current_pass()
         if isinstance(cache, TreeCache):
             assert cache.states is not None
-            run = self._texts if cache.states.sure else self._tree
-            return run(_Call(self.forward, args, kwargs), cache.states)
-        if cache is None and isinstance(reading, DocumentPass):
-            return _documents(_Call(self.forward, args, kwargs), reading)
+            return self._extend(_Call(self.forward, args, kwargs), cache.states)
+        if cache is None and isinstance(now, DocumentPass):
+            return _read(_Call(self.forward, args, kwargs), now)
         return self.forward(*args, **kwargs)
 
-    def _texts(self, call: "_Call", states: RecurrentStates) -> Any:
-        """Tokens that are sure; texts with as many are one run."""
-        for texts, tokens in states.sure_runs(call.device):
-            committed = torch.zeros_like(texts)
-            self._run(call, states, (texts, tokens), committed, committed)
-        return call.output()
-
-    def _tree(self, call: "_Call", states: RecurrentStates) -> Any:
-        """Draft tokens, level by level."""
-        for level in states.levels:
+    def _extend(self, call: "_Call", states: RecurrentStates) -> Any:
+        """Tokens that are sure, texts with as many in one run; or draft tokens by depth."""
+        if states.sure:
+            for texts, tokens in states.sure_runs(call.device):
+                committed = torch.zeros_like(texts[:, 0])
+                self._run(call, states, (texts, tokens), before=committed, after=committed)
+            return call.output()
+        for level in states.by_depth:
             nodes, parents = (
-                each.to(call.device).expand(call.shape[0], -1).reshape(-1, 1)
-                for each in (level.nodes, level.parents)
+                numbers.to(call.device).expand(call.shape[0], -1).reshape(-1, 1)
+                for numbers in (level.nodes, level.parents)
             )
             texts = torch.arange(call.shape[0], device=call.device).unsqueeze(1)
             texts = texts.expand(-1, level.nodes.shape[1]).reshape(-1, 1)
-            self._run(call, states, (texts, nodes), parents, 1 + states.num_earlier + nodes)
+            after = 1 + states.num_earlier + nodes[:, 0]
+            self._run(call, states, (texts, nodes), before=parents[:, 0], after=after)
         return call.output()
 
     def _run(
         self, call: "_Call", states: RecurrentStates, run: tuple[Tensor, Tensor], before: Tensor,
         after: Tensor,
     ) -> None:  # fmt: skip
-        """Rows [m, n] of tokens, each on from one state and up to another."""
+        """Rows [m, n] of texts and tokens, each row on from one state [m] and up to another."""
         texts = run[0][:, 0]
-        state = states.after(self.number, texts, before[:, 0])
+        state = states.after(self.number, texts, before)
         call.run(*run, states.cache_with(self.layer, state))
-        states.put(self.number, texts, after[:, 0], states.in_cache(self.layer))
+        states.put(self.number, texts, after, states.in_cache(self.layer))
 
 
-def _documents(call: "_Call", reading: DocumentPass) -> Any:
+def _read(call: "_Call", document_pass: DocumentPass) -> Any:
     """Each document from an empty state; those of like length in one run, filled up behind."""
-    if call.device not in reading.runs:
-        reading.runs[call.device] = _runs(reading.documents.lengths, call.shape[1], call.device)
-    runs, places = reading.runs[call.device]
+    runs_on = document_pass.runs
+    if call.device not in runs_on:
+        lengths = document_pass.documents.lengths
+        runs_on[call.device] = _runs(lengths, call.shape[1], call.device)
+    runs, places = runs_on[call.device]
     for texts, tokens in runs:
         call.run(texts, tokens, None)
-    return call.output_at(places)
+    # Each token stands at one of the places that were run.
+    return call.answer(lambda rows: rows.index_select(0, places))
 
 
 def _runs(
@@ -147,18 +163,18 @@ def _runs(
     """
     every = torch.arange(sum(lengths))
     begins = every.split(list(lengths))
-    rows = [
+    groups = [
         nn.utils.rnn.pad_sequence([begins[n] for n in group], True, -1)
         for group in _groups(lengths)
     ]
-    run = torch.cat([each.flatten() for each in rows])
+    run = torch.cat([tokens.flatten() for tokens in groups])
     is_real = (run >= 0).nonzero().squeeze(1)
     places = torch.empty_like(every).index_copy_(0, run[is_real], is_real)
-    found = upload(torch.cat([run.clamp_min(0), places]), device)
-    run, places = found.split([len(run), len(places)])
-    parts = zip(run.split([each.numel() for each in rows]), rows, strict=True)
-    tokens = [part.view(each.shape) for part, each in parts]
-    return [(each // num_tokens, each % num_tokens) for each in tokens], places
+    both = upload(torch.cat([run.clamp_min(0), places]), device)
+    run, places = both.split([len(run), len(places)])
+    parts = zip(run.split([tokens.numel() for tokens in groups]), groups, strict=True)
+    rows = [part.view(tokens.shape) for part, tokens in parts]
+    return [(tokens // num_tokens, tokens % num_tokens) for tokens in rows], places
 
 
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -191,8 +207,8 @@ class _Call:
         states = next(e for e in (*args, *kwargs.values()) if isinstance(e, Tensor))
         self.shape, self.device = states.shape[:2], states.device
         self._places: list[Tensor] = []
-        self._found: list[list[Any]] = []
-        self._form: Any = None
+        self._answers: list[list[Any]] = []
+        self._structure: Any = None
 
     def run(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
         """Runs some tokens.
@@ -213,33 +229,29 @@ class _Call:
             return value.expand(self.shape[0], *value.shape[1:])[texts, tokens]
 
         args, kwargs = tree_map(pick, self._given)
-        found, self._form = tree_flatten(self._forward(*args, **kwargs))
+        values, self._structure = tree_flatten(self._forward(*args, **kwargs))
         self._places.append((texts * self.shape[1] + tokens).flatten())
-        self._found.append(
-            [each.flatten(0, 1) if isinstance(each, Tensor) else each for each in found]
+        self._answers.append(
+            [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
         )
 
     def output(self) -> Any:
-        """What the module gives for all of them, zeros where none was run."""
+        """The module's answer for all tokens, zeros where none was run."""
         places = torch.cat(self._places)
 
-        def whole(rows: Tensor) -> Tensor:
+        def put(rows: Tensor) -> Tensor:
             return rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_put((places,), rows)
 
-        return self._whole(whole)
+        return self.answer(put)
 
-    def output_at(self, places: Tensor) -> Any:
-        """What the module gives for all, each of them at one of the places [S] that were run."""
-        return self._whole(lambda rows: rows.index_select(0, places))
-
-    def _whole(self, whole: Callable[[Tensor], Tensor]) -> Any:
-        """All answers, by what makes those of one kind of the rows of all runs."""
+    def answer(self, in_order: Callable[[Tensor], Tensor]) -> Any:
+        """The module's answer for all tokens; `in_order` sorts rows that stand run after run."""
         return tree_unflatten(
             [
-                whole(torch.cat(parts)).unflatten(0, self.shape)
+                in_order(torch.cat(parts)).unflatten(0, self.shape)
                 if isinstance(parts[0], Tensor)
                 else parts[0]
-                for parts in zip(*self._found, strict=True)
+                for parts in zip(*self._answers, strict=True)
             ],
-            self._form,
+            self._structure,
         )

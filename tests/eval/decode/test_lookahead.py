@@ -24,7 +24,7 @@ def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None
         for row, at in zip(logits, answers, strict=True):
             for node, token in at.items():
                 row[node, token] = 1
-    return Committed(token_ids, output, cache, logits)
+    return Committed(token_ids, output, cache, logits=logits)
 
 
 def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]]:

@@ -24,7 +24,7 @@ def seen(*token_ids: list[int], read: bool = False) -> Committed:
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     logits = torch.zeros(len(token_ids), 1, 1) if read else None
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
-    return Committed(list(token_ids), output, cache, logits)
+    return Committed(list(token_ids), output, cache, logits=logits)
 
 
 def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:

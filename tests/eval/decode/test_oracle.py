@@ -17,7 +17,7 @@ TREE = Tree.from_paths([[0], [1], [2], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
 def seen(*token_ids: list[int], first: bool = False) -> Committed:
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
-    return Committed(list(token_ids), output, cache, None if first else torch.zeros(1))
+    return Committed(list(token_ids), output, cache, logits=None if first else torch.zeros(1))
 
 
 def right(tree: Tree, tokens: list[int], ahead: list[int]) -> list[list[int]]:

@@ -25,7 +25,7 @@ def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Committed
         for row, nodes in zip(logits, best, strict=True):
             for node, tokens in zip(row, nodes, strict=True):
                 node[tokens] = torch.arange(9.0, 9.0 - len(tokens), -1)
-    return Committed([[0]] * num_texts, output, cache, logits)
+    return Committed([[0]] * num_texts, output, cache, logits=logits)
 
 
 def test_a_draft_is_filled_from_what_was_ranked_before() -> None:

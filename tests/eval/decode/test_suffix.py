@@ -23,7 +23,9 @@ def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
     """What the engine would show of prompts, or of what a pass has read."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    return Committed(token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits)
+    return Committed(
+        token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits=logits
+    )
 
 
 def suffix(max_ngram: int = 24, *limits) -> Suffix:

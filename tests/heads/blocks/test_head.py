@@ -27,7 +27,7 @@ from heads.export.golden import golden
 from heads.layers.low_rank import with_low_rank_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.check import check_served
-from heads.target_model.decoder import decoder_of, find_blocks, num_handed, state_of
+from heads.target_model.decoder import decoder_of, find_blocks, num_outputs, state_of
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import final_norm, load_remote
 from heads.vocab import DraftVocab
@@ -183,8 +183,8 @@ def test_layers_that_read_more_than_a_state_of_each_other_stay() -> None:
         layers[1](*given)
 
     with pytest.raises(InputError, match=r"target\.path=t: Block reads more of the layer before"):
-        num_handed(layers, run, "t")
-    assert num_handed(layers, lambda: [layer(torch.ones(1, 1, 2)) for layer in layers], "t") == [
+        num_outputs(layers, run, "t")
+    assert num_outputs(layers, lambda: [layer(torch.ones(1, 1, 2)) for layer in layers], "t") == [
         2,
         2,
     ]

@@ -5,7 +5,7 @@ from torch import Tensor
 from toys import random_model, tree_of
 
 from heads.decoding.drafting import Draft
-from heads.decoding.recurrent_states import CONV, RECURRENT, RecurrentStates, State, levels
+from heads.decoding.recurrent_states import CONV, RECURRENT, RecurrentStates, State, nodes_by_depth
 from heads.decoding.tree import Tree
 
 
@@ -15,7 +15,7 @@ def rows(*each: str) -> Tensor:
 
 
 def order(mask: Tensor, depths: list[list[int]]) -> list[tuple[list[list[int]], list[list[int]]]]:
-    found = levels(mask.bool(), torch.tensor(depths))
+    found = nodes_by_depth(mask.bool(), torch.tensor(depths))
     return [(level.nodes.tolist(), level.parents.tolist()) for level in found]
 
 
@@ -83,7 +83,7 @@ def prefilled() -> RecurrentStates:
     """Texts of 3 and 2 tokens have left 10 and 20."""
     states = RecurrentStates(random_model("lfm2").config, 2)
     states.begin([3, 2], None)
-    assert states.levels == []
+    assert states.by_depth == []
     assert states.after(MIXER, BOTH, FIRST) == {}
     states.put(MIXER, BOTH, FIRST, state(10.0, 20.0))
     states.commit([[0, 1, 2], [0, 1]])
@@ -118,7 +118,7 @@ def test_more_may_be_drafted_below_what_is_pending() -> None:
     states = drafted()
     states.begin([], (rows("1011").bool(), torch.tensor([[0, 1, 1, 2]])))
     assert states.num_earlier == 3
-    assert [level.parents.tolist() for level in states.levels] == [[[3]]]
+    assert [level.parents.tolist() for level in states.by_depth] == [[[3]]]
     states.put(MIXER, BOTH, FIRST + 4, state(14.0, 24.0))
     assert held(states, [0, 0, 1], [3, 4, 4]) == [13.0, 14.0, 24.0]
     states.commit([[0, 2, 3], [0, 2]])

@@ -13,7 +13,7 @@ from heads.target_model.attention import CachedPass
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.kernels import Scores, causal, folded_mask, masked
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps, Target, parts
+from heads.target_model.model import Taps, Target, prefill_parts
 from heads.target_model.model import prefill as read_rows
 from scripts.bench.harness import peak_bytes
 from tests.toys import FAMILIES, random_target, save_target, texts
@@ -160,7 +160,7 @@ def test_a_prompt_in_parts_is_read_as_in_one(family: str, monkeypatch) -> None:
 def test_parts_of_a_prompt_are_as_long_as_is_asked(tmp_path) -> None:
     config = TargetConfig(path=str(save_target(tmp_path)), prefill_chunk=3)
     target = load_target(config, torch.device("cpu"))
-    found = parts(target, target.new_cache(1), [[5, 6, 7, 8, 9, 10, 11]])
+    found = prefill_parts(target, target.new_cache(1), [[5, 6, 7, 8, 9, 10, 11]])
     assert [rows for rows, _ in found] == [[[5, 6, 7]], [[8, 9, 10]], [[11]]]
 
 
