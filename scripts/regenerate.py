@@ -36,7 +36,7 @@ from conf.command.statement import stated
 from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_unset
-from data.rows.records import Records, load_data
+from data.rows.records import Records, load_records
 from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.templates.encoder import Encoder
 from eval.measure.asked import follow
@@ -149,7 +149,7 @@ def load(config: RegenerateRun) -> Records:
         InputError: they are plain text.
     """
     path = str(config.data.path)
-    records = load_data(path, config.data)
+    records = load_records(path, config.data)
     if records.form is Form.text:
         raise InputError(
             f"data.path={path}: plain text has no questions to answer; allowed forms: "

@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.embedded import fill_unset
-from data.rows.records import load_data
+from data.rows.records import load_records
 from data.templates.encoder import Encoder, Sample
 from heads.target_model.load import tokenizer_of
 
@@ -30,7 +30,7 @@ def main(config: ShowMaskRun) -> None:
     tokenizer = tokenizer_of(config.target)
     encoder = Encoder(tokenizer, config.data.chat_template_kwargs)
     data = str(config.data.path)
-    rows = load_data(data, config.data)
+    rows = load_records(data, config.data)
     console = Console(highlight=False)
     console.print(f"{data}: {len(rows.records):,} records of form {rows.form.value}", markup=False)
     for line in rows.lines():

@@ -14,7 +14,7 @@ from doors import WORKERS
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from data.rows.forms import SHAPES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
+from data.rows.forms import FORMS, MASKS, PROMPTS, REPLIES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
 from data.rows.messages import LEARNT, REASONING, ROLES
 from data.servers.hidden_states import ServerTaps
 from eval.compare.names import known_methods
@@ -199,7 +199,8 @@ def test_values_named_in_code_are_allowed(word: str) -> None:
 def test_words_in_code_are_known() -> None:
     words = in_code(r"[a-z][a-z0-9_]*")
     known = VALUES | RECIPES | {*known_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
-    known |= {name for shape in SHAPES for name in (*shape.keys, *shape.beside)}
+    known |= {name for spec in FORMS for name in spec.keys}
+    known |= {*PROMPTS, *REPLIES, *MASKS, "labels", "context", "history"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol
 
 from conf.errors import InputError
 from conf.files import here
@@ -20,7 +20,7 @@ from data.rows.values import parse_json, show
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (".parquet", ".arrow")
 PACKINGS = (".gz", ".zst")
-SUFFIXES = (*TEXTS, *(kind + packing for kind in TEXTS for packing in PACKINGS), *TABLES)
+SUFFIXES = (*TEXTS, *(text + packing for text in TEXTS for packing in PACKINGS), *TABLES)
 ALLOWED = f"{', '.join((*TEXTS, *TABLES))}; the first {len(TEXTS)} also in .gz or .zst"
 
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -42,7 +42,7 @@ ONE_A_LINE = ", an object on several lines: name the file .json, or write one a 
 
 @dataclass(frozen=True)
 class Source:
-    """What a path means.
+    """The files, or the Hub dataset, that a path means.
 
     Attributes:
         path: as the user gave it.
@@ -64,7 +64,7 @@ class Source:
 def find_source(
     path: str, *, subset: str | None = None, split: str = "train", streaming: bool = False
 ) -> Source:
-    """Finds out what a path means, reading no rows.
+    """Finds the files or the Hub dataset of a path, reading no rows.
 
     Args:
         path: a file, a folder, a dataset that `save_to_disk` wrote, or a Hub dataset id.
@@ -81,7 +81,7 @@ def find_source(
         return Source(path, (), subset=subset, split=split, streaming=streaming)
     if local.is_dir():
         return _folder(local, path, subset, split)
-    kind_of(local)
+    ending_of(local)
     return Source(path, (local,))
 
 
@@ -99,7 +99,7 @@ def check_data(config: DataConfig, section: str = "data") -> None:
         path = getattr(config, name)
         local = None if path is None else here(f"{section}.{name}", path, SUFFIXES)
         if local is not None and local.is_file():
-            kind_of(local)
+            ending_of(local)
     if config.features is not None and not Path(config.features).expanduser().is_dir():
         raise InputError(f"{section}.features={config.features}: no such folder")
 
@@ -114,9 +114,10 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
         return Source(path, _saved(folder / split), others)
     if (folder / SAVED).is_file():
         return Source(path, _saved(folder))
-    found = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    inside = {file: file.relative_to(folder) for file in found}
-    seen = [file for file in found if not any(p.startswith(".") for p in inside[file].parts)]
+    inside = {
+        file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
+    }
+    seen = [f for f, name in inside.items() if not any(p.startswith(".") for p in name.parts)]
     files = [file for file in seen if _is_data(file)]
     if not files:
         raise InputError(f"{path}: a folder without files that end in {ALLOWED}")
@@ -124,20 +125,18 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
     if not wanted:
         raise InputError(f"{path}: data.subset={subset}: no folder of this name with files in it")
     chosen = _of_split(wanted, inside, path, split)
+    why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
     taken = set(chosen)
+    left_out = [f for f in seen if f not in taken and f.name not in ABOUT_ROWS]
     return Source(
         path,
         tuple(chosen),
-        tuple(
-            f"{inside[file]} ({_why(file, subset, split)})"
-            for file in seen
-            if file not in taken and file.name not in ABOUT_ROWS
-        ),
+        tuple(f"{inside[f]} ({why if _is_data(f) else 'no rows'})" for f in left_out),
     )
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    """Returns the files of a dataset that `save_to_disk` wrote; caches may lie beside them."""
+    """The files of a dataset that `save_to_disk` wrote; caches may lie beside them."""
     try:
         state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
         files = tuple(folder / str(part["filename"]) for part in state["_data_files"])
@@ -148,27 +147,21 @@ def _saved(folder: Path) -> tuple[Path, ...]:
     return files
 
 
-def _why(file: Path, subset: str | None, split: str) -> str:
-    if not _is_data(file):
-        return "no rows"
-    return f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
-
-
 def _is_data(file: Path) -> bool:
     return file.name.lower().endswith(SUFFIXES) and file.name not in ABOUT_ROWS
 
 
 def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
-    """Returns the files of a split, or all of them where none is named for a split."""
+    """The files of a split, or all of them where none is named for a split."""
     names = {file: _names(inside[file]) for file in files}
-    kinds = {file: _split_named(names[file]) for file in files}
-    if not any(kinds.values()):
+    splits = {file: _split_named(names[file]) for file in files}
+    if not any(splits.values()):
         return files
     wanted = SPLITS.get(split)
     chosen = [
         file
         for file in files
-        if (split in names[file] if wanted is None else (kinds[file] or "train") == wanted)
+        if (split in names[file] if wanted is None else (splits[file] or "train") == wanted)
     ]
     if not chosen:
         there = ", ".join(str(inside[file]) for file in files)
@@ -177,7 +170,7 @@ def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str
 
 
 def _names(file: Path) -> list[str]:
-    """Returns what may name a split: the folders, and the file's name without its shard."""
+    """The names that may be those of a split: folders, and the file's without its shard."""
     stem = file.name.lower()
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         stem = stem.removesuffix(suffix)
@@ -185,15 +178,15 @@ def _names(file: Path) -> list[str]:
 
 
 def _split_named(names: list[str]) -> str | None:
-    """Returns the split that a file is named for: `test-00000-of-00002`, `test_sft`, `my.test`."""
+    """The split that a file is named for: `test-00000-of-00002`, `test_sft`, `my.test`."""
     *folders, stem = names
     words = [word for word in WORDS.split(stem) if word]
-    ends = [words[0], words[-1]] if words else []
-    return next((SPLITS[name] for name in (*ends, *folders) if name in SPLITS), None)
+    candidates = [*words[:1], *words[-1:], *folders]
+    return next((SPLITS[name] for name in candidates if name in SPLITS), None)
 
 
-def kind_of(file: Path) -> str:
-    """Returns the ending that says how a file is read, whatever it is packed in.
+def ending_of(file: Path) -> str:
+    """The ending that says how a file is read, whatever it is packed in.
 
     Raises:
         InputError: it is none of `SUFFIXES`.
@@ -201,15 +194,15 @@ def kind_of(file: Path) -> str:
     name = file.name.lower()
     for packing in PACKINGS:
         name = name.removesuffix(packing)
-    kind = Path(name).suffix
+    ending = Path(name).suffix
     packed = name != file.name.lower()
-    if kind not in TEXTS and (packed or kind not in TABLES):
+    if ending not in TEXTS and (packed or ending not in TABLES):
         raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {ALLOWED}")
-    return kind
+    return ending
 
 
 class Digest(Protocol):
-    """What bytes are counted into, e.g. `hashlib.sha256()`."""
+    """A checksum of bytes, e.g. `hashlib.sha256()`."""
 
     def update(self, data: bytes, /) -> object:
         """Takes the next bytes."""
@@ -232,7 +225,7 @@ class Row:
     problem: str | None = None
 
     def parsed(self) -> "Row":
-        """Returns the row decoded, with its value or its problem."""
+        """The row decoded, with its value or its problem."""
         if self.raw is None:
             return self
         try:
@@ -260,24 +253,19 @@ def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
     if not source.files:
         yield from _hub(source, digest)
     for file in source.files:
-        yield from READERS[kind_of(file)](file, digest)
-
-
-def _open(file: Path) -> BinaryIO:
-    suffix = file.suffix.lower()
-    if suffix == ".gz":
-        return cast(BinaryIO, gzip.open(file))
-    if suffix == ".zst":
-        import pyarrow
-
-        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(file), "zstd")))
-    return file.open("rb")
+        yield from READERS[ending_of(file)](file, digest)
 
 
 def _lines(file: Path) -> Iterator[bytes]:
+    suffix = file.suffix.lower()
     try:
-        with _open(file) as stream:
-            yield from stream
+        with gzip.open(file) if suffix == ".gz" else file.open("rb") as stream:
+            if suffix != ".zst":
+                yield from stream
+                return
+            import pyarrow
+
+            yield from io.BufferedReader(pyarrow.input_stream(stream, "zstd"))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{file}: not a readable gzip file: {error}") from None
     except OSError as error:
@@ -297,7 +285,7 @@ def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
 
 
 def _json(file: Path, digest: Digest) -> Iterator[Row]:
-    """Taps a list of objects, or one after another, on a line each or as `jq` writes them."""
+    """Reads a list of objects, or one after another, on a line each or as `jq` writes them."""
     if _holds_lines(file):
         yield from _json_lines(file, digest)
         return
@@ -321,15 +309,15 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
 
 def _documents(text: str) -> list[Any]:
     """The JSON values that stand one after another in a text."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, values, at = json.JSONDecoder(), [], 0
     while (begin := SPACE.match(text, at)) and begin.end() < len(text):
         value, at = decoder.raw_decode(text, begin.end())
-        found.append(value)
-    return found or [json.loads(text)]  # which says what an empty one lacks
+        values.append(value)
+    return values or [json.loads(text)]  # which says what an empty one lacks
 
 
 def _holds_lines(file: Path) -> bool:
-    """Whether the first line that is not blank is an object of its own."""
+    """True if the first line that is not blank is an object of its own."""
     for line in _lines(file):
         start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if start:
@@ -338,9 +326,9 @@ def _holds_lines(file: Path) -> bool:
 
 
 def _cells(file: Path, digest: Digest) -> Iterator[Row]:
-    """Taps cells under the names of the first line."""
+    """Reads cells under the names of the first line."""
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if kind_of(file) == ".tsv" else ","
+    delimiter = "\t" if ending_of(file) == ".tsv" else ","
     reader = csv.reader(_decoded_lines(file, digest), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
@@ -371,7 +359,7 @@ def _parquet(file: Path, digest: Digest) -> Iterator[Row]:
     def batches() -> Iterator:
         return parquet.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS)
 
-    yield from _table(file, digest, "Parquet", batches)
+    return _table(file, digest, "Parquet", batches)
 
 
 def _arrow(file: Path, digest: Digest) -> Iterator[Row]:
@@ -387,10 +375,10 @@ def _arrow(file: Path, digest: Digest) -> Iterator[Row]:
                 for index in range(reader.num_record_batches):
                     yield reader.get_batch(index)
 
-    yield from _table(file, digest, "Arrow", batches)
+    return _table(file, digest, "Arrow", batches)
 
 
-def _table(file: Path, digest: Digest, kind: str, batches: Callable[[], Iterator]) -> Iterator[Row]:
+def _table(file: Path, digest: Digest, name: str, batches: Callable[[], Iterator]) -> Iterator[Row]:
     import pyarrow
 
     number = 0
@@ -405,11 +393,11 @@ def _table(file: Path, digest: Digest, kind: str, batches: Callable[[], Iterator
                     number += 1
                     yield Row(f"{file}[row {number}]", value=_filled(value))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not a readable {kind} file: {error}") from None
+        raise InputError(f"{file}: not a readable {name} file: {error}") from None
 
 
 def _filled(value: object) -> object:
-    """Returns a value without the empty fields that tables give every object."""
+    """A value without the empty fields that tables give every object."""
     if isinstance(value, dict):
         return {key: _filled(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):

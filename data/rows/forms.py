@@ -1,8 +1,8 @@
-"""The forms of rows: how each is told, what is read of it, and how it becomes a record."""
+"""The published forms of rows: how each is told from the others, and how it becomes a record."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conf.errors import InputError
@@ -57,21 +57,17 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shape:
+class FormSpec:
     """A form of rows.
 
     Attributes:
         form: its name.
         keys: any one of them tells the form; the first that a row has is read.
-        beside: fields that are read with it.
-        publishers: who publishes such rows.
         parse: adds the messages of a row to a conversation; None where it holds none.
     """
 
     form: Form
     keys: tuple[str, ...]
-    beside: tuple[str, ...]
-    publishers: str
     parse: Callable[[Fields, str, Conversation], None] | None
 
 
@@ -100,11 +96,11 @@ def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = N
         for value in values
     ]
     for candidates in (named, [_renamed(value, columns)[0] for value in values]):
-        found = next((form for form in map(_form_of, candidates) if form), None)
-        if found:
-            return found
+        form = next((form for form in map(_form_of, candidates) if form), None)
+        if form:
+            return form
     first = rows[0].parsed()
-    keys = ", ".join(key for shape in SHAPES for key in shape.keys)
+    keys = ", ".join(key for spec in FORMS for key in spec.keys)
     raise InputError(
         f"{path}: no row among the first {len(values)} has a known form; {first.where} has "
         f"{first.problem or show_fields(first.value)}; allowed: one of the fields {keys}; other "
@@ -146,49 +142,61 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
     if not isinstance(value, dict):
         raise MalformedRowError("(whole row)", show(value), "an object with fields")
     fields, hidden = _renamed(value, columns)
-    shape = FORMS[form]
-    key = next((key for key in shape.keys if fields.get(key) is not None), None)
+    spec = next(spec for spec in FORMS if spec.form is form)
+    key = next((key for key in spec.keys if fields.get(key) is not None), None)
     if key is None:
         other = _form_of(fields) if detected else None
         if other:
-            raise InputError(_mixed(row.where, value, other, form))
+            raise InputError(
+                f"{row.where}: a row of form {other.value} ({show_fields(value)}) among rows of "
+                f"form {form.value}; split the file, or set data.form= to one of "
+                + ", ".join(spec.form.value for spec in FORMS)
+            )
         raise MalformedRowError(
-            shape.keys[0], show_fields(value), f"a row of data.form={form.value}"
+            spec.keys[0], show_fields(value), f"a row of data.form={form.value}"
         )
     category = fields.pop("category", None)
-    common: Fields = {
-        "where": row.where, "category": "all" if empty(category) else str(category), "row": value,
-    }  # fmt: skip
-    if shape.parse is None:
-        text = _text(fields, detected) if form is Form.text else None
-        tokens = _tokens(fields) if form is Form.tokens else None
-        return Record(None, text, **common, tokens=tokens, unread=(*_left(fields), *hidden))
-    refuse_media(fields)
-    common["tools"] = _first_of(fields, TOOLS, tools_of)
-    common["template_kwargs"] = _first_of(fields, TEMPLATE_KWARGS, _template_kwargs) or {}
-    talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _system))
-    shape.parse(fields, key, talk)
-    if all(message["role"] in SYSTEM for message in talk.messages):
-        raise MalformedRowError(key, "only a system message", "at least one user message")
-    cut_off = _cut_off(fields, talk.messages)
-    unread = (*_left(fields), *hidden, *talk.unread)
-    return Record(
-        talk.messages, None, **common, unlearnt=frozenset(talk.unlearnt), cut_off=cut_off,
-        written=talk.written, unread=unread,
-    )  # fmt: skip
+    record = Record(
+        None, None, row.where, category="all" if empty(category) else str(category), row=value
+    )
+    talk = Conversation()
+    if spec.parse is not None:
+        refuse_media(fields)
+        talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _system))
+        record = replace(
+            record,
+            tools=_first_of(fields, TOOLS, tools_of),
+            template_kwargs=_first_of(fields, TEMPLATE_KWARGS, _template_kwargs) or {},
+        )
+        spec.parse(fields, key, talk)
+        if all(message["role"] in SYSTEM for message in talk.messages):
+            raise MalformedRowError(key, "only a system message", "at least one user message")
+        record = replace(
+            record,
+            messages=talk.messages,
+            unlearnt=frozenset(talk.unlearnt),
+            cut_off=_cut_off(fields, talk.messages),
+            written=talk.written,
+        )
+    elif form is Form.text:
+        record = replace(record, text=_text(fields, detected))
+    else:
+        record = replace(record, tokens=_tokens(fields))
+    left = [name for name, value in fields.items() if not empty(value)]
+    return replace(record, unread=(*left, *hidden, *talk.unread))
 
 
 def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
-    """Taps which answers, counted from 0, were cut off: indices of their messages."""
+    """Takes which answers, counted from 0, were cut off: indices of their messages."""
     if empty(decoded(fields.get(CUT_OFF))):
         return frozenset()
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    found = list_of(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
-    for number in found:
+    numbers = list_of(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
+    for number in numbers:
         if type(number) is not int or not 0 <= number < len(answers):
             allowed = f"numbers of the {len(answers)} answers, counted from 0"
             raise MalformedRowError(CUT_OFF, show(number), allowed)
-    return frozenset(answers[number] for number in found)
+    return frozenset(answers[number] for number in numbers)
 
 
 def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
@@ -204,28 +212,13 @@ def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[st
 
 
 def _form_of(fields: Fields) -> Form | None:
-    for shape in SHAPES:
-        for key in shape.keys:
-            # Parquet and Hub datasets fill absent columns with None.
-            if fields.get(key) is not None:
-                return shape.form
-    return None
-
-
-def _mixed(where: str, value: object, other: Form, form: Form) -> str:
-    allowed = ", ".join(shape.form.value for shape in SHAPES)
-    return (
-        f"{where}: a row of form {other.value} ({show_fields(value)}) among rows of form "
-        f"{form.value}; split the file, or set data.form= to one of {allowed}"
-    )
-
-
-def _left(fields: Fields) -> list[str]:
-    return [name for name, value in fields.items() if not empty(value)]
+    # Parquet and Hub datasets fill absent columns with None.
+    known = (spec.form for spec in FORMS if any(fields.get(key) is not None for key in spec.keys))
+    return next(known, None)
 
 
 def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], Any]) -> Any:
-    """Taps the first of some names that says something, and drops those that say the same."""
+    """Takes the first of some names that says something, and drops those that say the same."""
     for name in names:
         value = fields.get(name)
         if empty(value):
@@ -246,12 +239,7 @@ def _system(value: object, name: str) -> str | None:
 
 
 def _conversation(fields: Fields, key: str, talk: Conversation) -> None:
-    _add_all(list_of(fields.pop(key), key, "objects"), key, talk)
-
-
-def _add_all(items: list, key: str, talk: Conversation) -> None:
-    for index, item in enumerate(items):
-        talk.add(item, key, index)
+    talk.add_all(list_of(fields.pop(key), key, "objects"), key)
 
 
 def _turns(fields: Fields, key: str, talk: Conversation) -> None:
@@ -263,9 +251,13 @@ def _preference(fields: Fields, key: str, talk: Conversation) -> None:
     prompt_key = next((name for name in PROMPTS if not empty(fields.get(name))), None)
     prompt = fields.pop(prompt_key) if prompt_key else None
     chosen = fields.pop(key)
-    whole = prompt_key is None or (isinstance(chosen, list) and not _starts_with_answer(chosen))
-    if isinstance(chosen, list) and whole:  # with the prompt once more in front, if there is one
-        _add_all(list_of(chosen, key, "objects"), key, talk)
+    start = Conversation()
+    if isinstance(chosen, list):
+        start.add_all(chosen[:1], key)
+    answer_alone = any(message["role"] == "assistant" for message in start.messages)
+    # A list of more has the prompt once more in front, if there is one.
+    if isinstance(chosen, list) and (prompt_key is None or not answer_alone):
+        talk.add_all(list_of(chosen, key, "objects"), key)
         if prompt_key and not _opens_with(prompt, prompt_key, talk.messages):
             raise MalformedRowError(prompt_key, show(prompt), f"what '{key}' begins with")
         return
@@ -273,12 +265,6 @@ def _preference(fields: Fields, key: str, talk: Conversation) -> None:
         raise MalformedRowError(key, show(chosen), "with a 'prompt' beside, or a list of messages")
     _say(prompt, prompt_key, "user", talk)
     _say(chosen, key, "assistant", talk)
-
-
-def _starts_with_answer(items: list) -> bool:
-    start = Conversation()
-    _add_all(items[:1], "chosen", start)
-    return any(message["role"] == "assistant" for message in start.messages)
 
 
 def _opens_with(prompt: object, name: str, messages: Messages) -> bool:
@@ -325,7 +311,7 @@ def _reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
 def _say(value: object, key: str, role: str, talk: Conversation) -> None:
     """Adds a plain text of a role, or a list of messages."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        _add_all(value, key, talk)
+        talk.add_all(value, key)
     else:
         text = text_of(value, key, "a string or a list of messages")
         marker = begins_rendered(text)
@@ -381,18 +367,14 @@ DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 # Order decides when a row has keys of several forms: published datasets often carry a rendered
 # `text` or a bare `prompt` beside the structured conversation, and each of these may stand
 # beside the `question` that it was made from.
-SHAPES = (
-    Shape(Form.messages, ("messages",), (), "OpenAI, TRL, Tulu, SmolTalk", _conversation),
-    Shape(Form.conversations, DIALOGUES, (), "ShareGPT, OpenHermes, LMSYS", _conversation),
-    Shape(Form.turns, ("turns",), (), "MT-bench, Spec-Bench", _turns),
-    Shape(Form.preference, ("chosen",), PROMPTS, "TRL, UltraFeedback, Orca pairs", _preference),
-    Shape(Form.alpaca, ("instruction",), ("input", "context", *REPLIES, "history"),
-          "Alpaca, Dolly, Magpie, LLaMA-Factory", _alpaca),
-    Shape(Form.prompt, ("prompt",), REPLIES, "TRL, HumanEval", _pair),
-    Shape(Form.tokens, ("input_ids",), (*MASKS, "labels", "attention_mask"), "TRL, Axolotl",
-          None),
-    Shape(Form.text, ("text",), (), "plain corpora", None),
-    Shape(Form.question, ("question", "query", "problem", "input"), REPLIES,
-          "GSM8K, OpenOrca, MetaMath, NuminaMath", _pair),
-)  # fmt: skip
-FORMS = {shape.form: shape for shape in SHAPES}
+FORMS = (
+    FormSpec(Form.messages, ("messages",), _conversation),
+    FormSpec(Form.conversations, DIALOGUES, _conversation),
+    FormSpec(Form.turns, ("turns",), _turns),
+    FormSpec(Form.preference, ("chosen",), _preference),
+    FormSpec(Form.alpaca, ("instruction",), _alpaca),
+    FormSpec(Form.prompt, ("prompt",), _pair),
+    FormSpec(Form.tokens, ("input_ids",), None),
+    FormSpec(Form.text, ("text",), None),
+    FormSpec(Form.question, ("question", "query", "problem", "input"), _pair),
+)

@@ -1,4 +1,4 @@
-"""One message of any published shape becomes one of ours: roles, parts, reasoning, tool calls."""
+"""Messages as they are published become ours: roles, parts, reasoning, tool calls."""
 
 import re
 from typing import Any
@@ -54,7 +54,7 @@ MESSAGE = "an object with 'role' and 'content'"
 
 
 class Conversation:
-    """The messages of a row as they are collected.
+    """Collects the messages of a row.
 
     Attributes:
         messages: those so far.
@@ -105,6 +105,11 @@ class Conversation:
             self._add(fields, name)
         self._leave(fields, name)
 
+    def add_all(self, items: list, key: str) -> None:
+        """Adds the messages of a field; raises as `add` does."""
+        for index, item in enumerate(items):
+            self.add(item, key, index)
+
     def _leave(self, fields: dict[str, Any], name: str) -> None:
         for field, value in fields.items():
             if not empty(value):
@@ -133,7 +138,9 @@ class Conversation:
         if role in SYSTEM and self._says_nothing_new(message, name):
             return
         if role == "assistant" and not empty(fields.get("token_ids")):
-            self.written[len(self.messages)] = _token_ids(fields.pop("token_ids"), name)
+            key = f"{name}.token_ids"
+            ids = list_of(fields.pop("token_ids"), key, "token ids")
+            self.written[len(self.messages)] = ids_of(ids, key)
         if _unlearnt(fields, role, name):
             self.unlearnt.add(len(self.messages))
         self.messages.append(message)
@@ -191,14 +198,14 @@ class Conversation:
                 message["tool_calls"] = message.get("tool_calls", []) + calls
 
     def _calls(self, value: object, name: str) -> list[Message]:
-        found = decoded(value)
-        if isinstance(found, dict):
-            return [self._call(found, name)]
-        items = list_of(found, name, "tool calls")
-        return [self._call(item, f"{name}[{index}]") for index, item in enumerate(items)]
+        calls = decoded(value)
+        if isinstance(calls, dict):
+            return [self._call(calls, name)]
+        calls = list_of(calls, name, "tool calls")
+        return [self._call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
 
     def _call(self, value: object, name: str) -> Message:
-        """Returns a call in OpenAI's shape, its arguments as an object, as templates want them."""
+        """Writes a call as OpenAI does, but its arguments as an object, as templates want them."""
         given = object_of(value, name, "a call with 'function', or with 'name' and 'arguments'")
         call = dict(given)
         function = call.pop("function", None)
@@ -212,13 +219,13 @@ class Conversation:
         rest = {k: v for k, v in function.items() if k not in ("name", "arguments")}
         self._leave(call | rest, name)
         arguments = arguments_of(function.get("arguments"), f"{name}.arguments")
-        found = {"name": function["name"], "arguments": arguments}
         ids = {} if empty(call_id) else {"id": call_id}
-        return {"type": "function", **ids, "function": found}
+        function = {"name": function["name"], "arguments": arguments}
+        return {"type": "function", **ids, "function": function}
 
 
 def arguments_of(value: object, name: str) -> dict[str, Any]:
-    """Returns a call's arguments; servers and data write none in several ways.
+    """The arguments of a call; servers and data write none in several ways.
 
     Raises:
         MalformedRowError: it is something else than an object, or one written as JSON.
@@ -242,17 +249,15 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
 
 def _role(fields: dict[str, Any], name: str) -> str:
     key = "role" if "role" in fields or "from" not in fields else "from"
-    role = fields.pop(key, None)
-    found = ROLES.get(role) if isinstance(role, str) else None
-    if found is None and isinstance(role, str):
-        found = ROLES.get(role.strip().lower())
-    if found is None:
-        raise MalformedRowError(f"{name}.{key}", show(role), ", ".join(ROLES))
-    return found
+    given = fields.pop(key, None)
+    role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
+    if role is None:
+        raise MalformedRowError(f"{name}.{key}", show(given), ", ".join(ROLES))
+    return role
 
 
 def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
-    """Whether the message says not to be learnt; what others than the assistant say never is."""
+    """True if the message says not to be learnt; what others than the assistant say never is."""
     unlearnt = False
     for key in LEARNT:
         value = fields.get(key)
@@ -266,13 +271,8 @@ def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
     return unlearnt
 
 
-def _token_ids(value: object, name: str) -> list[int]:
-    ids = list_of(value, f"{name}.token_ids", "token ids")
-    return ids_of(ids, f"{name}.token_ids")
-
-
 def ids_of(ids: list, name: str) -> list[int]:
-    """Returns token ids.
+    """Checks token ids.
 
     Raises:
         MalformedRowError: one of them is no number from 0 on, or more than any model has.
@@ -284,7 +284,7 @@ def ids_of(ids: list, name: str) -> list[int]:
 
 
 def tools_of(value: object, name: str) -> list[dict] | None:
-    """Returns function schemas as OpenAI writes them; bare ones are wrapped.
+    """Writes function schemas as OpenAI does; bare ones are wrapped.
 
     Raises:
         MalformedRowError: one of them has no name.

@@ -1,4 +1,4 @@
-"""Taps conversations and texts from files, folders and Hub datasets, and checks every row."""
+"""Loads conversations and texts from files, folders and Hub datasets, and checks every row."""
 
 import hashlib
 from collections import Counter
@@ -8,19 +8,19 @@ from itertools import chain, islice
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.rows.files import Source, find_source, read_rows
+from data.rows.files import find_source, read_rows
 from data.rows.forms import NUM_LOOKED_AT, Record, detect, to_record
 from data.rows.messages import Messages
 from data.rows.values import MalformedRowError
 
-__all__ = ["MalformedRowError", "Messages", "Record", "Records", "load_data", "load_records"]
+__all__ = ["MalformedRowError", "Messages", "Record", "Records", "load_records"]
 
 NUM_BAD_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a path holds."""
+    """The checked rows of a path."""
 
     records: list[Record]
     form: Form
@@ -34,7 +34,7 @@ class Records:
     """Files of a folder that are not read, and why."""
 
     def lines(self) -> list[str]:
-        """Returns what was left out, as lines to print."""
+        """The rows and fields that were left out, as lines to print."""
         return [
             *malformed(self.bad),
             *counted("fields not read", self.unread, "rows"),
@@ -43,70 +43,44 @@ class Records:
 
 
 def malformed(bad: list[str]) -> list[str]:
-    """Returns the first messages of malformed rows, and how many more there are, as lines."""
+    """The first messages of malformed rows, and how many more there are, as lines."""
     more = len(bad) - NUM_BAD_SHOWN
     shown = [f"malformed: {message}" for message in bad[:NUM_BAD_SHOWN]]
     return [*shown, *([f"malformed: {more:,} more"] if more > 0 else [])]
 
 
 def counted(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
-    """Returns names with their counts as one line, or none."""
+    """Names with their counts as one line, or none."""
     names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
     return [f"{what}: {names}"] if names else []
 
 
-def load_records(
-    path: str,
-    *,
-    subset: str | None = None,
-    split: str = "train",
-    form: Form = Form.auto,
-    columns: Mapping[str, str] | None = None,
-    on_bad_row: OnBadRow = OnBadRow.error,
-) -> Records:
+def load_records(path: str, config: DataConfig | None = None) -> Records:
     """Loads and checks every row of a file, a folder or a Hub dataset.
 
     Args:
         path: a file, a folder of them, or a Hub dataset id.
-        subset: configuration of a Hub dataset, or its folder in a clone; None is the default.
-        split: of a Hub dataset, or of a folder with files that are named for splits.
-        form: shape of the rows; `auto` takes it from the first rows.
-        columns: the data's own names of fields, by the names that forms know.
-        on_bad_row: whether a malformed row stops or is skipped and listed.
+        config: how to read it, as usual unless given; its own `path` is not looked at.
 
     Raises:
         InputError: nothing at `path`, no rows, mixed forms, or a malformed row.
     """
-    return _load(find_source(path, subset=subset, split=split), form, columns, on_bad_row)
-
-
-def load_data(path: str, config: DataConfig) -> Records:
-    """`load_records`, as settings of the data say; their own `path` is not read.
-
-    Raises:
-        InputError: as `load_records` does.
-    """
+    config = config or DataConfig()
     source = find_source(path, subset=config.subset, split=config.split, streaming=config.streaming)
-    return _load(source, config.form, config.columns, config.on_bad_row)
-
-
-def _load(
-    source: Source, form: Form, columns: Mapping[str, str] | None, on_bad_row: OnBadRow
-) -> Records:
-    path, digest = source.path, hashlib.sha256()
+    digest = hashlib.sha256()
     rows = read_rows(source, digest)
     first = list(islice(rows, NUM_LOOKED_AT))
     if not first:
         raise InputError(f"{path}: holds no rows")
-    detected = form is Form.auto
-    form = detect(first, path, columns) if detected else form
+    detected = config.form is Form.auto
+    form = detect(first, path, config.columns) if detected else config.form
     records, bad, unread = [], [], Counter[str]()
     for row in chain(first, rows):
         try:
-            record = to_record(row, form, columns, detected=detected)
+            record = to_record(row, form, config.columns, detected=detected)
         except MalformedRowError as error:
             bad.append(f"{row.where}: {error}")
-            if on_bad_row is OnBadRow.error:
+            if config.on_bad_row is OnBadRow.error:
                 hint = "fix the row or set data.on_bad_row=skip"
                 raise InputError(f"{bad[0]} ({hint})") from None
             continue

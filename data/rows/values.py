@@ -1,4 +1,4 @@
-"""Values of a row: what is wrong with one, and the few types that rows are made of."""
+"""Checks the few types of values that rows are made of."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ class MalformedRowError(Exception):
 
 
 def show(value: object) -> str:
-    """Returns a value with its type for a message, shortened."""
+    """A value with its type for a message, shortened."""
     if value is None:
         return "nothing"
     try:
@@ -28,7 +28,7 @@ def show(value: object) -> str:
 
 
 def show_fields(value: object) -> str:
-    """Returns the names of a row's fields for a message."""
+    """The names of a row's fields for a message."""
     if not isinstance(value, dict):
         return show(value)
     return "the fields " + ", ".join(map(str, value)) if value else "no fields"
@@ -51,12 +51,12 @@ def parse_json(text: str) -> Any:
 
 
 def empty(value: object) -> bool:
-    """Whether a field says nothing: absent columns of tables, empty texts, lists and objects."""
+    """True if a field says nothing: absent columns of tables, empty texts, lists and objects."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def text_of(value: object, name: str, allowed: str = "a string") -> str:
-    """Returns a text that has something in it.
+    """A text that has something in it.
 
     Raises:
         MalformedRowError: it is something else, empty or not valid Unicode.
@@ -69,7 +69,7 @@ def text_of(value: object, name: str, allowed: str = "a string") -> str:
 
 
 def unicode_of(value: str, name: str) -> str:
-    """Returns the text if it can be encoded.
+    """Checks that a text can be encoded.
 
     Raises:
         MalformedRowError: it holds half of a surrogate pair.
@@ -82,35 +82,35 @@ def unicode_of(value: str, name: str) -> str:
 
 
 def list_of(value: object, name: str, items: str) -> list:
-    """Returns a list with something in it, also one that is written as JSON.
+    """A list with something in it, also one that is written as JSON.
 
     Raises:
         MalformedRowError: it is something else or empty.
     """
-    found = decoded(value)
-    if not isinstance(found, list) or not found:
+    content = decoded(value)
+    if not isinstance(content, list) or not content:
         raise MalformedRowError(name, show(value), f"a non-empty list of {items}")
-    return found
+    return content
 
 
 def object_of(value: object, name: str, allowed: str) -> dict[str, Any]:
-    """Returns an object, also one that is written as JSON.
+    """An object, also one that is written as JSON.
 
     Raises:
         MalformedRowError: it is something else, or cannot be written as JSON again.
     """
-    found = decoded(value)
-    if not isinstance(found, dict):
+    content = decoded(value)
+    if not isinstance(content, dict):
         raise MalformedRowError(name, show(value), allowed)
     try:
-        unicode_of(json.dumps(found, ensure_ascii=False), name)
+        unicode_of(json.dumps(content, ensure_ascii=False), name)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedRowError(name, f"what is not JSON ({error})", allowed) from None
-    return found
+    return content
 
 
 def decoded(value: object) -> object:
-    """Returns what a JSON string holds; anything else as it is."""
+    """The content of a JSON string; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return parse_json(value)

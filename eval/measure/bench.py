@@ -22,7 +22,7 @@ from conf.settings.data import OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
-from data.rows.records import Record, Records, load_data
+from data.rows.records import Record, Records, load_records
 from data.templates.encoder import Encoder
 from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
@@ -166,7 +166,7 @@ def _tell_windows(
 
 def _records(run: MeasureRun) -> Records:
     assert run.data.path is not None
-    records = load_data(run.data.path, run.data)
+    records = load_records(run.data.path, run.data)
     _tell(records.lines())
     return records
 

@@ -19,7 +19,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.scripts import ContestRun
 from conf.settings.target import TargetConfig
-from data.rows.records import load_data
+from data.rows.records import load_records
 from heads.kinds import KINDS, forms
 from scripts.contest.tasks import Task, Took, bytes_of, device_memory
 
@@ -265,7 +265,7 @@ def make_plan(
             "memory": row["memory"],
             **device_memory(out_dir, f"probe {label}"),
         }
-    num_prompts = len(load_data(str(config.prompts.path), config.prompts).records)
+    num_prompts = len(load_records(str(config.prompts.path), config.prompts).records)
     num_prompts = min(num_prompts, config.prompts.num_prompts or num_prompts)
     estimate |= measuring_takes(config, methods_of(entrants), out_dir, num_prompts, took)
     plan = {

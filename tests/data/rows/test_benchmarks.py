@@ -144,7 +144,7 @@ def test_answers_of_other_shapes_are_refused(write, row, message):
     path = write(GSM8K, row)
     with pytest.raises(InputError, match=rf"question.jsonl:2: {message}"):
         load_records(path)
-    assert len(load_records(path, on_bad_row=OnBadRow.skip).records) == 1
+    assert len(load_records(path, DataConfig(on_bad_row=OnBadRow.skip)).records) == 1
 
 
 PACKED = gzip.compress(b"{}\n" * 99, mtime=0)
@@ -175,7 +175,7 @@ def hub(monkeypatch):
 
 
 def test_a_hub_dataset_with_configurations(hub):
-    loaded = load_records("openai/gsm8k", subset="main", split="test")
+    loaded = load_records("openai/gsm8k", DataConfig(subset="main", split="test"))
     assert loaded.records[0].messages[0] == user(GSM8K["question"])
     assert loaded.records[0].where == "openai/gsm8k[test]:1"
 
@@ -183,7 +183,7 @@ def test_a_hub_dataset_with_configurations(hub):
 def test_a_configuration_that_is_missing(hub):
     message = r"data.subset=null, data.split=test\) it cannot be loaded: .*\n.*'main', 'socratic'"
     with pytest.raises(InputError, match=message):
-        load_records("openai/gsm8k", split="test")
+        load_records("openai/gsm8k", DataConfig(split="test"))
 
 
 def test_the_configuration_is_a_setting(hub):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import InputError
-from conf.settings.data import OnBadRow
+from conf.settings.data import DataConfig, OnBadRow
 from data.rows.files import Row, find_source, read_rows
 from data.rows.records import load_records
 
@@ -94,7 +94,7 @@ def test_a_row_with_more_cells_than_names(tmp_path):
     path.write_bytes(CSV + b"a,b,c\n")
     with pytest.raises(InputError, match=r"a.csv:7: .*found 3 cells under 2 names"):
         load_records(str(path))
-    assert len(load_records(str(path), on_bad_row=OnBadRow.skip).records) == 3
+    assert len(load_records(str(path), DataConfig(on_bad_row=OnBadRow.skip)).records) == 3
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_line_that_no_parser_takes_is_a_malformed_row(tmp_path, depth):
     path.write_bytes(LINE + depth + b"\n" + LINE)
     with pytest.raises(InputError, match=r"a.jsonl:2: field '\(whole row\)': found JSON"):
         load_records(str(path))
-    assert len(load_records(str(path), on_bad_row=OnBadRow.skip).records) == 2
+    assert len(load_records(str(path), DataConfig(on_bad_row=OnBadRow.skip)).records) == 2
 
 
 def test_an_object_on_several_lines_is_told_how_it_is_written_on_one(tmp_path):
@@ -183,7 +183,7 @@ def folder(tmp_path):
 )  # fmt: skip
 def test_files_of_a_folder(folder, names, split, read, left_out):
     path = folder(*names.split())
-    loaded = load_records(str(path), split=split)
+    loaded = load_records(str(path), DataConfig(split=split))
     assert [record.where for record in loaded.records] == [f"{path}/{n}:1" for n in read.split()]
     assert loaded.left_out == ((left_out,) if left_out else ())
 
@@ -229,12 +229,12 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path):
 def test_a_saved_dataset_of_several_splits(tmp_path):
     one = datasets.Dataset.from_list([ROW])
     datasets.DatasetDict({"train": one, "test_sft": one}).save_to_disk(tmp_path / "saved")
-    loaded = load_records(str(tmp_path / "saved"), split="test_sft")
+    loaded = load_records(str(tmp_path / "saved"), DataConfig(split="test_sft"))
     file = tmp_path / "saved/test_sft/data-00000-of-00001.arrow"
     assert [record.where for record in loaded.records] == [f"{file}[row 1]"]
     assert loaded.left_out == ("train/ (data.split=test_sft)",)
     with pytest.raises(InputError, match=r"data.split=dev: holds test_sft, train"):
-        load_records(str(tmp_path / "saved"), split="dev")
+        load_records(str(tmp_path / "saved"), DataConfig(split="dev"))
 
 
 def test_a_damaged_saved_dataset(tmp_path):
@@ -288,7 +288,7 @@ def test_what_was_left_out_is_printed(folder):
     path = folder("train.jsonl", "test.jsonl")
     rows = [b"[]\n"] * 11 + [json.dumps(ROW | {"id": n}).encode() + b"\n" for n in range(1000)]
     (path / "train.jsonl").write_bytes(b"".join([LINE, *rows]))
-    lines = load_records(str(path), on_bad_row=OnBadRow.skip).lines()
+    lines = load_records(str(path), DataConfig(on_bad_row=OnBadRow.skip)).lines()
     assert lines[0].startswith(f"malformed: {path}/train.jsonl:2: field '(whole row)'")
     assert lines[10:] == [
         "malformed: 1 more",

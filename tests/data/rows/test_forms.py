@@ -12,9 +12,10 @@ from conf.settings.data import COLUMNS, DataConfig, Form
 from data.rows.files import Row
 from data.rows.forms import (
     CUT_OFF,
+    FORMS,
     MASKS,
+    PROMPTS,
     REPLIES,
-    SHAPES,
     SYSTEM_TEXTS,
     TEMPLATE_KWARGS,
     TOOLS,
@@ -350,15 +351,16 @@ def test_columns_that_are_none(columns, message):
 
 
 def test_every_column_is_read_by_some_form():
-    known = {name for shape in SHAPES for name in (*shape.keys, *shape.beside)}
-    known |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, "category", "reasoning_content"}
+    known = {name for spec in FORMS for name in spec.keys}
+    known |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, *PROMPTS, *REPLIES, *MASKS}
+    known |= {"category", "reasoning_content", "history", "labels"}
     assert set(COLUMNS) <= known
-    assert [shape.form for shape in SHAPES] == list(Form)[1:]
+    assert [spec.form for spec in FORMS] == list(Form)[1:]
 
 
 def test_the_page_names_every_field():
     page = (Path(__file__).parents[3] / "data/README.md").read_text()
-    names = {name for shape in SHAPES for name in (shape.form.value, *shape.keys)}
+    names = {name for spec in FORMS for name in (spec.form.value, *spec.keys)}
     names |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, CUT_OFF, *REASONING, *REPLIES, *MASKS}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 

@@ -6,7 +6,7 @@ import pytest
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.rows.records import load_data, load_records
+from data.rows.records import load_records
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -77,7 +77,7 @@ def test_category_is_kept(write):
 
 def test_the_form_can_be_forced(write):
     path = write({"messages": [USER], "text": "raw"})
-    assert load_records(path, form=Form.text).records[0].text == "raw"
+    assert load_records(path, DataConfig(form=Form.text)).records[0].text == "raw"
 
 
 def test_where_counts_lines_and_blank_lines_are_no_rows(write):
@@ -113,7 +113,7 @@ def test_hub_dataset(monkeypatch):
         return datasets.Dataset.from_list([GOOD, GOOD])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    loaded = load_records("me/chats", split="test")
+    loaded = load_records("me/chats", DataConfig(split="test"))
     assert [r.where for r in loaded.records] == ["me/chats[test]:1", "me/chats[test]:2"]
     assert loaded.records[0].messages == [USER, ASSISTANT]
 
@@ -165,7 +165,7 @@ def test_malformed_row_names_line_and_field(write, row, message):
     with pytest.raises(InputError, match=r"rows.jsonl:2: .*data.on_bad_row=skip") as caught:
         load_records(path)
     caught.match(message)
-    loaded = load_records(path, on_bad_row=OnBadRow.skip)
+    loaded = load_records(path, DataConfig(on_bad_row=OnBadRow.skip))
     assert len(loaded.records) == 1
     assert len(loaded.bad) == 1
     assert loaded.bad[0].startswith(f"{path}:2: field ")
@@ -196,7 +196,7 @@ def test_settings_say_how_rows_are_read(write):
     config = DataConfig(
         columns={"prompt": "ask", "response": "reply"}, on_bad_row=OnBadRow.skip, form=Form.prompt
     )
-    loaded = load_data(path, config)
+    loaded = load_records(path, config)
     assert (loaded.records[0].messages, len(loaded.bad)) == ([USER, ASSISTANT], 1)
 
 
@@ -204,8 +204,10 @@ def test_mixed_forms_are_refused_even_when_skipping(write):
     path = write(GOOD, {"prompt": "Hi", "id": 1})
     message = r"rows.jsonl:2: a row of form prompt \(the fields prompt, id\) among .*data.form="
     with pytest.raises(InputError, match=message):
-        load_records(path, on_bad_row=OnBadRow.skip)
-    assert len(load_records(path, form=Form.messages, on_bad_row=OnBadRow.skip).bad) == 1
+        load_records(path, DataConfig(on_bad_row=OnBadRow.skip))
+    assert (
+        len(load_records(path, DataConfig(form=Form.messages, on_bad_row=OnBadRow.skip)).bad) == 1
+    )
 
 
 def test_wrong_column(write):
@@ -218,7 +220,7 @@ def test_every_row_malformed(write):
     with pytest.raises(
         InputError, match=r"every row is malformed \(2\); the first: .*rows.jsonl:1"
     ):
-        load_records(write(messages(), messages()), on_bad_row=OnBadRow.skip)
+        load_records(write(messages(), messages()), DataConfig(on_bad_row=OnBadRow.skip))
 
 
 def test_missing_and_empty(write, tmp_path):
