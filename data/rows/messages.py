@@ -1,5 +1,6 @@
 """Messages as they are published become ours: roles, parts, reasoning, tool calls."""
 
+import json
 import re
 from typing import Any
 
@@ -233,6 +234,16 @@ def arguments_of(value: object, name: str) -> dict[str, Any]:
     if empty(value) or (isinstance(value, str) and value.strip() in ("", "null")):
         return {}
     return object_of(value, name, "an object, or one written as JSON")
+
+
+def with_text_arguments(message: Message) -> Message:
+    """A message with the arguments of its calls as JSON text: servers and some templates ask so."""
+    if "tool_calls" not in message:
+        return message
+    functions = (call["function"] for call in message["tool_calls"])
+    texts = [function | {"arguments": json.dumps(function["arguments"])} for function in functions]
+    calls = zip(message["tool_calls"], texts, strict=True)
+    return message | {"tool_calls": [call | {"function": text} for call, text in calls]}
 
 
 def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Greedy texts of a running engine, and what it counts of its draft tokens.
+"""Greedy texts of a serving engine, and its counts of draft tokens.
 
 vLLM counts in `/metrics`, over all requests; SGLang in the reply to each. Both start to draft
 behind the first token of a text, and count what the last pass accepts beyond the text's end.
@@ -10,18 +10,15 @@ Sources: vLLM 0.32 `v1/spec_decode/metrics.py` and `v1/core/sched/scheduler.py`;
 
 import re
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anyio.from_thread import start_blocking_portal
-
 from conf.errors import InputError
-from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused
+from data.servers.endpoint import Client, Connection, Endpoint, RowFailed, RowRefused
 
 COUNTER = re.compile(r"^vllm:spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
-# A model's generation_config.json can ask for a penalty, which engines take over.
+# A model's generation_config.json can ask for a penalty, which servers take over.
 GREEDY = {"temperature": 0, "repetition_penalty": 1.0}
 NO_HEAD = "it drafts nothing: start it with a draft head (the README of an export has the command)"
 
@@ -42,30 +39,32 @@ class DraftCounts:
 
     @classmethod
     def of(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
-        """From the number of tokens that each pass accepted."""
+        """Counts by the number of tokens that each pass accepted."""
         accepted = [sum(length > place for length in lengths) for place in range(depth)]
         return cls(text, len(lengths), accepted)
 
 
 class _Protocol(ABC):
-    """How to talk to one kind of engine; each request may raise what `Client.request` does."""
+    """The requests to one serving engine; each may raise what `Client.request` does."""
 
     def __init__(self, client: Client, model: str) -> None:
         self.client, self.model = client, model
+        self.depth = 0
+        self.counts: list[int] = []
 
     @abstractmethod
-    async def start(self) -> int:
-        """The draft tokens of a pass."""
+    async def start(self) -> None:
+        """Finds the depth, the draft tokens of a pass."""
 
     @abstractmethod
     async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         """One greedy text."""
 
 
-class DraftingServer:
+class DraftingServer(Connection):
     """A server that decodes with a draft head; a context manager.
 
-    Nobody else may ask it anything meanwhile: some engines count over all requests.
+    Nobody else may ask it anything meanwhile: vLLM counts over all requests.
 
     Attributes:
         name: `vllm` or `sglang`.
@@ -82,23 +81,17 @@ class DraftingServer:
         """
         root = endpoint.url.rstrip("/").removesuffix("/v1")
         # What is sent again is counted again.
-        self.endpoint = replace(endpoint, url=root, max_retries=0)
-        self._client = Client(self.endpoint, concurrency=1)
+        super().__init__(replace(endpoint, url=root, max_retries=0), concurrency=1)
+        self.name, self.model, self.depth = "", "", 0
+        self.max_model_len: int | None = None
+        self._protocol: _Protocol | None = None
 
-    def __enter__(self) -> "DraftingServer":
+    def start(self) -> None:
         """Raises InputError unless this is vLLM or SGLang, with a draft head."""
-        with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            stack.enter_context(self._portal.wrap_async_context_manager(self._client))
-            self._call(self._start)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.__exit__(*error)  # type: ignore[arg-type]
+        self._call(self._start)
 
     def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
-        """The engine's greedy text after a prompt, ended by its own stop tokens.
+        """The server's greedy text after a prompt, ended by its own stop tokens.
 
         Args:
             prompt_ids: the rendered prompt.
@@ -107,38 +100,40 @@ class DraftingServer:
         Raises:
             InputError: no answer, or not with token ids and counts.
         """
+        assert self._protocol is not None
         return self._call(self._protocol.answer, prompt_ids, max_new_tokens)
 
     def _call(self, work: Any, *arguments: Any) -> Any:
         try:
-            return self._portal.call(work, *arguments)
+            return self.portal.call(work, *arguments)
         except (RowFailed, RowRefused, ReplyError) as error:
             raise InputError(f"{self.endpoint}: {error}") from error
 
     async def _start(self) -> None:
-        reply = await self._client.request("GET", "v1/models")
+        reply = await self.client.request("GET", "v1/models")
         try:
             served = reply["data"][0]
             self.name, self.model = str(served["owned_by"]), str(served["id"])
             self.max_model_len = served.get("max_model_len")
-            self._protocol = PROTOCOLS[self.name](self._client, self.model)
+            self._protocol = PROTOCOLS[self.name](self.client, self.model)
         except (KeyError, IndexError, TypeError) as error:
             raise ReplyError(
                 f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
-        self.depth = await self._protocol.start()
+        await self._protocol.start()
+        self.depth = self._protocol.depth
 
 
 class ReplyError(Exception):
-    """What an engine answers cannot be used."""
+    """An answer that cannot be used."""
 
 
 class _Vllm(_Protocol):
     """Counters before a request, and after."""
 
-    async def start(self) -> int:
+    async def start(self) -> None:
         self.counts = await self._counts()
-        return len(self.counts) - 1
+        self.depth = len(self.counts) - 1
 
     async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         body = {
@@ -174,7 +169,7 @@ class _Vllm(_Protocol):
 class _Sglang(_Protocol):
     """Counts that come with the text."""
 
-    async def start(self) -> int:
+    async def start(self) -> None:
         settings = await self.client.request("GET", "get_server_info")
         if not settings.get("speculative_algorithm"):
             raise ReplyError(NO_HEAD)
@@ -185,7 +180,6 @@ class _Sglang(_Protocol):
                 "start it with --speculative-eagle-topk 1"
             )
         self.depth = int(settings["speculative_num_steps"])
-        return self.depth
 
     async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         sampling = {"max_new_tokens": max_new_tokens, **GREEDY}

@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import email.utils
 import itertools
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import httpx
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from conf.errors import InputError
-from data.rows.messages import arguments_of
+from data.rows.messages import arguments_of, with_text_arguments
 from data.rows.values import MalformedRowError
 
 Job = TypeVar("Job")
@@ -37,7 +38,7 @@ class RowFailed(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target said in one turn."""
+    """The target's answer in one turn."""
 
     message: dict
     """`role`, `content`, and `reasoning_content` and `tool_calls` where there are any."""
@@ -48,9 +49,9 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
-        said = (self.message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
-        return not any(each.strip() if isinstance(each, str) else each for each in said)
+        """True if it says nothing."""
+        parts = (self.message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
+        return not any(part.strip() if isinstance(part, str) else part for part in parts)
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ class Client:
         await self._http.aclose()
 
     async def first_model(self) -> str:
-        """Returns the first model that the server lists."""
+        """The first model that the server lists."""
         return str((await self.models())[0]["id"])
 
     async def models(self) -> list[dict]:
-        """Returns what the server lists of its models, one or more, each with an `id`."""
+        """The models that the server lists, one or more, each with an `id`."""
         try:
             listed = (await self.request("GET", "models"))["data"]
             named = [m for m in listed if isinstance(m, dict) and "id" in m]
@@ -136,7 +137,7 @@ class Client:
         """
         body = {
             "model": self.endpoint.model,
-            "messages": [_sent(message) for message in messages],
+            "messages": [with_text_arguments(message) for message in messages],
             "stream": False,
             **settings,
         }
@@ -151,7 +152,7 @@ class Client:
         return Answer(message, not ended, choice.get("token_ids"))
 
     async def tells_token_ids(self) -> bool:
-        """Whether the server gives the token ids of an answer when asked to: vLLM does."""
+        """True if the server gives the token ids of an answer when asked to: vLLM does."""
         return all(model.get("owned_by") == "vllm" for model in await self.models())
 
     async def request(self, method: str, path: str, body: dict | None = None) -> dict:
@@ -173,7 +174,7 @@ class Client:
         return await self._send(method, path, body, httpx.Response.json)
 
     async def page(self, path: str) -> str:
-        """Returns the text at a path behind the base URL; raises as `request` does."""
+        """The text at a path behind the base URL; raises as `request` does."""
         return await self._send("GET", path, None, lambda response: response.text)
 
     async def _send(
@@ -207,15 +208,51 @@ class Client:
         return f"{self.endpoint.url.rstrip('/')}/{path}"
 
     def _text(self, response: httpx.Response) -> str:
-        """Returns the start of an error's body without the key, which some servers echo."""
+        """The start of an error's body without the key, which some servers echo."""
         text = " ".join(response.text.split())
         if self.endpoint.api_key:
             text = text.replace(self.endpoint.api_key, "***")
         return text[:300]
 
 
+class Connection:
+    """A client for code that is not asynchronous; a context manager.
+
+    Attributes:
+        endpoint: the server.
+        client: asynchronous, with a thread of its own.
+    """
+
+    def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
+        """Opens no connection yet; see `Client`."""
+        self.endpoint = endpoint
+        self.client = Client(endpoint, concurrency)
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+
+    @property
+    def portal(self) -> BlockingPortal:
+        """The thread of the client, once this is entered."""
+        assert self._portal is not None
+        return self._portal
+
+    def start(self) -> None:
+        """Tries the server out; an error closes the connection."""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            stack.enter_context(self._portal.wrap_async_context_manager(self.client))
+            self.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
 def retry_after_s(value: str | None) -> float:
-    """Taps a Retry-After header: seconds, or an HTTP date; 0 where absent or unreadable."""
+    """Seconds by a Retry-After header: a number, or an HTTP date; 0 where absent or unreadable."""
     if not value:
         return 0.0
     try:
@@ -288,34 +325,32 @@ def continuations(
         asked | {"prompt": prompt} | ({"seed": seed} if told["temperature"] > 0 else {})
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
+    answers: dict[int, list[int]] = {}
+
+    async def ask_all() -> None:
+        async with Client(endpoint, concurrency) as client:
+            model = await client.first_model()
+
+            async def ask(place: int) -> tuple[int, list[int]]:
+                body = bodies[place] | {"model": model}
+                reply = await client.request("POST", "completions", body)
+                try:
+                    return place, list(reply["choices"][0]["token_ids"])
+                except (KeyError, IndexError, TypeError) as error:
+                    raise RowFailed(
+                        "the reply has no choices[0].token_ids: it must be vLLM, and not an old one"
+                    ) from error
+
+            ended = as_completed(range(len(bodies)), ask, concurrency)
+            async with contextlib.aclosing(ended):
+                async for some in ended:
+                    answers.update(some)
+
     try:
-        return asyncio.run(_answered(endpoint, bodies, concurrency))
+        asyncio.run(ask_all())
     except (RowFailed, RowRefused) as error:
         raise InputError(f"{endpoint}: {error}") from error
-
-
-async def _answered(
-    endpoint: Endpoint, bodies: list[dict[str, object]], concurrency: int
-) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-    async with Client(endpoint, concurrency) as client:
-        model = await client.first_model()
-
-        async def ask(place: int) -> tuple[int, list[int]]:
-            body = bodies[place] | {"model": model}
-            reply = await client.request("POST", "completions", body)
-            try:
-                return place, list(reply["choices"][0]["token_ids"])
-            except (KeyError, IndexError, TypeError) as error:
-                raise RowFailed(
-                    "the reply has no choices[0].token_ids: it must be vLLM, and not an old one"
-                ) from error
-
-        answers = as_completed(range(len(bodies)), ask, concurrency)
-        async with contextlib.aclosing(answers):
-            async for some in answers:
-                found |= dict(some)
-    return [found[place] for place in range(len(bodies))]
+    return [answers[place] for place in range(len(bodies))]
 
 
 def _final_error(status: int, url: str, problem: str) -> Exception:
@@ -355,13 +390,3 @@ def _call(call: dict) -> dict:
         raise RowFailed(f"a call of {function['name']}: {error}") from error
     function = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
-
-
-def _sent(message: dict) -> dict:
-    """A message as the interface takes it: arguments of calls are text there."""
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [f | {"arguments": json.dumps(f["arguments"])} for f in functions]
-    calls = zip(message["tool_calls"], texts, strict=True)
-    return message | {"tool_calls": [call | {"function": text} for call, text in calls]}

@@ -14,19 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import torch
-from anyio.from_thread import start_blocking_portal
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused
+from data.servers.endpoint import Connection, Endpoint, RowFailed, RowRefused
 
 # How long a file that the server has named may take to show on a network file system.
 VISIBLE_S = 10.0
@@ -35,21 +33,23 @@ LOOK_EVERY_S = 0.01
 
 @dataclass(frozen=True)
 class ServerTaps:
-    """Which states a server writes, and how they become ours.
+    """The states that a server writes, and their names here.
 
     Layers have one numbering here and in vLLM: 0 is the embedding, i the output of decoder
     layer i - 1, before the final norm, and so `num_layers` the last one. The state after the
     final norm is not on offer (speculators' trainers too norm it themselves).
+
+    Attributes:
+        layers: indices of `output_hidden_states` that are wanted under `layers.{i}`.
+        num_layers: decoder layers of the target.
+        hidden_size: D.
+        final_norm: the target's, on the CPU, for `hidden_states`; None leaves those out.
     """
 
     layers: tuple[int, ...]
-    """Indices of `output_hidden_states` that are wanted under `layers.{i}`."""
     num_layers: int
-    """Decoder layers of the target."""
     hidden_size: int
-    """D."""
     final_norm: Callable[[Tensor], Tensor] | None
-    """The target's, on the CPU, for `hidden_states`; None leaves those out."""
 
     def __post_init__(self) -> None:
         outside = [index for index in self.layers if not 0 <= index <= self.num_layers]
@@ -96,14 +96,14 @@ class ServerTaps:
         """`layers.{i}` and `hidden_states`, each [S, D], of a file's states [S, L, D]."""
         # Copies, so that the disk space of the deleted file is given back.
         at = {index: written[:, place].clone() for place, index in enumerate(self.written)}
-        found = {f"layers.{index}": at[index] for index in self.layers}
+        states = {f"layers.{index}": at[index] for index in self.layers}
         if self.final_norm is not None:
-            found["hidden_states"] = self.final_norm(at[self.num_layers]).to(written.dtype)
-        return found
+            states["hidden_states"] = self.final_norm(at[self.num_layers]).to(written.dtype)
+        return states
 
 
-class HiddenStatesServer:
-    """Taps states of documents; a context manager, whose start tries the server out.
+class HiddenStatesServer(Connection):
+    """A server of documents' hidden states; a context manager, whose start tries it out.
 
     The server must serve this target: its model's name is in `model`, its weights nobody checks.
     """
@@ -116,26 +116,21 @@ class HiddenStatesServer:
             taps: what the server was started to write.
             concurrency: documents in flight.
         """
-        self.endpoint = endpoint
+        super().__init__(endpoint, concurrency)
         self.taps = taps
         self.concurrency = concurrency
         self.model = endpoint.model
         self.max_model_len: int | None = None
         """Tokens that the server takes, the one that it generates included; None: not told."""
-        self._client = Client(endpoint, concurrency)
 
-    def __enter__(self) -> "HiddenStatesServer":
+    def start(self) -> None:
         """Raises InputError unless a first document can be read."""
-        with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            stack.enter_context(self._portal.wrap_async_context_manager(self._client))
-            self._choose_model(self._portal.call(self._client.models))
-            self.read([0])
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.__exit__(*error)  # type: ignore[arg-type]
+        models = {str(model["id"]): model for model in self.portal.call(self.client.models)}
+        self.model = self.model or next(iter(models))
+        if self.model not in models:
+            raise self._error(f"has no model {self.model}; it lists {sorted(models)}")
+        self.max_model_len = models[self.model].get("max_model_len")
+        self.read([0])
 
     def read(self, token_ids: list[int]) -> dict[str, Tensor]:
         """States of one document.
@@ -153,13 +148,13 @@ class HiddenStatesServer:
         return next(self.read_many([token_ids]))
 
     def read_many(self, documents: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
-        """What `read` gives for each document, in order, with several in flight."""
+        """States of each document as `read` gives them, in order, with several in flight."""
         pending: deque[Future[dict[str, Tensor]]] = deque()
         queue = iter(documents)
         try:
             while True:
                 for document in itertools.islice(queue, self.concurrency - len(pending)):
-                    pending.append(self._portal.start_task_soon(self._read, document))
+                    pending.append(self.portal.start_task_soon(self._read, document))
                 if not pending:
                     return
                 yield pending.popleft().result()
@@ -184,13 +179,6 @@ class HiddenStatesServer:
             documents = list(itertools.islice(states, len(documents_of(row))))
             yield {name: _placed(row, [d[name] for d in documents]) for name in documents[0]}
 
-    def _choose_model(self, listed: list[dict]) -> None:
-        models = {str(model["id"]): model for model in listed}
-        self.model = self.model or next(iter(models))
-        if self.model not in models:
-            raise self._error(f"has no model {self.model}; it lists {sorted(models)}")
-        self.max_model_len = models[self.model].get("max_model_len")
-
     async def _read(self, token_ids: list[int]) -> dict[str, Tensor]:
         num_tokens = len(token_ids)
         if self.max_model_len is not None and num_tokens >= self.max_model_len:
@@ -201,7 +189,7 @@ class HiddenStatesServer:
             )
         body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0}
         try:
-            reply = await self._client.request("POST", "completions", body)
+            reply = await self.client.request("POST", "completions", body)
         except (RowFailed, RowRefused) as error:
             raise self._error(f"no states of a document of {num_tokens} tokens: {error}") from error
         path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
@@ -217,8 +205,24 @@ class HiddenStatesServer:
     def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
         """Loads, deletes and checks a file that the server named."""
         self._wait_for_writer(path)
-        written = self._load(path, token_ids)
-        self._delete(path)
+        try:
+            tensors = load_file(path)  # mapped from the file
+        except (OSError, SafetensorError) as error:
+            raise self._error(
+                f"{path} was not written whole ({error}): the disk may be full, see the "
+                "server's log"
+            ) from error
+        # Also keeps a reply from having any other file deleted.
+        if tensors.get("token_ids", torch.empty(0)).tolist() != token_ids:
+            raise self._error(f"{path} does not hold the tokens that were sent")
+        try:
+            path.unlink()
+            _lock_of(path).unlink()
+        except OSError as error:
+            raise self._error(
+                f"cannot delete {path}, and the disk would fill up: {error}"
+            ) from error
+        written = tensors["hidden_states"]
         wanted = [len(token_ids), len(self.taps.written), self.taps.hidden_size]
         if list(written.shape) != wanted:
             raise self._error(
@@ -255,29 +259,6 @@ class HiddenStatesServer:
             except OSError as error:
                 raise self._error(f"cannot lock {_lock_of(path)}: {error}") from error
             time.sleep(LOOK_EVERY_S)
-
-    def _load(self, path: Path, token_ids: list[int]) -> Tensor:
-        """[S, L, D], mapped from the file."""
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise self._error(
-                f"{path} was not written whole ({error}): the disk may be full, see the "
-                "server's log"
-            ) from error
-        # Also keeps a reply from having any other file deleted.
-        if tensors.get("token_ids", torch.empty(0)).tolist() != token_ids:
-            raise self._error(f"{path} does not hold the tokens that were sent")
-        return tensors["hidden_states"]
-
-    def _delete(self, path: Path) -> None:
-        try:
-            path.unlink()
-            _lock_of(path).unlink()
-        except OSError as error:
-            raise self._error(
-                f"cannot delete {path}, and the disk would fill up: {error}"
-            ) from error
 
     def _how_to_serve(self) -> str:
         options = self.taps.serve_options("/dev/shm")

@@ -40,11 +40,11 @@ class Sample:
     loss_mask: list[bool]
     """True on the tokens that are learnt."""
     left_out: tuple[str, ...] = ()
-    """What the record says and the template does not render, one name each time."""
+    """Names of the parts of the record that the template does not render, one each time."""
 
 
 class Encoder:
-    """Turns records into samples for one tokenizer."""
+    """Makes samples of records, for one tokenizer."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
@@ -60,7 +60,7 @@ class Encoder:
         self._template = cache(self._make_template)
 
     def template(self, record_kwargs: Mapping[str, Any], tools: Tools) -> ChatTemplate:
-        """Returns the chat template, as settings and a record's own arguments have it.
+        """The chat template, as settings and a record's own arguments have it.
 
         Raises:
             InputError: the tokenizer has none, or no character offsets.
@@ -107,14 +107,14 @@ class Encoder:
 
     @cached_property
     def markers(self) -> Markers:
-        """What a text has that is a dialogue, rendered for the target; none without a template."""
+        """Marks of a dialogue that is rendered for the target; none without a template."""
         try:
             return Markers.of(self.template({}, None))
         except InputError:
             return Markers()
 
     def _text_ids(self, text: str | None) -> list[int]:
-        """Tokenises a plain text; what begins and ends any text stands there once."""
+        """Tokenises a plain text; ids that begin and end any text stand there once."""
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         begin, end = self._added
         ids = ids[1:] if begin and ids[:2] == 2 * begin else ids
@@ -125,8 +125,8 @@ class Encoder:
         """The ids that the tokenizer puts before and behind any text, one or none of each."""
         ids: list[int] = self.tokenizer("")["input_ids"]
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        return [each for each in ids[:1] if each == begin], [
-            each for each in ids[-1:] if each == end
+        return [first for first in ids[:1] if first == begin], [
+            last for last in ids[-1:] if last == end
         ]
 
     def _make_template(self, kwargs: str, with_tools: bool) -> ChatTemplate:
@@ -140,13 +140,17 @@ class Encoder:
 
     def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
         template = self.template(record.template_kwargs, record.tools)
-        indices = _learnt_turns(record, messages)
-        found = find_turns(messages, indices, template, record.tools)
-        turns = dict(zip(indices, found, strict=True))
+        # To be learnt are the assistant's messages that answer something.
+        asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0)
+        answers = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+        indices = [i for i in answers if i > asked and i not in record.unlearnt]
+        turns = dict(
+            zip(indices, find_turns(messages, indices, template, record.tools), strict=True)
+        )
         last = turns[indices[-1]] if indices else None
         given = record.written.keys()
         left_out = [name for turn in turns.values() for name in turn.left_out]
-        left_out += _unshown(record, messages, last.read if last else "")
+        left_out += _unshown(record, messages, last.prompt if last else "")
         learnt = {
             i: cut_off(turn, messages[i], template) if i in record.cut_off - given else turn
             for i, turn in turns.items()
@@ -163,14 +167,15 @@ class Encoder:
         return [replace(samples[0], left_out=tuple(left_out)), *samples[1:]]
 
     def _mark(self, text: str, spans: list[Span]) -> Sample:
-        """Tokenises a rendering; what lies in spans of its characters is learnt."""
+        """Tokenises a rendering; tokens in the spans of its characters are learnt."""
         cuts = sorted({edge for span in spans for edge in span})
         tokens = tokenise(text, cuts, self.tokenizer)
         mask = [False] * len(tokens.ids)
         for low, high in spans:
             begin, end = bisect_right(tokens.ends, low), bisect_left(tokens.starts, high)
             # Phi-3's header token swallows the newlines after it, the answer's own included.
-            if begin < end and tokens.starts[begin] < low and self._is_added(tokens.ids[begin]):
+            added = self.tokenizer.added_tokens_decoder
+            if begin < end and tokens.starts[begin] < low and tokens.ids[begin] in added:
                 begin += 1
             mask[begin:end] = [True] * (end - begin)
         return Sample(tokens.ids, mask)
@@ -179,11 +184,11 @@ class Encoder:
         """Joins turns as token ids, as the model wrote them where the record has them."""
         samples: list[Sample] = []
         for turn, given in zip(reversed(turns), reversed(written), strict=True):
-            sample = self._mark(turn.text, [(len(turn.read), len(turn.text))])
+            sample = self._mark(turn.text, [(len(turn.prompt), len(turn.text))])
             if given is not None:
-                read = sample.input_ids[: sample.loss_mask.index(True)]
-                mask = [False] * len(read) + [True] * len(given)
-                sample = Sample(read + given, mask)
+                prompt = sample.input_ids[: sample.loss_mask.index(True)]
+                mask = [False] * len(prompt) + [True] * len(given)
+                sample = Sample(prompt + given, mask)
             later = samples[-1] if samples else None
             length = len(sample.input_ids)
             if later is not None and later.input_ids[:length] == sample.input_ids:
@@ -204,32 +209,19 @@ class Encoder:
                 "with this target"
             )
 
-    def _is_added(self, token_id: int) -> bool:
-        return token_id in self.tokenizer.added_tokens_decoder
 
-
-def _learnt_turns(record: Record, messages: Messages) -> list[int]:
-    """Returns the assistant's messages that answer something and are to be learnt."""
-    asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0)
-    return [
-        i
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant" and i > asked and i not in record.unlearnt
-    ]
-
-
-def _unshown(record: Record, messages: Messages, read: str) -> list[str]:
-    """Names what was said to the model and the template does not show it."""
-    if not read:
+def _unshown(record: Record, messages: Messages, prompt: str) -> list[str]:
+    """Names the parts of the conversation that the template does not show to the model."""
+    if not prompt:
         return []
     lost = []
     tools = (tool.get("function", tool) for tool in record.tools or ())
-    if any(str(tool.get("name")) not in read for tool in tools):
+    if any(str(tool.get("name")) not in prompt for tool in tools):
         lost.append("tools")
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     for message in messages[:last]:
         said = message["role"] in ("system", "developer", "user")
-        if said and not is_shown(message["content"], read):
+        if said and not is_shown(message["content"], prompt):
             lost.append(f"a {message['role']} message")
     greeted = messages[0]["role"] == "assistant"
     return [*lost, *(["a greeting"] if greeted else [])]
@@ -246,7 +238,7 @@ def _join(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
     for turn in reversed(turns):
         if not texts[-1][0].startswith(turn.text):
             texts.append((turn.text, []))
-        texts[-1][1].append((len(turn.read), len(turn.text)))
+        texts[-1][1].append((len(turn.prompt), len(turn.text)))
     joined = [text for text in reversed(texts) if text[1]]
     return joined or texts
 
@@ -261,7 +253,7 @@ class Tokens:
 
 
 def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenises a text so that a line break never joins what was read with what was written.
+    """Tokenises a text so that a line break never joins the prompt with the model's own text.
 
     Args:
         text: rendered.
@@ -269,7 +261,15 @@ def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> 
         tokenizer: the target's.
     """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    tokens = Tokens(encoding["input_ids"], *_bounds(encoding["offset_mapping"]))
+    # Tokens shall cover the text without gaps. Some tokenizers trim spaces off their offsets, down
+    # to nothing for a token of spaces: ` b` of `a b` is (2, 3), not (1, 3). Each token therefore
+    # starts where the one before it ended; those that share a character (an emoji's) keep it.
+    starts, ends, covered = [], [], 0
+    for low, high in encoding["offset_mapping"]:
+        starts.append(min(low, covered))
+        ends.append(high)
+        covered = max(covered, high)
+    tokens = Tokens(encoding["input_ids"], starts, ends)
     for cut in cuts:
         at = bisect_right(tokens.ends, cut)
         within = at < len(tokens.ids) and tokens.starts[at] < cut
@@ -278,29 +278,14 @@ def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> 
         # A space before a word is the word's: what ends in one is read as if it did not.
         before, after = text[tokens.starts[at] : cut], text[cut : tokens.ends[at]]
         if before.strip(" ") or not after.strip():
-            apart = _apart(text, cut, cuts, tokenizer)
+            left = tokenise(text[:cut], [place for place in cuts if place < cut], tokenizer)
+            later = [place - cut for place in cuts if place > cut]
+            right = tokenise(text[cut:], later, tokenizer)
+            apart = Tokens(
+                left.ids + right.ids,
+                left.starts + [cut + start for start in right.starts],
+                left.ends + [cut + end for end in right.ends],
+            )
             same = tokenizer.decode(apart.ids) == tokenizer.decode(tokens.ids)
             return apart if same else tokens
     return tokens
-
-
-def _apart(text: str, cut: int, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    left = tokenise(text[:cut], [each for each in cuts if each < cut], tokenizer)
-    right = tokenise(text[cut:], [each - cut for each in cuts if each > cut], tokenizer)
-    starts, ends = ([cut + each for each in bounds] for bounds in (right.starts, right.ends))
-    return Tokens(left.ids + right.ids, left.starts + starts, left.ends + ends)
-
-
-def _bounds(offsets: list[Span]) -> tuple[list[int], list[int]]:
-    """Lets tokens cover the text without gaps.
-
-    Some tokenizers trim spaces off their offsets, down to nothing for a token of spaces:
-    ` b` of `a b` is (2, 3), not (1, 3). Each token is therefore taken to start where the one
-    before it ended. Tokens that share one character (bytes of an emoji) keep sharing it.
-    """
-    starts, ends, covered = [], [], 0
-    for low, high in offsets:
-        starts.append(min(low, covered))
-        ends.append(high)
-        covered = max(covered, high)
-    return starts, ends

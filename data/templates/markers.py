@@ -1,4 +1,4 @@
-"""Texts that are rendered dialogues: of those all would be learnt, the questions too."""
+"""Tells texts that are rendered dialogues: all of one would be learnt, the questions too."""
 
 import re
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ WORDS = (
 
 
 def turn_marker(text: str) -> str:
-    """Returns what says that a text is a dialogue, rendered for whatever model; or nothing."""
-    found = ROLE_TOKEN.search(text)
-    if found:
-        return found.group()
+    """The marker of turns in a text that is a dialogue, rendered for whatever model; or nothing."""
+    token = ROLE_TOKEN.search(text)
+    if token:
+        return token.group()
     return next((words[-1].strip() for words in WORDS if all(w in text for w in words)), "")
 
 
@@ -47,14 +47,14 @@ def refuse_dialogue(marker: str) -> None:
 
 
 def begins_rendered(prompt: str) -> str:
-    """Returns what a prompt begins with if that is a rendered turn; or nothing."""
-    found = BEGIN.match(prompt)
-    return found.group().strip() if found else ""
+    """The beginning of a prompt, if that is a rendered turn; or nothing."""
+    begin = BEGIN.match(prompt)
+    return begin.group().strip() if begin else ""
 
 
 @dataclass(frozen=True)
 class Markers:
-    """What the target's own template puts around turns.
+    """Tokens and texts that the target's own template puts around turns.
 
     Attributes:
         tokens: special tokens between turns; those that begin and end any text are none.
@@ -68,7 +68,7 @@ class Markers:
 
     @classmethod
     def of(cls, template: ChatTemplate) -> "Markers":
-        """Taps them off a rendering of known texts; none where it is refused."""
+        """The markers in a rendering of known texts; none where it is refused."""
         question, answer, _ = probe(calls=False)
         try:
             text = template.through([question, answer, question, answer])
@@ -83,14 +83,14 @@ class Markers:
         ends = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
         tokens = re.findall(template.stop_pattern, first + between + second)
         return cls(
-            tuple(dict.fromkeys(each for each in tokens if each not in ends)),
+            tuple(dict.fromkeys(token for token in tokens if token not in ends)),
             asks.strip(),
             shared_start(first, second).strip(),
         )
 
     def find(self, text: str) -> str:
-        """Returns what says that a text is rendered as the target's dialogues are; or nothing."""
-        token = next((each for each in self.tokens if each in text), "")
+        """The marker of a text that is rendered as the target's dialogues are; or nothing."""
+        token = next((token for token in self.tokens if token in text), "")
         # A lone sign, as some templates put behind a question, stands in any text.
         if token or not re.search(r"\w\w", self.answers):
             return token

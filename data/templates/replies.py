@@ -1,9 +1,9 @@
-"""What a model wrote, as a message: thinking, text and calls of tools apart.
+"""Parses the text of a model as a message: thinking, text and calls of tools apart.
 
-Forms differ by model (`<think>`, `[THINK]`, channels), so they are read off the target's own chat
-template: messages of known text are rendered, and what stands around the text is looked for in the
-reply. A reply taken apart is rendered again and must give what the model wrote; one that does not
-stays whole, as text.
+Notations differ by model (`<think>`, `[THINK]`, channels), so they are read off the target's own
+chat template: messages of known text are rendered, and the texts around them are looked for in the
+reply. A reply taken apart is rendered again and must give the model's text; one that does not stays
+whole, as text.
 """
 
 import json
@@ -19,23 +19,27 @@ from data.templates.turns import THINKING_TAGS, Turn, find_turn, squash
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What a template puts around the parts of a turn; None where it does not render a part."""
+class Notation:
+    """The texts that a template puts around the parts of a turn.
+
+    Attributes:
+        text: before a text without thinking.
+        thinking: before thinking, and between it and a text, or a call; several ways.
+        closing: behind a text.
+        call: before a tool's name, between it and its arguments in JSON, and behind them; None
+            where the template does not render calls, or not in JSON.
+    """
 
     text: str
-    """Before a text without thinking."""
     thinking: tuple[tuple[str, str], ...]
-    """Before thinking, and between it and a text, or a call."""
     closing: str
-    """Behind a text."""
     call: tuple[str, str, str] | None
-    """Before a tool's name, between it and its arguments in JSON, and behind them."""
 
 
 def parse_reply(
     written: str, before: Messages, template: ChatTemplate, tools: Tools = None
 ) -> dict:
-    """Returns the assistant's message of which a template makes what the model wrote.
+    """The assistant's message of which a template makes the text that the model wrote.
 
     Args:
         written: the model's tokens, decoded, special ones included, up to its stop.
@@ -46,18 +50,25 @@ def parse_reply(
     Returns:
         `role`, `content`, and `reasoning_content` and `tool_calls` where there are any.
     """
-    shapes = _shapes(template, with_tools=tools is not None)
-    body = _open(written, shapes.closing, template)
-    for message in _readings(body, shapes):
-        if _gives(message, body, before, template, tools, shapes.closing):
+    notation = _notation(template, with_tools=tools is not None)
+    body = _open(written, notation.closing, template)
+    for message in _parses(body, notation):
+        try:
+            turn = find_turn([*before, message], template, tools)
+        except InputError:
+            continue
+        rendered = squash(_open(turn.written, notation.closing, template))
+        # Thinking that a template never renders (DeepSeek-R1) cannot tell; the rest must.
+        same = str.endswith if turn.left_out else str.__eq__
+        if same(squash(body), rendered):
             return message
     return {"role": "assistant", "content": body.strip()}
 
 
 def thinking_tags(template: ChatTemplate, tools: Tools = None) -> tuple[tuple[str, str], ...]:
-    """Returns what stands before thinking and what ends it, the template's own ways first."""
-    found = _shapes(template, with_tools=tools is not None).thinking
-    pairs = ((before.strip(), between.strip()) for before, between in found)
+    """The tags before thinking and behind it, the template's own ways first."""
+    thinking = _notation(template, with_tools=tools is not None).thinking
+    pairs = ((before.strip(), between.strip()) for before, between in thinking)
     return tuple((before, between) for before, between in pairs if before and between)
 
 
@@ -68,107 +79,72 @@ def _open(written: str, closing: str, template: ChatTemplate) -> str:
     return re.sub(rf"({template.stop_pattern})$", "", written)
 
 
-def _readings(body: str, shapes: Shapes) -> Iterator[dict]:
+def _parses(body: str, notation: Notation) -> Iterator[dict]:
     """Takes a reply apart in every way that its template knows, the likeliest first."""
-    text = body.strip().removeprefix(shapes.text.strip())
-    for reasoning, rest in (*_think(body, shapes), ("", text)):
-        content, calls = _call(rest, shapes)
-        if calls:
-            yield _message(reasoning, content, calls)
-        yield _message(reasoning, rest.strip(), [])
-
-
-def _think(body: str, shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Divides thinking from what comes after it, in every way that finds both."""
-    for around in shapes.thinking:
-        before, between = (each.strip() for each in around)
+    divided = []
+    for before, between in notation.thinking:
         # Where the prompt opens the thinking, a reply begins inside it.
-        thought, found, rest = body.lstrip().removeprefix(before).partition(between or "\0")
-        if found:
-            yield thought.strip(), rest
+        opened = body.lstrip().removeprefix(before.strip())
+        thought, tag, rest = opened.partition(between.strip() or "\0")
+        if tag:
+            divided.append((thought.strip(), rest))
+    for thought, rest in (*divided, ("", body.strip().removeprefix(notation.text.strip()))):
+        reasoning = {"reasoning_content": thought} if thought else {}
+        content, calls = _calls(rest, notation)
+        if calls:
+            yield {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}
+        yield {"role": "assistant", "content": rest.strip(), **reasoning}
 
 
-def _call(text: str, shapes: Shapes) -> tuple[str, list[dict]]:
-    """Returns the text before the first call, and the calls."""
-    if shapes.call is None:
+def _calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
+    """The text before the first call, and the calls."""
+    if notation.call is None:
         return text, []
-    before, between, after = (each.strip() for each in shapes.call)
+    before, between, after = (around.strip() for around in notation.call)
     pattern = re.compile(rf"{re.escape(before)}\s*([\w.-]+)\s*{re.escape(between)}\s*")
     calls: list[dict] = []
     content, at = "", 0
-    while found := pattern.search(text, at):
-        content = content if calls else text[: found.start()]
+    while call := pattern.search(text, at):
+        content = content if calls else text[: call.start()]
         try:
-            arguments, at = json.JSONDecoder().raw_decode(text, found.end())
+            arguments, at = json.JSONDecoder().raw_decode(text, call.end())
         except ValueError:
             return text, []
         if not isinstance(arguments, dict):
             return text, []
         at += len(text[at:]) - len(text[at:].lstrip().removeprefix(after))
-        function = {"name": found.group(1), "arguments": arguments}
+        function = {"name": call.group(1), "arguments": arguments}
         calls.append({"type": "function", "id": f"call{len(calls):05}", "function": function})
     return content.strip(), calls
 
 
-def _message(reasoning: str, content: str, calls: list[dict]) -> dict:
-    message: dict = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _gives(
-    message: dict,
-    body: str,
-    before: Messages,
-    template: ChatTemplate,
-    tools: Tools,
-    closing: str,
-) -> bool:
-    """Tells whether a template makes of a message what the model wrote, white space apart.
-
-    Thinking that it never renders (DeepSeek-R1) cannot tell; the rest must.
-    """
-    try:
-        turn = find_turn([*before, message], template, tools)
-    except InputError:
-        return False
-    rendered = squash(_open(turn.written, closing, template))
-    return squash(body).endswith(rendered) if turn.left_out else squash(body) == rendered
-
-
 @lru_cache(maxsize=8)
-def _shapes(template: ChatTemplate, *, with_tools: bool) -> Shapes:
+def _notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
     tools = PROBE_TOOLS if with_tools else None
     question, answer, _ = probe(calls=False)
     text = _probed([question, answer], template, tools)
     called_answer = probe(calls=True)[1]
-    thought = _probed([question, _thinks(answer)], template, tools)
+    thinks = {"reasoning_content": THOUGHT}
+    thought = _probed([question, answer | thinks], template, tools)
     called = _probed([question, called_answer], template, tools)
-    thought_called = _probed([question, _thinks(called_answer)], template, tools)
+    thought_called = _probed([question, called_answer | thinks], template, tools)
     lead, _, closing = text.written.partition(ANSWER) if text else ("", "", "")
-    call = _call_shape(called.written, closing, template) if called else None
+    call = _call_parts(called.written, closing, template) if called else None
     thinking = list(THINKING_TAGS.items())
-    for turn, ends in ((thought_called, call[0] if call else ""), (thought, ANSWER)):
-        before, found, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
-        if found and ends and ends in rest:
-            thinking.insert(0, (before, rest.partition(ends)[0]))
-    return Shapes(lead, tuple(thinking), closing, call)
+    for turn, follows in ((thought_called, call[0] if call else ""), (thought, ANSWER)):
+        before, shown, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
+        if shown and follows and follows in rest:
+            thinking.insert(0, (before, rest.partition(follows)[0]))
+    return Notation(lead, tuple(thinking), closing, call)
 
 
-def _call_shape(written: str, closing: str, template: ChatTemplate) -> tuple[str, str, str] | None:
+def _call_parts(written: str, closing: str, template: ChatTemplate) -> tuple[str, str, str] | None:
     """Finds a call of `look` in what a model wrote; None if its arguments are not JSON."""
     arguments = re.search(rf'{{\s*"at":\s*"{ANSWER}"\s*}}', written)
     if arguments is None:
         return None
     before, _, between = written[: arguments.start()].rpartition("look")
     return before, between, _open(written[arguments.end() :], closing, template)
-
-
-def _thinks(message: dict) -> dict:
-    return message | {"reasoning_content": THOUGHT}
 
 
 def _probed(messages: Messages, template: ChatTemplate, tools: Tools) -> Turn | None:

@@ -1,11 +1,10 @@
-"""A target's chat template: what it renders, and how it closes a turn.
+"""Renders with a target's chat template, and finds how it closes a turn.
 
 Templates differ in what they take (contents as parts, arguments as text) and never say where a
 turn ends: they add text behind the last one (a newline, an eos of the whole conversation). Both
 are found by rendering messages of known text, once per template.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.errors import InputError
-from data.rows.messages import REASONING, Messages
+from data.rows.messages import REASONING, Messages, with_text_arguments
 
 Tools = list[dict] | None
 
@@ -48,9 +47,9 @@ class Ending:
     """How a template closes a turn that is the last."""
 
     closing: str
-    """What the model writes after its text: the end-of-turn token."""
+    """Text that the model writes after its own: the end-of-turn token."""
     rendered: str
-    """What the template renders after it: more, less or something else."""
+    """Text that the template renders there: more, less or something else."""
 
 
 class ChatTemplate:
@@ -91,7 +90,7 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses it.
         """
-        return self._render(messages, tools, prompt=True)
+        return self._render(messages, tools, self._notation, prompt=True)
 
     def through(self, messages: Messages, tools: Tools = None) -> str:
         """Renders a whole conversation.
@@ -99,20 +98,14 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses it.
         """
-        return self._render(messages, tools, prompt=False)
+        return self._render(messages, tools, self._notation, prompt=False)
 
     def _render(
-        self,
-        messages: Messages,
-        tools: Tools,
-        *,
-        prompt: bool,
-        shape: dict[str, bool] | None = None,
+        self, messages: Messages, tools: Tools, notation: dict[str, bool], *, prompt: bool
     ) -> str:
-        shape = self._shape if shape is None else shape
         try:
             rendered: Any = render_jinja_template(
-                conversations=[[self._shown(message, **shape) for message in messages]],
+                conversations=[[self._shown(message, **notation) for message in messages]],
                 tools=None if tools is None else [*tools],
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -128,7 +121,7 @@ class ChatTemplate:
     def _shown(
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
     ) -> dict:
-        """Names and shapes the fields of a message as this template reads them."""
+        """Names and writes the fields of a message as this template reads them."""
         shown = dict(message)
         reasoning = message.get("reasoning_content")
         if reasoning:
@@ -140,51 +133,47 @@ class ChatTemplate:
             shown["content"] = [{"type": "text", "text": message["content"]}]
         if thinks:
             shown["content"].insert(0, {"type": "thinking", "thinking": reasoning})
-        if text_arguments and "tool_calls" in message:
-            shown["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+        if text_arguments:
+            shown = with_text_arguments(shown)
         return shown
 
     @cached_property
-    def _shape(self) -> dict[str, bool]:
+    def _notation(self) -> dict[str, bool]:
         """How this template reads a message.
 
         Contents may be lists of parts (vision models), thinking a part among them (Mistral),
         arguments of tools JSON text (DeepSeek).
         """
-        shape = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
+        notation = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
         question, answer, _ = probe(calls=False)
         thought = answer | {"reasoning_content": THOUGHT}
         for name, messages, text in (
             ("parts", [question], QUESTION),
             ("thinking_parts", [question, thought], THOUGHT),
         ):
-            other = shape | {name: True}
-            if not self._renders(text, messages, shape) and self._renders(text, messages, other):
-                shape = other
+            other = notation | {name: True}
+            if self._shows(text, messages, other) and not self._shows(text, messages, notation):
+                notation = other
         calls = probe(calls=True)[:2]
-        return shape | {"text_arguments": self._fails(calls, shape)}
+        return notation | {"text_arguments": self._rendered(calls, notation) is None}
 
-    def _fails(self, messages: Messages, shape: dict[str, bool]) -> bool:
+    def _rendered(self, messages: Messages, notation: dict[str, bool]) -> str | None:
         try:
-            self._render(messages, self._probe_tools, prompt=False, shape=shape)
+            return self._render(messages, self._probe_tools, notation, prompt=False)
         except InputError:
-            return True
-        return False
+            return None
 
-    def _renders(self, text: str, messages: Messages, shape: dict[str, bool]) -> bool:
-        """Tells whether a text is shown, and not in Python's or JSON's notation of its part."""
-        try:
-            rendered = self._render(messages, self._probe_tools, prompt=False, shape=shape)
-        except InputError:
-            return False
+    def _shows(self, text: str, messages: Messages, notation: dict[str, bool]) -> bool:
+        """True if a text is shown, and not in Python's or JSON's notation of its part."""
+        rendered = self._rendered(messages, notation) or ""
         return text in rendered and not re.search(rf"""['"]{text}['"]""", rendered)
 
     @lru_cache(maxsize=2)  # noqa: B019  templates live as long as their run
     def ending(self, calls: bool) -> Ending:
-        """Returns how a turn that is the last is closed.
+        """The end of a turn that is the last.
 
-        What the renderings of a turn share when it is the last one and when it is followed is
-        the model's, up to where the next turn opens. gpt-oss closes the last one otherwise than
+        Text that the renderings of a turn share when it is the last one and when it is followed
+        is the model's, up to where the next turn opens. gpt-oss closes the last one otherwise than
         the rest; GLM closes none, and is stopped by the token that opens the next.
 
         Args:
@@ -207,8 +196,8 @@ class ChatTemplate:
         if at:
             return Ending(at.group(), tail[at.start() :])
         stop = re.compile(rf"\s*({self.stop_pattern})")
-        found = stop.match(tail, len(shared)) or stop.match(more, len(shared))
-        return Ending(found.group() if found else "", tail[len(shared) :])
+        stopped = stop.match(tail, len(shared)) or stop.match(more, len(shared))
+        return Ending(stopped.group() if stopped else "", tail[len(shared) :])
 
     @cached_property
     def lead_space(self) -> str:
@@ -221,8 +210,8 @@ class ChatTemplate:
     def _opening(self) -> str:
         """The special token that opens a turn, if one does."""
         text = self.through(probe(calls=False)[:1], self._probe_tools)
-        found = [each.group() for each in re.finditer(self.special_pattern, text)]
-        return next((each for each in found if each != self.tokenizer.bos_token), "")
+        tokens = (token.group() for token in re.finditer(self.special_pattern, text))
+        return next((token for token in tokens if token != self.tokenizer.bos_token), "")
 
     def whole_tokens(self, common: str, text: str) -> str:
         """Cuts the shared start of two texts back to where no special token is cut in two."""
@@ -232,9 +221,9 @@ class ChatTemplate:
         return common
 
     def last_special(self, text: str) -> str:
-        """Returns the special token that a text ends in, if it ends in one."""
-        found = re.search(rf"({self.special_pattern})$", text)
-        return found.group() if found else ""
+        """The special token that a text ends in, or nothing."""
+        token = re.search(rf"({self.special_pattern})$", text)
+        return token.group() if token else ""
 
     @cached_property
     def special_pattern(self) -> str:
@@ -249,7 +238,7 @@ class ChatTemplate:
 
 
 def shared_start(one: str, other: str) -> str:
-    """Returns the characters that two texts begin with."""
+    """The characters that two texts begin with."""
     pairs = zip(one, other, strict=False)
     return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
@@ -262,8 +251,8 @@ def _chosen(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools
     """One of a tokenizer's templates by name, else the usual one; or one that is given itself."""
     if wanted is not None and "{" in wanted:
         return wanted
-    found = tokenizer.chat_template
-    templates: dict[str, str] = found if isinstance(found, dict) else {"default": str(found)}
+    given = tokenizer.chat_template
+    templates: dict[str, str] = given if isinstance(given, dict) else {"default": str(given)}
     if wanted is None:
         wanted = "tool_use" if tools and "tool_use" in templates else "default"
     if wanted not in templates:
@@ -279,7 +268,7 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def probe(*, calls: bool) -> Messages:
-    """Returns a question, a turn whose text (or last argument) is `ANSWER`, and what follows."""
+    """A question, a turn whose text (or last argument) is `ANSWER`, and what follows."""
     question = {"role": "user", "content": QUESTION}
     if not calls:
         return [question, {"role": "assistant", "content": ANSWER}, question]
@@ -288,8 +277,3 @@ def probe(*, calls: bool) -> Messages:
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": QUESTION, "name": "look", "tool_call_id": CALL_ID}
     return [question, answer, result]
-
-
-def _with_text_arguments(call: dict) -> dict:
-    function = call["function"]
-    return call | {"function": function | {"arguments": json.dumps(function["arguments"])}}

@@ -1,10 +1,10 @@
-"""What a model read before each of its turns, and what it wrote there.
+"""Finds the prompt that a model read before each of its turns, and the text that it wrote there.
 
-What it wrote is what follows the generation prompt, up to where it stops: thinking and channel
-headers included, an empty thinking block that the template adds to a turn without thinking left
-out. What a template does not render is not learnt: thinking is named, anything else refused. Each
-turn is taken from a rendering of its own, as templates change earlier turns (Qwen3 drops their
-thinking, gpt-oss closes them otherwise).
+It wrote all that follows the generation prompt, up to where it stops: thinking and channel headers
+included, an empty thinking block that the template adds to a turn without thinking left out. Text
+that a template does not render is not learnt: thinking is named, anything else refused. Each turn
+is taken from a rendering of its own, as templates change earlier turns (Qwen3 drops their thinking,
+gpt-oss closes them otherwise).
 """
 
 import re
@@ -32,27 +32,30 @@ MIN_ALIGNED = 8
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn, as it was when the model wrote it."""
+    """One assistant turn, as it was when the model wrote it.
 
-    read: str
-    """What the model had read."""
+    Attributes:
+        prompt: that the model had read.
+        written: by the model, its end-of-turn token included.
+        through: the rendering of the conversation up to and with the turn.
+        left_out: names of the parts of the turn that the template does not render.
+    """
+
+    prompt: str
     written: str
-    """What it wrote, its end-of-turn token included."""
     through: str
-    """All that is rendered of the conversation up to and with the turn."""
     left_out: tuple[str, ...] = ()
-    """What the template does not render of the turn."""
 
     @property
     def text(self) -> str:
-        """Both."""
-        return self.read + self.written
+        """The prompt and the text of the turn."""
+        return self.prompt + self.written
 
 
 def find_turns(
     messages: Messages, indices: Sequence[int], template: ChatTemplate, tools: Tools
 ) -> list[Turn]:
-    """Finds what the model read and wrote in each of its turns.
+    """Finds the prompt and the text of each of the model's turns.
 
     Args:
         messages: a conversation.
@@ -69,42 +72,42 @@ def find_turns(
 
 
 def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -> Turn:
-    """Finds what the model read and wrote in the turn that ends a conversation.
+    """Finds the prompt and the text of the turn that ends a conversation.
 
     Raises:
         InputError: as `find_turns` does.
     """
     last = messages[-1]
     through = template.through(messages, tools)
-    read, rest = _divide(messages, through, template, tools)
+    prompt, rest = _divide(messages, through, template, tools)
     thinks = last.get("reasoning_content") or "</think>" in last["content"]
     block = None if thinks else EMPTY_THINKING.match(rest)
     if block:
         # What follows it as in any turn is the template's, more space than that the answer's.
         space = shared_start(rest[block.end() :], template.lead_space)
         end = block.end() + len(space)
-        read, rest = read + rest[:end], rest[end:]
+        prompt, rest = prompt + rest[:end], rest[end:]
     # R1 closes a turn with tool calls twice; what the model writes ends with the first stop
     # behind all that the turn says. A turn that says it nowhere is refused for all of it.
     written = ""
     for written in _closed(rest, template.ending(bool(last.get("tool_calls"))), template):
         if not _unsaid(last, written):
             break
-    return Turn(read, written, through, _left_out(last, written))
+    return Turn(prompt, written, through, _left_out(last, written))
 
 
 def _divide(
     messages: Messages, through: str, template: ChatTemplate, tools: Tools
 ) -> tuple[str, str]:
-    """Returns what the model had read before it wrote the last message, and what follows."""
+    """The prompt that the model had read before it wrote the last message, and the rest."""
     before, last = messages[:-1], messages[-1]
     prompt = template.prompt(before, tools)
     if through.startswith(prompt):
         return prompt, through[len(prompt) :]
     probe = template.through([*before, {"role": "assistant", "content": ANSWER}], tools)
     answer, history = probe.find(ANSWER), len(shared_start(prompt, probe))
-    # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is
-    # there: what was read is only in the prompt. The turn begins behind what ends it.
+    # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is there:
+    # only the prompt has them. The turn begins behind the end of the prompt.
     header = prompt.removeprefix(template.through(before, tools)) or template.last_special(prompt)
     at = probe.rfind(header, 0, answer)
     start = at + len(header)
@@ -140,13 +143,13 @@ def _closed(rest: str, ending: Ending, template: ChatTemplate) -> Iterator[str]:
         )
     written = rest.removesuffix(ending.rendered) + ending.closing
     stop = re.search(rf"({template.stop_pattern})$", ending.closing)
-    for found in re.finditer(re.escape(stop.group()), written) if stop else ():
-        yield written[: found.end()]
+    for place in re.finditer(re.escape(stop.group()), written) if stop else ():
+        yield written[: place.end()]
     yield written
 
 
 def _unsaid(message: dict, written: str) -> str:
-    """Names what a turn says, thinking apart, and what is written does not; empty if nothing."""
+    """Names a part of a turn, thinking apart, that the text lacks; empty if it lacks none."""
     if not is_shown(_text(message), written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
@@ -154,10 +157,10 @@ def _unsaid(message: dict, written: str) -> str:
 
 
 def _left_out(message: dict, written: str) -> tuple[str, ...]:
-    """Returns `("thinking",)` if the turn thinks and the template does not render it.
+    """`("thinking",)` if the turn thinks and the template does not render that.
 
     Raises:
-        InputError: what is not rendered is more than thinking.
+        InputError: it does not render more than that.
     """
     unsaid = _unsaid(message, written)
     if unsaid:
@@ -165,7 +168,7 @@ def _left_out(message: dict, written: str) -> tuple[str, ...]:
             f"the target's chat template does not render {unsaid} of the assistant; it renders "
             f"{written[:80]!r}"
         )
-    shown = all(is_shown(each, written) for each in _thoughts(message))
+    shown = all(is_shown(thought, written) for thought in _thoughts(message))
     return () if shown else ("thinking",)
 
 
@@ -174,22 +177,22 @@ def _text(message: dict) -> str:
 
 
 def _thoughts(message: dict) -> tuple[str, str]:
-    """Returns the thinking beside a turn's text and that in it, where a prompt may open it."""
+    """The thinking beside a turn's text and that in it, where a prompt may open it."""
     inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
     return message.get("reasoning_content") or "", inline
 
 
 def says_nothing(message: dict, turn: Turn) -> bool:
-    """Tells whether the template leaves out all that a turn says, and closes it nonetheless."""
+    """True if the template leaves out all that a turn says, and closes it nonetheless."""
     return bool(turn.left_out) and not (_text(message).strip() or message.get("tool_calls"))
 
 
 def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
-    """Returns a turn without its end, which the model had not come to.
+    """The turn without its end, which the model had not come to.
 
     Args:
         turn: as the template renders it, closed.
-        message: what it says; where that is thinking alone, the thinking was not ended either.
+        message: of the turn; where that is thinking alone, the thinking was not ended either.
         template: the target's.
     """
     calls = bool(message.get("tool_calls"))
@@ -203,7 +206,7 @@ def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
 
 
 def is_shown(text: str, rendered: str) -> bool:
-    """Tells whether a text is rendered, white space apart."""
+    """True if a text is rendered, white space apart."""
     return text.strip() in rendered or squash(text) in squash(rendered)
 
 
@@ -213,16 +216,19 @@ def _aligned(
     """Finds the turns of a long conversation in one rendering, if they can be told apart there.
 
     They can where every assistant turn stands behind the same header and nothing else does,
-    and the first and the last to find are what renderings of their own say.
+    and the first and the last are as renderings of their own have them.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if any(_is_more_than_text(messages[i]) for i in answers):
+    more = ("reasoning_content", "tool_calls")
+    if any(
+        "</think>" in messages[i]["content"] or any(map(messages[i].get, more)) for i in answers
+    ):
         return None
-    ends = indices[0], indices[-1]
-    own = [find_turn(messages[: i + 1], template, tools) for i in ends]
+    outer = indices[0], indices[-1]
+    own = [find_turn(messages[: i + 1], template, tools) for i in outer]
     whole = template.through(messages, tools)
-    header = own[0].read.removeprefix(template.through(messages[: ends[0]], tools))
-    starts = [found.end() for found in re.finditer(re.escape(header), whole)] if header else []
+    header = own[0].prompt.removeprefix(template.through(messages[: outer[0]], tools))
+    starts = [place.end() for place in re.finditer(re.escape(header), whole)] if header else []
     if len(starts) != len(answers):
         return None
     closing = template.ending(calls=False).closing
@@ -233,17 +239,11 @@ def _aligned(
         turns[i] = Turn(whole[:start], whole[start:end], whole)
         if squash(turns[i].written) != squash(said + closing):
             return None
-    if [turns[i].text for i in ends] != [turn.text for turn in own]:
+    if [turns[i].text for i in outer] != [turn.text for turn in own]:
         return None
     return [turns[i] for i in indices]
 
 
-def _is_more_than_text(message: dict) -> bool:
-    return "</think>" in message["content"] or any(
-        message.get(key) for key in ("reasoning_content", "tool_calls")
-    )
-
-
 def squash(text: str) -> str:
-    """Returns a text without its white space."""
+    """The text without its white space."""
     return "".join(text.split())

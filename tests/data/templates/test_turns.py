@@ -45,7 +45,7 @@ APART = ("mistral-nemo", "glm-5", "command-r7b")
 def own_turns(said: Record, indices: list[int], family: str) -> list[tuple[str, str]]:
     template = encoder(family).template({}, None)
     turns = [find_turn(said.messages[: i + 1], template) for i in indices]
-    return [(turn.read, turn.written) for turn in turns]
+    return [(turn.prompt, turn.written) for turn in turns]
 
 
 @pytest.mark.parametrize("family", [*ALIGNED, *APART])
@@ -61,7 +61,7 @@ def test_turns_of_a_long_conversation_are_those_of_its_parts(family, monkeypatch
 
     template.ending(calls=False)
     monkeypatch.setattr(template, "through", counted)
-    found = [(t.read, t.written) for t in find_turns(said.messages, indices, template, None)]
+    found = [(t.prompt, t.written) for t in find_turns(said.messages, indices, template, None)]
     assert len(rendered) < 15 if family in ALIGNED else len(rendered) >= 150
     assert [text for _, text in found] == [written(FAMILIES[family], turn) for turn in ANSWERS]
     assert found[::25] == own_turns(said, indices[::25], family)
