@@ -28,7 +28,7 @@ SPEEDUP = [
     "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,suffix]",
 ]  # fmt: skip
 NUM_ANSWERS = 3
-"""That are shown."""
+"""Answers that are shown."""
 NEXT = """
 On your own model and conversations (source .venv/bin/activate):
   accelerate launch train/eagle.py target.path=MODEL data.path=CHATS.jsonl out_dir=outputs/mine

@@ -1,4 +1,4 @@
-"""What of the settings of scripts is refused before anything heavy is imported."""
+"""Settings of scripts that are refused before anything heavy is imported."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from scripts.publish.staging import read_json
 
 
 def taken(out_dir: str) -> bool:
-    """Whether it is a file, or a folder that holds something."""
+    """True of a file, and of a folder that holds something."""
     path = Path(out_dir)
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 

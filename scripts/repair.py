@@ -77,7 +77,7 @@ class Variant:
         return ends is not None and ends[0] > 0 and more >= WORTH * tau(other.prompts)
 
     def row(self, declared: "Variant") -> dict[str, Any]:
-        """Its line of the results file."""
+        """The line of this variant in the results file."""
         more, ends = self.than(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": ends}
 

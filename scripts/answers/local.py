@@ -49,7 +49,7 @@ class GumbelNoise(LogitsProcessor):
 
 
 class AskedFor(LogitsProcessor):
-    """What a target's generation config asks for, of each row without what fills it up."""
+    """Rules of a target's generation config, for each row without its padding."""
 
     def __init__(self, target: Target, prompts: list[list[int]]) -> None:
         self.rules = Rules(target.logits_processing, target.stop_ids)

@@ -127,7 +127,7 @@ def label(state_format: StateFormat, teacher: TeacherKind) -> str:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What to capture."""
+    """Target, data and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)

@@ -52,13 +52,13 @@ SIZES = {
     "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
     "new_tokens": 32, "threads": 1,
 }  # fmt: skip
-"""Those of the embedded default; a training step is one sequence of `length` tokens."""
+"""Sizes of the embedded default; a training step is one sequence of `length` tokens."""
 OLD = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-"""What makes an x86 CPU behave as one that has AVX2 and nothing newer."""
+"""Variables that make an x86 CPU behave as one that has AVX2 and nothing newer."""
 COLUMNS = {
     "as it is": ({}, "float32"),
     "AVX2": (OLD, "float32"),
@@ -192,7 +192,7 @@ class Worker:
 
     @cached_property
     def about(self) -> tuple[str, list[str]]:
-        """Its processor, and the names of its parts, once it is ready.
+        """Name of the processor, and names of the parts, once the process is ready.
 
         Raises:
             InputError: it failed.
@@ -228,7 +228,7 @@ class Worker:
 
 
 def measured(workers: Mapping[str, Worker], repeats: int) -> Times:
-    """All parts, each run by one process after the other, after one run to warm up.
+    """Times of all parts, each run by one process after the other, after one run to warm up.
 
     Raises:
         InputError: they do not take the same steps, so that their times say nothing.

@@ -51,6 +51,8 @@ FLOORS = {
 }
 """Least values by benchmark; figures without one are told and not judged. Ratios are of what the
 same process measured, so they hold on any GPU."""
+PREDICTED: dict[str, int] = json.loads((ROOT / "scripts/bench/predicted.json").read_text())
+"""Tokens per second of training by head, written by `scripts/bench/predict_gpu.py --save`."""
 TIMEOUT_S = 240
 Figures = dict[str, float]
 
@@ -136,7 +138,6 @@ def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> d
 def train(head: str, small: bool) -> Figures:
     """The training loop itself, with a head."""
     from scripts.bench import training as bench_train
-    from scripts.bench.predict_gpu import PREDICTED
 
     sizes = "--hidden 64 --layers 6 --vocab 256 --max-length 128 --steps 2"
     if not small:
@@ -145,11 +146,10 @@ def train(head: str, small: bool) -> Figures:
             "--micro-batch-size 2 --dtype bfloat16 --compile"
         )
     speed = bench_train.measured(bench_train.arguments([head, *sizes.split()]))
-    predicted = {} if small else json.loads(PREDICTED.read_text())
     return {
         "FLOP/s over those of a matmul": speed.utilisation,
         "tokens/s": speed.tokens_per_s,
-        **({"tokens/s, predicted at most": predicted[head]} if predicted else {}),
+        **({} if small else {"tokens/s, predicted at most": PREDICTED[head]}),
         "peak, GiB": speed.peak_gib,
         **{f"share of {name}": share for name, share in speed.parts.items()},
     }
@@ -215,11 +215,7 @@ BENCHES: dict[str, Callable[[bool], Figures]] = {
     "eagle3": partial(eagle3, 3),
     "eagle3_7": partial(eagle3, 7),
     "medusa": medusa,
-    "train_medusa": partial(train, "medusa"),
-    "train_eagle1": partial(train, "eagle1"),
-    "train_eagle3": partial(train, "eagle3"),
-    "train_dflash": partial(train, "dflash"),
-    "train_peagle": partial(train, "peagle"),
+    **{f"train_{head}": partial(train, head) for head in PREDICTED},
     "engine": engine,
     "capture": capture,
 }
@@ -287,7 +283,7 @@ def _shown(figure: float | None) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """What to run."""
+    """Names and sizes of what runs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
     parser.add_argument("--small", action="store_true", help="sizes for a CPU; nothing is judged")

@@ -1,4 +1,4 @@
-"""What a run needs of memory: estimated for an 8B target, and against peaks measured here.
+"""Memory of a run: estimated for an 8B target, and against peaks measured here.
 
 `python scripts/bench/memory.py` prints the estimate by part of every kind of head on a
 target of Llama-3-8B's shape, on 8 processes; then, at an eighth of its width and 4 layers, the

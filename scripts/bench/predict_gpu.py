@@ -1,4 +1,4 @@
-"""What a step takes on an H100 by arithmetic: predictions, of what no GPU has run.
+"""Times of a step on an H100 by arithmetic: predictions, of what no GPU has run.
 
 `python scripts/bench/predict_gpu.py [--names medusa ...] [--targets 8b 70b]` runs training steps
 of every kind of head and steps of decoding on a device without numbers, which needs a C++ compiler
@@ -36,10 +36,9 @@ TARGETS = {
     "8b": {"hidden": 4096, "layers": 32, "vocab": 128256},
     "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
 }
-RECIPES = (
-    "medusa", "medusa2", "eagle1", "hass", "eagle3", "eagle3_1", "dflash", "dflash2", "dspark",
-    "peagle",
-)  # fmt: skip
+PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
+"""Tokens per second by head, which `scripts/bench/gpu.py` shows beside what it measures."""
+RECIPES = ("medusa", "medusa2", *sorted(file.stem for file in (ROOT / "conf/head").glob("*.yaml")))
 ALIKE = ("medusa2", "hass", "eagle3_1")
 """Draft as `medusa`, `eagle1` and `eagle3` do."""
 OTHERS = (
@@ -52,9 +51,6 @@ OF_BENCH = {
     "hidden": 2048, "layers": 16, "vocab": 32000,
     "length": 4096, "batch_size": 8, "micro_batch_size": 2,
 }  # fmt: skip
-BENCHED = ("medusa", "eagle1", "eagle3", "dflash", "peagle")
-PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
-"""Tokens per second by kind of head, which `scripts/bench/gpu.py` shows beside what it measures."""
 DECODING = {"length": 2048}
 PUBLISHED = """\
 Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
@@ -67,11 +63,20 @@ import ctypes, sys
 ctypes.CDLL(sys.argv[1])  # before torch
 from emulated.predicted import main
 main(sys.argv[2])"""
-Row = dict[str, Any]
+HEADER = (
+    "head", "launches", "waits", "shapes of attention", "host, ms", "device, ms", "products",
+    "binds", "tokens/s", "of peak",
+)  # fmt: skip
+STEPS = (
+    "drafter", "launches", "waits", "shapes of attention", "kernels", "GB", "ms",
+    "over a plain step",
+)  # fmt: skip
 
 
-def row_of(job: Row) -> Row:
-    """What a step of a job runs, in a process of its own."""
+def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """Operations of a step, counted in a process of its own."""
+    bar.set_postfix_str(f"{name}, {shape}")
+    job = {"name": name, "shape": shape, **sizes}
     with tempfile.TemporaryDirectory() as folder:
         question = Path(folder) / "job.json"
         question.write_text(json.dumps(job))
@@ -83,7 +88,13 @@ def row_of(job: Row) -> Row:
         )  # fmt: skip
     if done.returncode:
         raise InputError(f"{job} failed:\n{done.stderr[-2000:]}")
+    bar.update()
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def seconds_of(step: dict[str, Any]) -> float:
+    """Time of the slower of host and device, which work side by side."""
+    return max(LAUNCH_S * step["num_launches"], step["device_s"])
 
 
 def guard() -> Path:
@@ -102,30 +113,25 @@ def guard() -> Path:
     return compiled(folder)
 
 
-def seconds_of(found: Row) -> float:
-    """Of the slower of host and device, which work side by side."""
-    return max(LAUNCH_S * found["num_launches"], found["device_s"])
-
-
-def training(name: str, found: Row) -> tuple[str, ...]:
+def training(name: str, step: dict[str, Any]) -> tuple[str, ...]:
     """A line of the table of training steps."""
-    host, device = LAUNCH_S * found["num_launches"], found["device_s"]
-    seconds, products = seconds_of(found), found["product_s"]
+    host, device = LAUNCH_S * step["num_launches"], step["device_s"]
+    seconds, products = seconds_of(step), step["product_s"]
     binds = "launches" if host > device else "products" if products > device / 2 else "memory"
     return (
-        name, f"{found['num_launches']:,.0f}", f"{found['num_waits']}", f"{found['num_shapes']}",
+        name, f"{step['num_launches']:,.0f}", f"{step['num_waits']}", f"{step['num_shapes']}",
         f"{1000 * host:.0f}", f"{1000 * device:.0f}", f"{products / seconds:.0%}", binds,
-        f"{found['num_tokens'] / seconds:,.0f}", f"{found['flops'] / seconds / PEAK_FLOPS:.0%}",
+        f"{step['num_tokens'] / seconds:,.0f}", f"{step['flops'] / seconds / PEAK_FLOPS:.0%}",
     )  # fmt: skip
 
 
-def decoding(name: str, found: Row, plain: Row) -> tuple[str, ...]:
+def decoding(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
     """A line of the table of decoding steps, beside the one that drafts nothing."""
-    ours, theirs = seconds_of(found), seconds_of(plain)
+    seconds = seconds_of(step)
     return (
-        name, f"{found['num_launches']:.0f}", f"{found['num_waits']:.0f}",
-        f"{found['num_shapes']:.0f}", f"{found['num_kernels']:,.0f}",
-        f"{found['bytes'] / 1e9:.1f}", f"{1000 * ours:.1f}", f"{ours / theirs:.2f}",
+        name, f"{step['num_launches']:.0f}", f"{step['num_waits']:.0f}",
+        f"{step['num_shapes']:.0f}", f"{step['num_kernels']:,.0f}", f"{step['bytes'] / 1e9:.1f}",
+        f"{1000 * seconds:.1f}", f"{seconds / seconds_of(plain):.2f}",
     )  # fmt: skip
 
 
@@ -147,7 +153,7 @@ def predict(target: str, names: list[str], bar: tqdm) -> None:
 
 
 def shapes_of(name: str) -> tuple[str, ...]:
-    """Of drafts; those without a head have one."""
+    """Shapes of drafts; a way without a head has one."""
     if name in ALIKE:
         return ()
     return ("chain",) if name in OTHERS else ("chain", "tree")
@@ -155,19 +161,13 @@ def shapes_of(name: str) -> tuple[str, ...]:
 
 def save(bar: tqdm) -> None:
     """Writes tokens per second of `scripts/bench/gpu.py`'s training, for heads that it trains."""
-    found = {name: counted(bar, name, "train", OF_BENCH) for name in BENCHED}
-    speeds = {name: each["num_tokens"] / seconds_of(each) for name, each in found.items()}
-    text = json.dumps({name: round(speed) for name, speed in speeds.items()}, indent=1)
+    speeds = {}
+    for name in json.loads(PREDICTED.read_text()):
+        step = counted(bar, name, "train", OF_BENCH)
+        speeds[name] = round(step["num_tokens"] / seconds_of(step))
+    text = json.dumps(speeds, indent=1)
     PREDICTED.write_text(text + "\n")
     tqdm.write(f"{text}\nwritten to {PREDICTED}")
-
-
-def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> Row:
-    """`row_of`, and the bar moves."""
-    bar.set_postfix_str(f"{name}, {shape}")
-    found = row_of({"name": name, "shape": shape, **sizes})
-    bar.update()
-    return found
 
 
 def main() -> None:
@@ -180,7 +180,9 @@ def main() -> None:
     options = parser.parse_args()
     names, targets = options.names, options.targets
     of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)
-    num_steps = len(BENCHED) if options.save else len(targets) * (of_target + 1)
+    num_steps = len(targets) * (of_target + 1)
+    if options.save:
+        num_steps = len(json.loads(PREDICTED.read_text()))
     try:
         with tqdm(total=num_steps, unit="step") as bar:
             if options.save:
@@ -191,16 +193,6 @@ def main() -> None:
     except InputError as error:
         sys.exit(f"error: {error}")
     print(f"\n{PUBLISHED}")
-
-
-HEADER = (
-    "head", "launches", "waits", "shapes of attention", "host, ms", "device, ms", "products",
-    "binds", "tokens/s", "of peak",
-)  # fmt: skip
-STEPS = (
-    "drafter", "launches", "waits", "shapes of attention", "kernels", "GB", "ms",
-    "over a plain step",
-)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What preparing data costs: conversations a second, memory, and the time of a second start.
+"""Cost of preparing data: conversations a second, memory, and the time of a second start.
 
 `python scripts/bench/preparing.py --target FOLDER --data chats.jsonl` repeats the rows of a file,
 each time with other words, to `--rows` conversations and prepares them with the target's tokenizer;
@@ -100,7 +100,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What to prepare."""
+    """Target, data and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
@@ -190,7 +190,7 @@ def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
-    """All ways, each in processes of its own.
+    """Costs of all ways, each in processes of its own.
 
     Raises:
         RuntimeError: a second start does not find what the first made.

@@ -1,4 +1,4 @@
-"""How fast heads train, where the time goes, and how much of the hardware is used.
+"""Speed of training, the parts of its time, and the utilisation of the hardware.
 
 `python scripts/bench/training.py [HEAD] [--hidden 4096 --layers 32 ...]` runs the
 training loop itself on a random target of that shape and on random documents of chat-like

@@ -26,13 +26,13 @@ from scripts.contest.tasks import Task, Took, bytes_of, device_memory
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "conf" / "head"
 SETTLED = ("max_steps", "num_epochs", "batch_size", "batch_tokens", "micro_batch_size", "resume")
-"""Of `train.*`: what the contest decides for all."""
+"""Settings of `train` that the contest decides for all."""
 WAYS = ("chain", "tree")
 SAVED_EVERY_S = 300.0
 NUM_PROBED = 2
 """Dialogues of the measurement that tells what measuring takes."""
 USUAL_TAU = 1.7
-"""Of heads once they are trained; those of a probe draft in vain."""
+"""tau of heads once they are trained; those of a probe draft in vain."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def save(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Both, in float32, as every user on a CPU loads them."""
+    """Loads both in float32, as every user on a CPU loads them."""
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return target, PreTrainedTokenizerFast.from_pretrained(folder)
 

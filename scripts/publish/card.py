@@ -53,7 +53,7 @@ class ExportFacts:
 
     @property
     def parity(self) -> str:
-        """How near the export is to the trained head, in words."""
+        """The distance from the trained head's logits, in words."""
         return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
 
 
@@ -74,7 +74,7 @@ class CardFacts:
     """File names beside the card."""
     exports: list[ExportFacts] = field(default_factory=list)
     head_repo: str | None = None
-    """Where the head itself is, on the card of an export's own repository."""
+    """The repository of the head itself, on the card of an export's own."""
     notices: list[str] = field(default_factory=list)
     """Whose terms apply, one paragraph each."""
 

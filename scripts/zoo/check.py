@@ -53,14 +53,17 @@ def main(config: TargetsRun) -> None:
         (out_dir / "found").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
-    left = [n for n in names if n not in NO_TARGET and not found_at(out_dir, n).is_file()]
+    targets = [name for name in names if name not in NO_TARGET]
+    left = [name for name in targets if not result_at(out_dir, name).is_file()]
     if left:
         PROCESSES.set_forkserver_preload(["scripts.zoo.checks"])
     with tqdm(left, unit="model type") as bar:
         for name in bar:
             bar.set_postfix_str(name)
             check_apart(out_dir, name, config.timeout)
-    results = {n: json.loads(found_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET}
+    results = {
+        n: json.loads(result_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET
+    }
     left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
     content = {
         "transformers": transformers.__version__,
@@ -91,7 +94,7 @@ def chosen(names: list[str]) -> list[str]:
     return names or known
 
 
-def found_at(out_dir: Path, name: str) -> Path:
+def result_at(out_dir: Path, name: str) -> Path:
     """The file with the result of one model type."""
     return out_dir / "found" / f"{name}.json"
 
@@ -106,13 +109,13 @@ def check_apart(out_dir: Path, name: str, timeout: float) -> None:
         process.kill()
         process.join()
         why = f"took more than {timeout:g} s"
-    elif not found_at(out_dir, name).is_file():
+    elif not result_at(out_dir, name).is_file():
         why = f"its process ended with code {process.exitcode}"
     else:
         log.unlink(missing_ok=True)
         return
     result = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
-    write_whole(found_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+    write_whole(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def check_one(name: str, out_dir: Path, log: Path) -> None:
@@ -129,7 +132,7 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
         result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
     else:
         result = {**check_target(folder), "made": json.loads((folder / MADE).read_text())}
-    write_whole(found_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+    write_whole(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def counted(results: Results) -> dict[str, int]:

@@ -48,7 +48,7 @@ NUM_NEW = 48
 NUM_UPDATES = 16
 """Three show that training runs, but leave drafts that are never right, of which replay is easy."""
 RATE = 0.6
-"""Of acceptance, of drafts that are the text itself with mistakes."""
+"""Acceptance of drafts that are the text itself with mistakes."""
 TIE = 1e-4
 """The margin between the two likeliest logits below which float32 may choose either."""
 CHAIN = Tree.chain(4)
@@ -61,7 +61,7 @@ SHAPES = (
     ),
     Tree.from_paths([[rank] for rank in range(5)] + [[rank, 0] for rank in range(4)]),
 )
-"""Of as many nodes each, for texts whose trees differ."""
+"""Trees of as many nodes each, for texts whose trees differ."""
 
 YES = "yes"
 COLUMNS = ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "replay")
@@ -89,7 +89,7 @@ class Findings:
     @property
     def state(self) -> str:
         """`works`, `works with chains`, `refused`, `differs` or `fails`."""
-        values = {name: each.split(":")[0] for name, each in self.columns.items()}
+        values = {name: text.split(":")[0] for name, text in self.columns.items()}
         for word, state in (("FAILED", "fails"), ("differs", "differs")):
             if word in values.values():
                 return state
@@ -112,7 +112,7 @@ class Findings:
             self.traceback = self.traceback or traceback.format_exc()
 
     def ok(self, name: str) -> bool:
-        """Whether a check went through."""
+        """True of a check that went through."""
         return self.columns.get(name) == YES
 
 
@@ -121,7 +121,7 @@ class Differs(Exception):  # noqa: N818 not an error of ours, but what is measur
 
 
 def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
-    """All checks of one tiny target.
+    """Runs all checks of one tiny target.
 
     Args:
         folder: of `scripts.zoo.tiny.tiny_target`.
@@ -130,25 +130,25 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
     Returns:
         JSON content: `Findings` and its state.
     """
-    found = Findings(str(folder))
+    findings = Findings(str(folder))
     config = TargetConfig(path=str(folder))
-    with found.column("loads"):
+    with findings.column("loads"):
         load_model(config, load_tokenizer(config)[0], torch.float32, CPU)
-    if found.ok("loads"):
-        with found.column("check"):
+    if findings.ok("loads"):
+        with findings.column("check"):
             target = load_target(config, CPU)
-        if found.ok("check"):
-            _Checks(target, found).run(heads)
-    kept = {name: value for name, value in asdict(found).items() if name != "folder"}
-    return {"state": found.state, **kept}
+        if findings.ok("check"):
+            _Checks(target, findings).run(heads)
+    kept = {name: value for name, value in asdict(findings).items() if name != "folder"}
+    return {"state": findings.state, **kept}
 
 
 class _Checks:
     """A target that loads, its prompts, and the texts that `generate` gives after them."""
 
-    def __init__(self, target: Target, found: Findings) -> None:
-        self.target, self.found = target, found
-        found.attention = f"{target.config._attn_implementation}: {target.attention}"
+    def __init__(self, target: Target, findings: Findings) -> None:
+        self.target, self.findings = target, findings
+        findings.attention = f"{target.config._attn_implementation}: {target.attention}"
         generator = torch.Generator().manual_seed(0)
         self.prompts = [
             torch.randint(len(SPECIAL_TOKENS), NUM_TOKENS, (n,), generator=generator).tolist()
@@ -158,29 +158,29 @@ class _Checks:
 
     def run(self, heads: bool) -> None:
         """Every column after the check."""
-        with self.found.column("loads"):
+        with self.findings.column("loads"):
             self._stop_at([])
             self.texts = self._generated()
             self._same_as_saved()
         if not self.texts:
             return
-        with self.found.column("chain"):
+        with self.findings.column("chain"):
             self._lossless(Oracle, CHAIN, 1)
-        with self.found.column("tree"):
+        with self.findings.column("tree"):
             # Of several texts: who sees a token too many tells the same ones more often than not.
             self._lossless(Oracle, TREE, len(self.prompts))
             self._lossless(Shaped, TREE, 1)
-        with self.found.column("batch"):
+        with self.findings.column("batch"):
             # Texts end apart, a third and two thirds through.
             self._stop_at([self.texts[n][n * len(self.texts[n]) // 3] for n in (1, 2)])
             self._lossless(Oracle, CHAIN, len(self.prompts))
-            if self.found.ok("tree"):
+            if self.findings.ok("tree"):
                 self._lossless(Shaped, TREE, len(self.prompts))
         self._stop_at([])
         if not heads:
             return
         for name, trained in (("medusa", self._medusa), ("eagle", self._eagle)):
-            with self.found.column(name):
+            with self.findings.column(name):
                 trained()
 
     def _stop_at(self, ids: list[int]) -> None:
@@ -189,10 +189,10 @@ class _Checks:
 
     def _same_as_saved(self) -> None:
         """The whole model, as transformers itself loads it, gives the same text."""
-        made = json.loads((Path(self.found.folder) / MADE).read_text())
+        made = json.loads((Path(self.findings.folder) / MADE).read_text())
         if made["left_out"]:
             return
-        model = getattr(transformers, made["class"]).from_pretrained(self.found.folder).eval()
+        model = getattr(transformers, made["class"]).from_pretrained(self.findings.folder).eval()
         ids = torch.tensor(self.prompts[:1])
         text = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
@@ -216,11 +216,11 @@ class _Checks:
     def _decoded(self, drafter: Drafter, num_texts: int = 1) -> list[Generation]:
         return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
 
-    def _same_texts(self, found: list[Generation]) -> None:
+    def _same_texts(self, texts: list[Generation]) -> None:
         stops = Stops.of(self.target)
         wrong = []
-        for prompt, text, one in zip(self.prompts, self.texts, found, strict=False):
-            expected = stops.cut([], text)
+        for prompt, whole, one in zip(self.prompts, self.texts, texts, strict=False):
+            expected = stops.cut([], whole)
             if one.token_ids == expected:
                 continue
             place = common_prefix(one.token_ids, expected)
@@ -228,7 +228,7 @@ class _Checks:
             if margin >= TIE:
                 wrong.append(f"from token {place} of {len(expected)}, margin there {margin:.2g}")
         if wrong:
-            raise Differs(f"{len(wrong)} of {len(found)} texts, the first {wrong[0]}")
+            raise Differs(f"{len(wrong)} of {len(texts)} texts, the first {wrong[0]}")
 
     @torch.no_grad()
     def _margin(self, ids: list[int]) -> float:
@@ -239,7 +239,7 @@ class _Checks:
     def _medusa(self) -> None:
         head = MedusaHead.from_target(self.target, 3, 1)
         _train(MedusaObjective(head, self.target, MedusaConfig(num_heads=3)), self._data())
-        for tree in (Tree.chain(3), MEDUSA_TREE)[: 1 + self.found.ok("tree")]:
+        for tree in (Tree.chain(3), MEDUSA_TREE)[: 1 + self.findings.ok("tree")]:
             self._replayed("medusa", head, tree, MedusaDrafter(head, tree))
 
     def _eagle(self) -> None:
@@ -249,7 +249,7 @@ class _Checks:
         head = EagleHead.from_target(self.target, config, vocab, seed=0)
         _train(EagleObjective(head, self.target, config), self._data())
         self._replayed("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
-        if self.found.ok("tree"):
+        if self.findings.ok("tree"):
             self._same_texts(self._decoded(EagleTree(head, DynamicShape(4, 3, 8)), 2))
 
     def _data(self) -> PackedDataset:
@@ -264,9 +264,9 @@ class _Checks:
         """Decoding is lossless, and its steps are those that replay tells."""
         decoded = self._decoded(drafter)
         self._same_texts(decoded)
-        with self.found.column("replay"):
+        with self.findings.column("replay"):
             told = replay(self.target, head, tree, self.prompts[0], self.texts[0])
-            self.found.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
+            self.findings.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
             if told != decoded[0].steps:
                 lengths = [
                     [step.num_accepted for step in each] for each in (told, decoded[0].steps)
@@ -280,7 +280,7 @@ class Shaped(Oracle):
 
     @property
     def static_nodes(self) -> int | None:
-        """Of another number for every text."""
+        """None: every text has another number."""
         return None
 
     def propose(self, roots: Roots) -> Draft:

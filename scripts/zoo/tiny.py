@@ -30,7 +30,7 @@ from scripts.zoo.families import BY_HAND
 LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 4, 64, 4, 16, 320
 WINDOW, CHUNK, SWITCH, CONTEXT = 12, 8, 64, 512
 EOS, BOS, PAD = 5, 0, 1
-"""As the tokenizer of the embedded default has them."""
+"""Special tokens, as the tokenizer of the embedded default has them."""
 TOKENS = ("token_id", "token_index", "token_ids")
 """Endings of settings that are ids of tokens."""
 NUM_TOKENS = 290
@@ -116,10 +116,10 @@ INDEXES: dict[str, Any] = {
 
 MADE = "made.json"
 WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
-"""Of a matrix, its output's deviation over its input's, and the deviation of embeddings: the first
+"""Gain of a matrix (its output's deviation over its input's) and deviation of embeddings: the first
 that gives fit texts. Large tied embeddings make a token call for itself."""
 DISTINCT, REACH = 8, 0.05
-"""What makes texts fit: see `judged`."""
+"""Distinct tokens and reach of fit texts: see `judged`."""
 AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
 """Rates of decay, whose size is their meaning."""
 TIMM = {"gemma3n_vision", "timm_wrapper"}
@@ -190,11 +190,11 @@ def _settings(config: Any) -> dict[str, Any]:
         for name, part in vars(config).items()
         if isinstance(part, PreTrainedConfig)
     }
-    found = tiny_sizes(config) | parts
+    settings = tiny_sizes(config) | parts
     for name, value in BY_HAND.get(config.model_type, {}).items():
-        both = isinstance(value, dict) and isinstance(found.get(name), dict)
-        found[name] = found[name] | value if both else value
-    return found
+        both = isinstance(value, dict) and isinstance(settings.get(name), dict)
+        settings[name] = settings[name] | value if both else value
+    return settings
 
 
 def tiny_sizes(config: Any) -> dict[str, Any]:
@@ -205,21 +205,21 @@ def tiny_sizes(config: Any) -> dict[str, Any]:
     Args:
         config: of defaults.
     """
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     others = 0
     for name, value in vars(config).items():
         if name.endswith(TOKENS):
-            found[name], others = _token(name, value, others)
+            sizes[name], others = _token(name, value, others)
         elif name in INDEXES and value:
-            found[name] = INDEXES[name]
+            sizes[name] = INDEXES[name]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and name in TINY:
-            found[name] = min(value, TINY[name])
-    found |= _latent_heads(config, found) | _picture(config) | _kinds_of_layers(config)
+            sizes[name] = min(value, TINY[name])
+    sizes |= _latent_heads(config, sizes) | _picture(config) | _kinds_of_layers(config)
     rope = vars(config).get("rope_parameters")
     if isinstance(rope, dict):
-        head_dim = found.get("qk_rope_head_dim") or found.get("head_dim") or HIDDEN // HEADS
-        found["rope_parameters"] = _rope(rope, head_dim)
-    return {name: value for name, value in found.items() if value is not None}
+        head_dim = sizes.get("qk_rope_head_dim") or sizes.get("head_dim") or HIDDEN // HEADS
+        sizes["rope_parameters"] = _rope(rope, head_dim)
+    return {name: value for name, value in sizes.items() if value is not None}
 
 
 def _token(name: str, value: Any, others: int) -> tuple[Any, int]:
@@ -233,18 +233,18 @@ def _token(name: str, value: Any, others: int) -> tuple[Any, int]:
     return None, others
 
 
-def _latent_heads(config: Any, found: dict[str, Any]) -> dict[str, int]:
+def _latent_heads(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
     """Head sizes that are sums or copies of others, as multi-head latent attention has them."""
-    if "qk_rope_head_dim" not in found:
+    if "qk_rope_head_dim" not in sizes:
         return {}
     usual, parts = vars(config), {}
     if isinstance(usual.get("qk_head_dim"), int):
-        parts["qk_head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+        parts["qk_head_dim"] = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
     for name in ("qk_rope_head_dim", "qk_head_dim"):
-        if name in found | parts and usual.get("head_dim") == usual.get(name):
-            parts["head_dim"] = (found | parts)[name]
+        if name in sizes | parts and usual.get("head_dim") == usual.get(name):
+            parts["head_dim"] = (sizes | parts)[name]
     if usual.get("num_key_value_heads", 0) == usual.get("num_attention_heads", 1):
-        parts["num_key_value_heads"] = found["num_attention_heads"]
+        parts["num_key_value_heads"] = sizes["num_attention_heads"]
     return parts
 
 
@@ -285,17 +285,17 @@ def _kinds_of_layers(config: Any) -> dict[str, Any]:
 
 def _rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """RoPE whose switch lies inside a text, and whose sections fill a head."""
-    found = dict(rope)
+    scaled = dict(rope)
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
         if isinstance(value, dict):
-            found[name] = _rope(value, head_dim)
+            scaled[name] = _rope(value, head_dim)
         elif name == "original_max_position_embeddings":
-            found[name] = SWITCH
+            scaled[name] = SWITCH
         elif name == "mrope_section":
             shares = [max(1, part * half // sum(value)) for part in value]
-            found[name] = [*shares[:-1], half - sum(shares[:-1])]
-    return found
+            scaled[name] = [*shares[:-1], half - sum(shares[:-1])]
+    return scaled
 
 
 def _types(config: Any) -> list[str]:
@@ -346,10 +346,10 @@ def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(0)
         model = kind._from_config(config, dtype=torch.float32).eval()
         spread(model, gain, embedding)
-        found = {"gain": gain, "embedding": embedding, **judged(model)}
-        fit = min(found["num_distinct_tokens"] / DISTINCT, 1) * min(found["reach"] / REACH, 1)
+        facts = {"gain": gain, "embedding": embedding, **judged(model)}
+        fit = min(facts["num_distinct_tokens"] / DISTINCT, 1) * min(facts["reach"] / REACH, 1)
         if fit > best[0]:
-            best = fit, model, found
+            best = fit, model, facts
         if fit == 1:
             break
     return best[1:]
@@ -389,13 +389,13 @@ def spread(model: Any, gain: float, embedding: float) -> None:
 
 def placeholders(config: Any) -> list[int]:
     """Ids of the tokens of a config and its parts that stand for pictures and the like."""
-    found = set()
+    ids = set()
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found |= set(placeholders(value))
+            ids |= set(placeholders(value))
         elif name.endswith(TOKENS) and isinstance(value, int) and value >= FIRST_OTHER:
-            found.add(value)
-    return sorted(found)
+            ids.add(value)
+    return sorted(ids)
 
 
 def _deviation(model: Any) -> tuple[float, Any]:
@@ -414,7 +414,7 @@ def _deviation(model: Any) -> tuple[float, Any]:
 
 @torch.no_grad()
 def judged(model: Any) -> dict[str, Any]:
-    """Whether texts of a model are fit to be compared.
+    """Facts that say if texts of a model are fit to be compared.
 
     Returns:
         logits_std: below 1, ties of float32 decide.
