@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.settings.measure import Mode
-from eval.decode.engine import NoDraft, decode
-from eval.decode.generation import Step
+from eval.decode.engine import NoDraft, Step, decode
 from eval.measure import processes
 from eval.measure.bench import (
     Bench,

@@ -37,8 +37,7 @@ from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.names import VANILLA
 from eval.compare.timing import time_methods
-from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.decode.generation import Generation, Step
+from eval.decode.engine import Generation, NoDraft, Step, decode, decode_batch
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
 from eval.measure.heads import CONFIDENCE_FILE, BenchHead, device_name, write_beside

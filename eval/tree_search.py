@@ -34,8 +34,7 @@ from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.names import VANILLA
 from eval.compare.timing import time_methods
-from eval.decode.engine import NoDraft, decode_batch
-from eval.decode.generation import Generation
+from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.measure import processes
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.heads import SHAPE_FILE, BenchHead, write_beside

@@ -44,7 +44,7 @@ from data.features.format import (
 )
 from data.features.manifest import Manifest, ShardEntry
 from data.features.writer import SHARD_BYTES, Copies, PlannedShard, Writers, write_shard
-from eval.measure.asked import follow_or_tell
+from eval.decode.generation_config import follow_or_tell
 from eval.measure.processes import start
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.load import load_target, load_tokenizer

@@ -34,8 +34,8 @@ from data.embedded import fill_unset
 from data.features.format import HIDDEN
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import prepare
+from eval.decode.generation_config import follow_or_tell
 from eval.measure import processes
-from eval.measure.asked import follow_or_tell
 from eval.measure.bench import greedy_responses
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt, check_prompt

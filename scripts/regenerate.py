@@ -39,7 +39,7 @@ from data.embedded import fill_unset
 from data.rows.records import Records, load_records
 from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.templates.encoder import Encoder
-from eval.measure.asked import follow
+from eval.decode.generation_config import follow
 from heads.layers.packed import pack
 from heads.target_model.identity import identify
 from heads.target_model.load import generation_config, load_target, resolve_dtype, tokenizer_of

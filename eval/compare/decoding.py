@@ -5,10 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from eval.decode.capturing import Captured, obstacle
-from eval.decode.engine import decode_many
-from eval.decode.generation import Generation, Request
-from eval.decode.graphs import CaptureError
+from eval.decode.captured import Captured, CaptureError, obstacle
+from eval.decode.engine import Generation, Request, decode_many
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target

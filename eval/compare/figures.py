@@ -11,7 +11,7 @@ from eval.compare.methods import Method
 from eval.compare.names import BASELINES
 from eval.compare.texts import lossless, texts_shown
 from eval.compare.timing import PromptRun
-from eval.decode.generation import Generation
+from eval.decode.engine import Generation
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import Interval, PromptSteps, interval, summary, tau

@@ -27,11 +27,10 @@ from eval.decode.drafters.recycling import (
 )
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft
+from eval.decode.engine import Generation, NoDraft
 from eval.decode.generate import hf_generate
-from eval.decode.generation import Generation
+from eval.decode.generation_config import follow
 from eval.measure import processes
-from eval.measure.asked import follow
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
 from eval.tune.skip_search import search_layers

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from eval.compare.figures import baseline_of, ratio, speedup_interval, tokens_per_s
 from eval.compare.timing import PromptRun
-from eval.decode.generation import Generation
+from eval.decode.engine import Generation
 
 WAITS = ("first_token_ms", "between_tokens_ms")
 

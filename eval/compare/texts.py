@@ -7,8 +7,7 @@ import torch
 from eval.compare.methods import Method
 from eval.compare.names import VANILLA
 from eval.compare.timing import PromptRun
-from eval.decode.generation import Generation
-from eval.decode.texts import common_prefix
+from eval.decode.engine import Generation, common_prefix
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt
 from heads.target_model.model import Target

@@ -12,7 +12,7 @@ from conf.command.clock import Times, busy_seconds
 from conf.command.journal import Journal
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
-from eval.decode.generation import Generation, Step
+from eval.decode.engine import Generation, Step
 from eval.measure import processes
 from eval.measure.bench import Bench, seed_of
 from eval.measure.prompts import Prompt

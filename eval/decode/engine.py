@@ -1,15 +1,91 @@
-"""Decoding with any drafter: one text, a batch, many texts one after another."""
+"""The decoding engine: one text, a batch, or many texts in turn, with any drafter.
+
+A step drafts, runs the target over the draft once, accepts, and compacts the cache. The texts of
+a batch go on together, each accepting as many tokens as it does; where one ends the next takes
+its place, or the batch shrinks. A step waits for the device once, to learn which tokens were kept.
+
+Letters: B texts, N tree nodes (root included), D hidden, V vocab.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from eval.decode.batch import Batch
-from eval.decode.generation import Generation, Request
+import torch
+from torch import Tensor
+
+from conf.command.clock import PartClock, Times
+from eval.decode.generation_config import Processors, Stops
+from eval.decode.verify_pass import ContextLimits, HostStep, Nodes, read_trees
+from heads.decoding.cache import Kept, TreeCache, upload
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target
+from heads.target_model.model import Taps, Target, prefill_parts
 
 ROOT_ALONE = Tree.chain(0)
+Make = Callable[[list[int]], Drafter]
+"""Makes a fresh drafter for texts with these seeds."""
+NewTokens = dict[int, list[int]]
+"""New tokens by the number of their text."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text that is asked for.
+
+    Attributes:
+        prompt_ids: the rendered prompt, at least one token; with the text it is within the
+            target's window.
+        seed: of everything that sampling draws for it.
+    """
+
+    prompt_ids: list[int]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One text's share of a verify pass.
+
+    Attributes:
+        num_accepted: draft tokens kept.
+        num_emitted: tokens kept, the bonus token included; a text that ends inside the accepted
+            run is cut there and what is cut is not counted.
+        num_left: tokens that the text still had to give when the pass started; depths beyond it
+            could not be tested.
+    """
+
+    num_accepted: int
+    num_emitted: int
+    num_left: int
+
+
+@dataclass
+class Generation:
+    """A decoded text.
+
+    Attributes:
+        token_ids: the text.
+        steps: its share of the verify passes.
+        paths: the accepted nodes of each step, without the root.
+        times: its shares of the time of its batches.
+        drafted: draft tokens that each step checked.
+        arrivals: seconds from when it got its place, at which the prompt's pass and each step gave
+            their tokens.
+    """
+
+    token_ids: list[int]
+    steps: list[Step] = field(default_factory=list)
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
+    drafted: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Length of the longest common prefix of two texts."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 class NoDraft:
@@ -66,13 +142,12 @@ def decode_batch(
         sampling: how the target chooses; greedy unless told.
         seeds: of everything that sampling draws, one per text; 0 unless told.
     """
-    batch = Batch(target, _requests(prompts, seeds), max_new_tokens, sampling)
-    return batch.decoded(lambda _: drafter, len(prompts))
+    return _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decoded()
 
 
 def decode_many(
     target: Target,
-    make: Callable[[list[int]], Drafter],
+    make: Make,
     requests: Sequence[Request],
     max_new_tokens: int,
     batch_size: int,
@@ -82,13 +157,13 @@ def decode_many(
 
     Args:
         target: the frozen target.
-        make: a fresh drafter for texts with these seeds.
+        make: makes a fresh drafter.
         requests: in the order in which they are begun.
         max_new_tokens: as there.
         batch_size: texts that go on together.
         sampling: as there.
     """
-    return Batch(target, requests, max_new_tokens, sampling).decoded(make, batch_size)
+    return Batch(target, make, requests, max_new_tokens, batch_size, sampling).decoded()
 
 
 def stream(
@@ -98,11 +173,259 @@ def stream(
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
-) -> Iterator[dict[int, list[int]]]:
+) -> Iterator[NewTokens]:
     """Like `decode_batch`, but gives tokens as they are accepted, per text that still goes on."""
-    batch = Batch(target, _requests(prompts, seeds), max_new_tokens, sampling)
-    yield from batch.run(lambda _: drafter, len(prompts))
+    yield from _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).run()
 
 
-def _requests(prompts: Sequence[list[int]], seeds: Sequence[int] | None) -> list[Request]:
-    return list(map(Request, prompts, seeds or [0] * len(prompts)))
+def _whole_batch(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int] | None,
+) -> "Batch":
+    requests = list(map(Request, prompts, seeds or [0] * len(prompts)))
+    return Batch(target, lambda _: drafter, requests, max_new_tokens, len(prompts), sampling)
+
+
+@dataclass
+class Prefilled:
+    """Texts whose prompts have been read.
+
+    Attributes:
+        texts: their numbers.
+        drafter: has observed the prompts but for `committed`.
+        committed: the prompts, or their last part.
+        roots: [B] int64, the first token of each.
+        generators: of the texts.
+    """
+
+    texts: list[int]
+    drafter: Drafter
+    committed: Committed
+    roots: Tensor
+    generators: Generators
+
+
+class Batch:
+    """Texts that are decoded together, once.
+
+    Args:
+        target: the frozen target.
+        make: makes a fresh drafter.
+        requests: in the order in which they are begun.
+        max_new_tokens: tokens to emit at most per text.
+        batch_size: texts that go on together.
+        sampling: how the target chooses.
+
+    Attributes:
+        rows: the number of the text in each row; a text that has ended stays until its row is
+            taken or dropped.
+        running: numbers of the texts in `rows` that have not ended.
+        waiting: numbers of those that have not begun.
+        roots: [B] int64, the token of each that the target has chosen but not read yet.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        make: Make,
+        requests: Sequence[Request],
+        max_new_tokens: int,
+        batch_size: int,
+        sampling: Sampling = GREEDY,
+    ) -> None:
+        self.prompts = [request.prompt_ids for request in requests]
+        self.seeds = [request.seed for request in requests]
+        self.longest = max(map(len, self.prompts)) + max_new_tokens
+        assert target.window is None or self.longest <= target.window
+        self.target, self.make, self.sampling = target, make, sampling
+        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.stops = Stops.of(target)
+        self.processors = Processors(target.logits_processing, target.stop_ids)
+        self.context_limits = ContextLimits(target, self.prompts)
+        self.clock = PartClock(target.device, len(requests))
+        self.generations = [Generation([], times=times) for times in self.clock.times]
+        self.started = [0.0] * len(requests)
+        self.waiting = list(range(len(requests)))
+        # Until the first prompts have been read.
+        self.rows: list[int] = []
+        self.running: list[int] = []
+        self.drafter: Drafter = NoDraft()
+        self.roots = torch.empty(0, dtype=torch.int64)
+        self.generators = Generators([], [])
+
+    def decoded(self) -> list[Generation]:
+        """All texts, once they have ended."""
+        for _ in self.run():
+            pass
+        for generation in self.generations:
+            # A text that has ended early had less left than it might have had.
+            left = 0
+            for place, step in reversed(list(enumerate(generation.steps))):
+                left += step.num_emitted
+                generation.steps[place] = replace(step, num_left=left)
+        return self.generations
+
+    @torch.inference_mode()
+    def run(self) -> Iterator[NewTokens]:
+        """Tokens by text, after the prompts and after every step."""
+        committed, new = self._start()
+        while True:
+            self._emit(new)
+            yield new
+            prefilled: list[Prefilled] = []
+            while self.waiting and len(self.running) + len(prefilled) < len(self.rows):
+                begun, new = self._prefill([self.waiting.pop(0)])
+                if self._emit(new):
+                    prefilled.append(begun)
+                yield new
+            if not self.running and not prefilled:
+                self.clock.stop(self.rows)
+                return
+            with self.clock.part("accept", self.running):
+                committed = self._go_on(prefilled, committed)
+            committed, new = self._step(committed)
+
+    def _start(self) -> tuple[Committed, NewTokens]:
+        """Reads the prompts of the first texts together; their first tokens."""
+        self.rows, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
+        begun, new = self._prefill(self.rows)
+        self.drafter, self.roots, self.generators = begun.drafter, begun.roots, begun.generators
+        self.running = list(self.rows)
+        return begun.committed, new
+
+    def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:
+        """Drafts, verifies and accepts; what is committed, and new tokens by text."""
+        cache = committed.cache
+        with self.clock.part("draft", self.rows):
+            draft = self.drafter.propose(self._last_tokens())
+        with self.clock.part("verify", self.rows):
+            nodes = self._read(draft, cache)
+        with self.clock.part("accept", self.rows):
+            verified = nodes.accept(draft, self.sampling, self.generators)
+            steps = HostStep.all_of(verified.record.tolist())
+            kept = Kept(verified.accepted.nodes, verified.counts)
+            cache.commit([step.path for step in steps], kept)
+            self.roots = verified.accepted.bonus
+            return verified.committed(steps, cache), self._note(steps)
+
+    def _last_tokens(self) -> Roots:
+        return Roots(self.roots, [self.generations[text].token_ids[-1] for text in self.rows])
+
+    def _prefill(self, texts: list[int]) -> tuple[Prefilled, NewTokens]:
+        """Reads prompts with a fresh drafter; the first token of each text."""
+        for text in texts:
+            self.started[text] = self.clock.lap(self.rows)
+        with self.clock.part("prefill", texts):
+            seeds = [self.seeds[text] for text in texts]
+            drafter, generators = self.make(seeds), Generators.seeded(seeds, self.target.device)
+            prompts = [self.prompts[text] for text in texts]
+            cache, last = self.target.new_cache(len(prompts)), None
+            # The drafter observes all parts but the last at once, and nobody keeps them.
+            for tokens, output in prefill_parts(self.target, cache, prompts, drafter.taps):
+                part = Committed(tokens, output, cache)
+                if last is not None:
+                    last, part = last.hand_on(part)
+                    drafter.observe(last)
+                last = part
+            assert last is not None
+            logits = self.target.logits(last.last.hidden_states[:, 0])
+            logits = self.processors.begin(logits, prompts)
+            roots = sample_tokens(logits, self.sampling, generators)
+            new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
+        return Prefilled(texts, drafter, last, roots, generators), new
+
+    def _read(self, draft: Draft, cache: TreeCache) -> Nodes:
+        """The target's pass over the trees, with its logits as its generation config says."""
+        nodes = read_trees(self.context_limits, draft, self.roots, cache, self.drafter.taps)
+        if not self.processors.always:
+            return nodes
+        texts = [self._whole(text)[:-1] for text in self.rows]
+        longest = max(map(len, texts))
+        padded = [ids + [0] * (longest - len(ids)) for ids in texts]
+        logits = self.processors.apply(
+            nodes.logits,
+            history=upload(padded, self.target.device),
+            committed=cache.slots.committed,
+            tokens=nodes.tokens,
+            layout=draft.layout(),
+        )
+        return replace(nodes, logits=logits)
+
+    def _note(self, steps: Sequence[HostStep]) -> NewTokens:
+        """Notes the steps of all rows; their new tokens."""
+        pairs = zip(self.rows, steps, strict=True)
+        return {text: self._note_one(text, step) for text, step in pairs}
+
+    def _note_one(self, text: int, step: HostStep) -> list[int]:
+        generation = self.generations[text]
+        num_left = self.max_new_tokens - len(generation.token_ids)
+        tokens = [*step.tokens[1:], step.bonus][:num_left]
+        new = self.stops.cut(generation.token_ids, tokens)
+        generation.steps.append(Step(min(len(step.path) - 1, len(new)), len(new), num_left))
+        generation.paths.append(tuple(step.path[1:]))
+        generation.drafted.append(step.num_drafted)
+        return new
+
+    def _emit(self, new: NewTokens) -> bool:
+        """Adds tokens to the texts; whether all of them go on."""
+        now = self.clock.lap(list(new) or self.running)
+        ended = set()
+        for text, tokens in new.items():
+            generation = self.generations[text]
+            generation.token_ids += tokens
+            generation.arrivals.append(now - self.started[text])
+            ids = generation.token_ids
+            if len(ids) >= self.max_new_tokens or self.stops.ended(ids):
+                ended.add(text)
+        self.running = [text for text in self.running if text not in ended]
+        return not ended
+
+    def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
+        """The drafter takes what was kept, and new texts the rows of those that have ended."""
+        if len(self.running) + len(prefilled) < len(self.rows):
+            committed = self._drop(len(prefilled), committed)
+        if self.context_limits.switch is not None:
+            self.context_limits.cross(committed.cache, self.rows, list(map(self._whole, self.rows)))
+        self.drafter.observe(committed)
+        self._seat(prefilled, committed.cache)
+        return committed
+
+    def _seat(self, prefilled: list[Prefilled], cache: TreeCache) -> None:
+        """Gives rows of texts that have ended to texts whose prompts were read alone."""
+        free = [row for row, text in enumerate(self.rows) if text not in self.running]
+        for row, begun in zip(free, prefilled, strict=False):
+            begun.drafter.observe(begun.committed)
+            self.drafter.take(row, begun.drafter)
+            cache.take(row, begun.committed.cache)
+            self.generators.take(row, begun.generators)
+            self.roots[row] = begun.roots[0]
+            self.rows[row] = begun.texts[0]
+            self.running += begun.texts
+
+    def _drop(self, num_new: int, committed: Committed) -> Committed:
+        """Goes on with fewer rows, everywhere; the last take the places that are free."""
+        free = [text for text in self.rows if text not in self.running]
+        # The first rows that are free are among the first of all, which stay where they are.
+        staying = [*self.running, *free[:num_new]]
+        last = [row for row in range(len(staying), len(self.rows)) if self.rows[row] in staying]
+        rows = [row if self.rows[row] in staying else last.pop() for row in range(len(staying))]
+        committed.cache.keep(rows)
+        self.drafter.keep(rows)
+        self.generators = self.generators.rows(rows)
+        self.rows = [self.rows[row] for row in rows]
+        self.roots = self.roots[upload(rows, self.target.device)]
+        return committed.rows(rows)
+
+    def _length(self, texts: list[int]) -> int:
+        """Tokens of the longest of some texts, prompts included."""
+        return max(
+            len(self.prompts[text]) + len(self.generations[text].token_ids) for text in texts
+        )
+
+    def _whole(self, text: int) -> list[int]:
+        """Prompt and text so far."""
+        return self.prompts[text] + self.generations[text].token_ids

@@ -14,8 +14,8 @@ from transformers import (
 )  # fmt: skip
 
 from conf.command.clock import PartClock
-from eval.decode.generation import Generation, Step
-from eval.decode.texts import Stops
+from eval.decode.engine import Generation, Step
+from eval.decode.generation_config import Stops
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target
 

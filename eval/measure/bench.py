@@ -25,8 +25,8 @@ from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_records
 from data.templates.encoder import Encoder
 from eval.decode.engine import NoDraft, decode
+from eval.decode.generation_config import follow
 from eval.measure import processes
-from eval.measure.asked import follow
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, share
 from eval.refusals import check_measure

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from data.servers.counts import DraftCounts
-from eval.decode.engine import decode
-from eval.decode.texts import common_prefix
+from eval.decode.engine import common_prefix, decode
 from heads.decoding.drafting import Drafter
 from heads.target_model.model import Target
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.decode.generation import Step
+from eval.decode.engine import Step
 from heads.decoding.drafting import PAD
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, TargetOutput

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from eval.decode.generation import Step
+from eval.decode.engine import Step
 
 Item = TypeVar("Item")
 Interval = tuple[float, float] | None

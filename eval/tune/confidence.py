@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.decode.generation import Step
+from eval.decode.engine import Step
 from eval.tune.cost import CostCurve
 from heads.decoding.chains import Calibration
 

@@ -17,9 +17,7 @@ from tqdm import tqdm
 from conf.command.clock import timed
 from conf.errors import InputError
 from eval.decode.accept import verify
-from eval.decode.captured import slots_for
-from eval.decode.capturing import obstacle
-from eval.decode.graphs import CaptureError, Graph
+from eval.decode.captured import CaptureError, Graph, obstacle, slots_for
 from eval.measure.heads import device_name
 from heads.decoding.cache import TreeCache, upload
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots

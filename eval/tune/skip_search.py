@@ -20,7 +20,7 @@ from tqdm import tqdm
 from conf.command.clock import timed
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import OwnText, early_exit
-from eval.decode.generation import Step
+from eval.decode.engine import Step
 from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.cache import TreeCache

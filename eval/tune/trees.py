@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eval.decode.engine import NoDraft, decode
-from eval.decode.generation import Step
+from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.bench import greedy_responses
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps

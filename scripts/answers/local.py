@@ -18,8 +18,7 @@ from data.servers.endpoint import Answer, RowRefused
 from data.templates.encoder import Encoder
 from data.templates.replies import parse_reply
 from eval.decode.generate import StopTexts
-from eval.decode.rules import Rules
-from eval.decode.texts import Stops
+from eval.decode.generation_config import Processors, Stops
 from heads.target_model.model import Target
 from scripts.answers.dialogue import Dialogue
 
@@ -52,14 +51,14 @@ class AskedFor(LogitsProcessor):
     """Rules of a target's generation config, for each row without its padding."""
 
     def __init__(self, target: Target, prompts: list[list[int]]) -> None:
-        self.rules = Rules(target.logits_processing, target.stop_ids)
+        self.processors = Processors(target.logits_processing, target.stop_ids)
         self.longest = max(map(len, prompts))
         self.begins = [self.longest - len(prompt) for prompt in prompts]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[B, V] scores, as alone."""
         first = input_ids.shape[1] == self.longest
-        processors = self.rules.first if first else self.rules.always
+        processors = self.processors.first if first else self.processors.always
         rows = []
         for row, begin in enumerate(self.begins if processors else ()):
             own = scores[row : row + 1]
@@ -70,7 +69,7 @@ class AskedFor(LogitsProcessor):
 
 
 class LocalAnswers:
-    """A target that answers several conversations at once, as `eval.measure.asked.follow` says.
+    """A target that answers several conversations at once, following its generation config.
 
     Effects:
         Replaces the generation config of the target's model.

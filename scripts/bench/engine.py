@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.compare.decoding import Decoding
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.engine import NoDraft, decode
-from eval.decode.generation import Generation
+from eval.decode.engine import Generation, NoDraft, decode
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import STEP_PARTS
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots

@@ -19,10 +19,9 @@ from conf.settings.target import TargetConfig
 from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.engine import decode_batch
+from eval.decode.engine import Generation, common_prefix, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.generation import Generation
-from eval.decode.texts import Stops, common_prefix
+from eval.decode.generation_config import Stops
 from eval.measure.replay import replay
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.cache import upload

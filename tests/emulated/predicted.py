@@ -19,19 +19,17 @@ from emulated.device import counted
 from emulated.hollow import Meter, hollow, metered
 
 import eval.decode.captured
-import eval.decode.passes
 from conf.command import entry
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Medusa2Run
-from eval.decode.capturing import Captured
+from eval.decode.captured import Captured
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft
-from eval.decode.generation import Request
+from eval.decode.engine import NoDraft, Request
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -69,11 +67,7 @@ def trained(job: dict[str, Any]) -> Row:
 def decoded(job: dict[str, Any]) -> Row:
     """A captured step of one text: what more steps add, by their number."""
     found: list[tuple[Meter, int, int]] = []
-    with (
-        hollow(),
-        patch.object(eval.decode.captured, "Graph", Whole),
-        patch.object(eval.decode.passes, "Graph", WholePass),
-    ):
+    with hollow(), patch.object(eval.decode.captured, "Graph", Whole):
         target = _target(job)
         make = _drafter(job, target)
         for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts
@@ -99,7 +93,7 @@ class Whole:
 
     meter: Meter
 
-    def __init__(self, call: Callable[[], None], _pool: Any) -> None:
+    def __init__(self, call: Callable[[], Any], _pool: Any) -> None:
         self.call = call
 
     @classmethod
@@ -109,19 +103,12 @@ class Whole:
         cls.meter = meter
         yield
 
-    def launch(self) -> None:
+    def launch(self) -> Any:
         """All at once."""
         before = self.meter.num_launches
-        self.call()
+        output = self.call()
         self.meter.num_launches = before + 1
-
-
-class WholePass(Whole):
-    """The same of a verify pass, which hands on what it was captured with."""
-
-    def __init__(self, call: Callable[[], None], pool: Any) -> None:
-        super().__init__(call, pool)
-        call()
+        return output
 
 
 def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:

@@ -12,9 +12,8 @@ from emulated.test_decoding import KINDS, random_target
 from torch import Tensor
 
 from eval.decode import captured
-from eval.decode.batch import Batch
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.generation import Request
+from eval.decode.engine import Batch, Request
 from eval.tune import cost
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
@@ -66,10 +65,11 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
     target = random_target("cuda")
     target.model.to(torch.bfloat16)
     target.model.generation_config.eos_token_id = []
-    given = target, list(map(Request, prompts()[:2])), 40
+    requests = list(map(Request, prompts()[:2]))
     texts = []
-    for batch in (captured.CapturedBatch(*given), Batch(*given, GREEDY)):
-        steps = batch.run(lambda _: KINDS[name].make(target, GREEDY), 2)
+    for kind in (captured.StepBatch, Batch):
+        batch = kind(target, lambda _: KINDS[name].make(target, GREEDY), requests, 40, 2)
+        steps = batch.run()
         for _ in range(3):
             next(steps)
         shapes.found.clear()
@@ -81,7 +81,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
         assert {bias[-1] for bias in biases} == ({num_nodes} if num_nodes else set())
         assert all(each.divided for each in shapes.found if "flash" in each.name)
         assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
-        texts.append([each.token_ids for each in batch.found])
+        texts.append([each.token_ids for each in batch.generations])
     assert texts[0] == texts[1]
 
 

@@ -18,17 +18,14 @@ from toys import eagle_head, texts
 
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from eval.compare.decoding import Decoding
-from eval.decode import captured, passes
-from eval.decode.capturing import Captured, obstacle
+from eval.decode import captured
+from eval.decode.captured import Captured, CaptureError, Graph, PassBatch, obstacle
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft, decode_many
-from eval.decode.generation import Generation, Request
-from eval.decode.graphs import CaptureError, Graph
-from eval.decode.passes import PassedBatch
+from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from heads.blocks.drafter import BlockChain, BlockTree
-from heads.decoding import buffers
+from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import DynamicShape
@@ -166,7 +163,7 @@ def test_captured_steps_are_those_of_the_cpu(
     name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", width)
-    monkeypatch.setattr(buffers, "ROUND_TO", 1)
+    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
     with off():
         whole = [each.token_ids for each in decoded("cpu", name, 1, [])]
         stop = next(token for token in whole[1][3:] if token not in whole[0])
@@ -187,9 +184,9 @@ def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(name: st
     target, make = prepared("cuda", name)
     target.model.generation_config.eos_token_id = []
     requests = list(map(Request, prompts()[:2]))
-    batch = captured.CapturedBatch(target, requests, 60)
+    batch = captured.StepBatch(target, make, requests, 60, 2)
     found: list[Counts] = []
-    steps = batch.run(make, 2)
+    steps = batch.run()
     # Of the first step the host learns when the second is under way.
     assert [len(next(steps)) for _ in range(3)] == [2, 0, 2]
     while True:
@@ -213,12 +210,12 @@ def test_rows_of_texts_that_have_ended_stay_within_their_slots_until_half_are_fr
 
     def rows_at_end(stops: list[int]) -> int:
         target.model.generation_config.eos_token_id = stops
-        batch = captured.CapturedBatch(target, requests, 40)
-        found = batch.decoded(lambda _: NoDraft(), 3)
+        batch = captured.StepBatch(target, lambda _: NoDraft(), requests, 40, 3)
+        found = batch.decoded()
         ends = [[place for place, token in enumerate(ids) if token in stops] for ids in whole]
         cut = [ids[: 1 + min(end, default=40)] for ids, end in zip(whole, ends, strict=True)]
         assert [each.token_ids for each in found] == cut
-        return len(batch.alive)
+        return len(batch.rows)
 
     with off():
         plain = random_target("cpu")
@@ -305,7 +302,6 @@ def test_what_capturing_takes_is_in_no_figure(
 
     monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
     monkeypatch.setattr(captured, "Graph", Slow)
-    monkeypatch.setattr(passes, "Graph", Slow)
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
     way = Captured(target, lambda _: make(), NUM_TOKENS)
@@ -344,7 +340,7 @@ def test_captured_passes_over_drafts_of_the_host_are_those_of_the_cpu(
     name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", width)
-    monkeypatch.setattr(buffers, "ROUND_TO", 1)
+    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
     # Texts repeat themselves, so that what is copied is right.
     requests = [Request(ids * 2) for ids in prompts()]
     length = 40 if name == "eagle_suffix" else NUM_TOKENS
@@ -399,8 +395,8 @@ def test_a_text_longer_than_the_one_before_it_is_drafted_for_as_if_it_were_the_f
 def test_a_captured_pass_is_one_launch_beside_what_the_host_drafts() -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
-    batch = PassedBatch(target, [Request(prompts()[0] * 2)], 60)
-    steps, found = batch.run(lambda _: PromptLookup(4), 1), []
+    batch = PassBatch(target, lambda _: PromptLookup(4), [Request(prompts()[0] * 2)], 60, 1)
+    steps, found = batch.run(), []
     while True:
         with counted() as counts:
             if next(steps, None) is None:
@@ -428,7 +424,7 @@ class Keeping(PromptLookup):
 def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
     target, drafter = random_target("cuda"), Keeping()
     target.model.generation_config.eos_token_id = []
-    PassedBatch(target, [Request(prompts()[0] * 2)], 40).decoded(lambda _: drafter, 1)
+    PassBatch(target, lambda _: drafter, [Request(prompts()[0] * 2)], 40, 1).decoded()
     assert len(drafter.kept) > 10
     for tensors, values in drafter.kept:
         assert [each.tolist() for each in tensors] == values

@@ -7,13 +7,10 @@ from emulated.device import off
 from emulated.test_captured import LENGTHS, NUM_TOKENS, prompts, random_target, told
 
 from eval.decode import captured
-from eval.decode.capturing import Captured
+from eval.decode.captured import Captured, CapturedPasses, CaptureError
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import decode_many
-from eval.decode.generation import Generation, Request
-from eval.decode.graphs import CaptureError
-from eval.decode.passes import Passes
-from heads.decoding import buffers
+from eval.decode.engine import Generation, Request, decode_many
+from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import Draft, Roots
 from heads.decoding.tree import Tree
 
@@ -39,7 +36,7 @@ def in_turn(way: Captured) -> list[Generation]:
 
 def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "WIDTH", 8)
-    monkeypatch.setattr(buffers, "ROUND_TO", 1)
+    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
     with off():
         target = random_target("cpu")
         target.model.generation_config.eos_token_id = []
@@ -47,9 +44,9 @@ def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -
         texts = [decode_many(target, lambda _: Growing(), each, NUM_TOKENS, 1) for each in requests]
     way = Captured(random_target("cuda"), lambda _: Growing(), NUM_TOKENS)
     assert told(in_turn(way)) == told([text for [text] in texts])
-    assert way._passes is not None
-    assert way._passes.capacity == captured.slots_for(LENGTHS[0] + NUM_TOKENS, 13)
-    assert way._passes.graphs
+    assert way.kept is not None
+    assert way.kept.capacity == captured.slots_for(LENGTHS[0] + NUM_TOKENS, 13)
+    assert way.kept.graphs.captured
 
 
 @pytest.mark.parametrize("num_nodes", [13, 9])
@@ -57,14 +54,14 @@ def test_a_compiled_target_needs_room_for_what_is_drafted(
     num_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", 1)
-    target, made = random_target("cuda"), list[Passes]()
-    usual = Passes.__init__
+    target, made = random_target("cuda"), list[CapturedPasses]()
+    usual = CapturedPasses.__init__
 
-    def noted(passes: Passes, *given: Any) -> None:
+    def noted(passes: CapturedPasses, *given: Any) -> None:
         made.append(passes)
         usual(passes, *given)
 
-    monkeypatch.setattr(Passes, "__init__", noted)
+    monkeypatch.setattr(CapturedPasses, "__init__", noted)
     target.capacity = captured.slots_for(LENGTHS[0] + NUM_TOKENS, num_nodes)
     way = Captured(target, lambda _: Growing(), NUM_TOKENS)
     if num_nodes == 13:

@@ -13,10 +13,9 @@ from toys import random_model, tree_of
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from eval.decode import captured
-from eval.decode.capturing import Captured
+from eval.decode.captured import Captured
 from eval.decode.drafters.recycling import Recycling, Successors
-from eval.decode.engine import NoDraft, decode_many, stream
-from eval.decode.generation import Request
+from eval.decode.engine import NoDraft, Request, decode_many, stream
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.layers.documents import Documents

@@ -18,7 +18,7 @@ from conf.settings.measure import CalibrateRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval import calibrate, speedup
 from eval.compare.names import known_methods
-from eval.decode.generation import Step
+from eval.decode.engine import Step
 from eval.tune import cost
 from eval.tune.confidence import Costs, Expected, Told, Until, bins, by_depth, ece, fit, sigmoid
 from eval.tune.cost import CostCurve

@@ -12,8 +12,7 @@ from conf.settings.measure import SpeedupRun
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
-from eval.decode.engine import NoDraft, decode
-from eval.decode.generation import Generation, Step
+from eval.decode.engine import Generation, NoDraft, Step, decode
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt
 from eval.report.figures import step_ms

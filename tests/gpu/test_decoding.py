@@ -12,12 +12,9 @@ from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig, EagleForm
 from data.features.writer import Copies
-from eval.decode.captured import slots_for
-from eval.decode.capturing import Captured
+from eval.decode.captured import Captured, CaptureError, Graph, slots_for
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, decode, decode_batch, decode_many, stream
-from eval.decode.generation import Request
-from eval.decode.graphs import CaptureError, Graph
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream
 from eval.measure.replay import replay
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.decoding.drafting import Drafter

@@ -19,7 +19,7 @@ from data.features.reader import FeatureStore, TrainingData
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare
 from data.servers.endpoint import Endpoint
-from eval.measure.asked import follow, follow_or_tell
+from eval.decode.generation_config import follow, follow_or_tell
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.identity import Identity, identify, other_target_notice
 from heads.target_model.kernels import kernel_notice

@@ -27,9 +27,8 @@ from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
 from data.servers.endpoint import Endpoint, continuations
 from data.templates.encoder import Sample
-from eval.decode.engine import Request, decode_many
-from eval.decode.generation import Generation
-from eval.decode.texts import Stops
+from eval.decode.engine import Generation, Request, decode_many
+from eval.decode.generation_config import Stops
 from eval.measure.processes import gathered
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eval.decode.drafters.draft_model import read_rows, room
-from eval.decode.texts import common_prefix
+from eval.decode.engine import common_prefix
 from heads.decoding.cache import Kept, TreeCache
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.target_model.model import Taps, Target

@@ -12,7 +12,7 @@ from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from eval.compare.sizes import at_size, show_sizes, stops_paying
 from eval.compare.timing import PromptRun
-from eval.decode.generation import Generation, Step
+from eval.decode.engine import Generation, Step
 from eval.measure.prompts import Prompt
 from eval.report.figures import plot_concurrency
 from tests.eval.report.test_figures import drawn, lines  # noqa: F401

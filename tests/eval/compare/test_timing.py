@@ -8,7 +8,7 @@ from conf.command.journal import Journal
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun, time_methods
-from eval.decode.generation import Generation, Step
+from eval.decode.engine import Generation, Step
 from eval.measure.bench import Bench, seed_of
 from eval.measure.prompts import Prompt
 from heads.decoding.sampling import GREEDY, drafter_seeds

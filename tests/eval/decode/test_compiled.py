@@ -9,9 +9,8 @@ from toys import noisy_head, random_target
 from conf.settings.eagle import EagleConfig
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
-from eval.decode.engine import NoDraft, decode_batch
+from eval.decode.engine import NoDraft, Step, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.generation import Step
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree, default_tree

@@ -6,10 +6,9 @@ from transformers import GenerationConfig
 
 from conf.command import clock as eval_clock
 from conf.settings.eagle import EagleConfig
-from eval.decode import batch
+from eval.decode import verify_pass
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, decode, decode_batch, stream
-from eval.decode.generation import Step
+from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
 from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import Sampling
@@ -119,7 +118,7 @@ def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
         (target, "new_cache", lambda _: 0.5),
         (drafter, "propose", lambda _: 2.0),
         (drafter, "observe", lambda _: 0.25),
-        (batch, "verify", lambda *_: 0.125),
+        (verify_pass, "verify", lambda *_: 0.125),
     ):
         monkeypatch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
     monkeypatch.setattr(eval_clock, "time", clock)

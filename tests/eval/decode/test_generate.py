@@ -8,9 +8,8 @@ from toys import random_target, texts
 
 from conf.command.clock import Times
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.generation import Step
 from heads.decoding.drafting import PAD, Draft, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree

@@ -11,9 +11,8 @@ from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft, decode, decode_many
-from eval.decode.generation import Generation, Request, Step
-from eval.decode.texts import Stops
+from eval.decode.engine import Generation, NoDraft, Request, Step, decode, decode_many
+from eval.decode.generation_config import Stops
 from heads.decoding.drafting import Draft, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree

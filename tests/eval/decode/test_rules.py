@@ -10,12 +10,9 @@ from toys import random_target, tree_of
 from transformers import GenerationConfig
 
 from conf.errors import InputError
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.generation import Step
-from eval.decode.rules import Rules, node_rows
-from eval.decode.texts import Stops
-from eval.measure.asked import asked_of, follow
+from eval.decode.generation_config import Processors, Stops, asked_of, follow, node_rows
 from heads.decoding.drafting import PAD, TreeLayout, tree_layout
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import Target
@@ -173,7 +170,7 @@ def test_what_changes_nothing_is_not_asked_for() -> None:
     same = {"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "bad_words_ids": None}
     target.generation_config.update(**same, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1)
     assert asked_of(target) == {}
-    assert not Rules({}, [2]).first
+    assert not Processors({}, [2]).first
 
 
 def test_nothing_else_of_a_generation_config_reaches_generate(target: Target) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from eval.decode.generation import Step
+from eval.decode.engine import Step
 from eval.measure.stats import (
     PromptSteps,
     alpha,

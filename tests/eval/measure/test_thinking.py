@@ -11,7 +11,7 @@ from eval import acceptance
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
-from eval.decode.generation import Generation, Step
+from eval.decode.engine import Generation, Step
 from eval.measure.bench import Bench
 from eval.measure.prompts import first_turns, num_thinking
 from eval.measure.stats import PromptSteps, by_part, summary

@@ -18,8 +18,7 @@ from toys import eagle_head, noisy_head, random_target, texts
 
 from conf.settings.eagle import EagleForm
 from eval.decode.accept import verify
-from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
-from eval.decode.generation import Request
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from heads.decoding.chains import Calibration, ChainSampler, largest
 from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling

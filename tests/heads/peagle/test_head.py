@@ -7,8 +7,7 @@ import torch
 from peagle_heads import fresh, peagle_head, settings_of
 from toys import packed, random_target, texts
 
-from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
-from eval.decode.generation import Request
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from eval.measure.replay import replay
 from heads.decoding.drafting import PAD, Committed, Roots
 from heads.decoding.sampling import Sampling

@@ -6,8 +6,7 @@ from toys import eagle_head, noisy_head, random_model, random_target
 
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, decode, decode_batch, decode_many
-from eval.decode.generation import Request
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from eval.measure.replay import replay
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain

@@ -1,0 +1,175 @@
+"""One pass of the target over draft trees: what it reads, what is accepted, what the host learns.
+
+Letters: B texts, N tree nodes (root included), A nodes kept, D hidden, V vocab.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eval.decode.accept import Accepted, verify
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import PAD, Committed, Draft
+from heads.decoding.sampling import Generators, Sampling
+from heads.target_model.model import Taps, Target, TargetOutput, last_states
+
+
+class ContextLimits:
+    """Lengths from which a target reads the texts of a batch in another way, or not at all.
+
+    Up to the switch a text has the short frequencies of LongRoPE, beyond it the long ones for all
+    of its tokens, so its keys are then computed anew; transformers' `generate` does the same. A
+    draft is not accepted across the switch: its tokens beyond were read with the wrong ones.
+
+    Args:
+        target: the target.
+        prompts: token ids of each text.
+    """
+
+    def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
+        self.target, self.switch, self.window = target, target.rope.switch, target.window
+        switch = self.switch
+        self.long = {n for n, ids in enumerate(prompts) if switch is not None and len(ids) > switch}
+
+    def cross(self, cache: TreeCache, numbers: list[int], texts: list[list[int]]) -> None:
+        """Computes the keys of texts that are long from now on.
+
+        Args:
+            cache: of the texts that go on.
+            numbers: of the texts, by row.
+            texts: all tokens of each, prompt and root included.
+        """
+        if self.switch is None:
+            return
+        for row, (number, length) in enumerate(zip(numbers, cache.slots.lengths, strict=True)):
+            if length >= self.switch and number not in self.long:
+                self.long.add(number)
+                anew = self.target.new_cache(1)
+                last_states(self.target, anew, [texts[row][: length + 1]])
+                cache.replace(row, anew)
+
+    def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
+        """Tokens [B, N] of trees, PAD beyond the window and beyond the switch of a short text.
+
+        Args:
+            tokens: [B, N] int64.
+            depths: [B or 1, N] int64.
+            cache: of the texts.
+        """
+        committed = cache.slots.committed
+        positions = committed + depths
+        if self.window is not None:
+            tokens = tokens.masked_fill(positions >= self.window, PAD)
+        if self.switch is None:
+            return tokens
+        beyond = (committed < self.switch) & (positions >= self.switch)
+        return tokens.masked_fill(beyond, PAD)
+
+
+class HostStep(NamedTuple):
+    """A text's share of a verify pass, as the host learns it.
+
+    Attributes:
+        path: accepted nodes, the root first.
+        tokens: of these nodes.
+        bonus: the token after them.
+        num_drafted: draft tokens that were checked.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    bonus: int
+    num_drafted: int
+
+    @classmethod
+    def all_of(cls, record: list[list[int]]) -> "list[HostStep]":
+        """The steps of the rows of a `Verified.record`."""
+        steps = []
+        for num_accepted, bonus, num_drafted, *rest in record:
+            kept, width = num_accepted + 1, len(rest) // 2
+            steps.append(cls(rest[:kept], rest[width : width + kept], bonus, num_drafted))
+        return steps
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Trees of which the target has accepted a path.
+
+    Attributes:
+        nodes: the trees.
+        accepted: their paths.
+        on_path: [B, N] int64, the tokens of the accepted nodes.
+        record: [B, 3 + 2 N] int64, all that the host learns, in one tensor.
+    """
+
+    nodes: "Nodes"
+    accepted: Accepted
+    on_path: Tensor
+    record: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[B] int64, nodes kept, the root included."""
+        return self.accepted.num_accepted + 1
+
+    def committed(self, steps: Sequence[HostStep], cache: TreeCache) -> Committed:
+        """What drafters see of the pass, once the host knows it."""
+        paths = [step.path for step in steps]
+        longest = max(map(len, paths))
+        path = self.accepted.nodes[:, :longest]
+        return Committed(
+            token_ids=[step.tokens for step in steps],
+            output=self.nodes.output.at(path),
+            cache=cache,
+            logits=self.nodes.logits,
+            on_device=(self.on_path[:, :longest], self.counts),
+            paths=paths,
+            nodes=path,
+        )
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Draft trees that the target has read.
+
+    Attributes:
+        tokens: [B, N] int64, the roots included; PAD where there is no node.
+        output: the target's states [B, N, D].
+        logits: [B, N, V].
+    """
+
+    tokens: Tensor
+    output: TargetOutput
+    logits: Tensor
+
+    def accept(self, draft: Draft, sampling: Sampling, generators: Generators) -> Verified:
+        """Accepts a path of each tree, without waiting for the device."""
+        accepted = verify(draft, self.tokens, self.logits, sampling, generators)
+        on_path = self.tokens.gather(1, accepted.nodes)
+        num_drafted = (draft.tokens != PAD).sum(1)
+        numbers = torch.stack([accepted.num_accepted, accepted.bonus, num_drafted], dim=1)
+        record = torch.cat([numbers, accepted.nodes, on_path], dim=1)
+        return Verified(self, accepted, on_path, record)
+
+
+def read_trees(
+    limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
+) -> Nodes:
+    """Runs the target once over all trees.
+
+    Args:
+        limits: of the batch.
+        draft: the trees.
+        roots: [B] int64.
+        cache: of the texts.
+        taps: the states that the drafter needs.
+    """
+    layout, target = draft.layout(), limits.target
+    tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)
+    tokens = limits.cut(tokens, layout.depths, cache)
+    mask = None if draft.is_chain else layout.mask
+    output = target.extend(cache, tokens.clamp_min(0), mask, layout.depths, taps)
+    return Nodes(tokens, output, target.logits(output.hidden_states))
