@@ -29,8 +29,7 @@ from data.features.format import (
     repair,
 )
 from data.features.manifest import Manifest, ShardEntry
-from data.ids import Vocabulary, check_ids
-from data.prepared.pack import PackedDataset
+from data.prepared.pack import PackedDataset, Vocabulary, check_ids
 
 
 def restore(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,7 +39,13 @@ def held(path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]) 
         yield False
         return
     done = threading.Event()
-    beating = threading.Thread(target=_beat, args=(path, done), daemon=True)
+
+    def beat() -> None:
+        while not done.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    beating = threading.Thread(target=beat, daemon=True)
     beating.start()
     try:
         yield True
@@ -57,11 +63,11 @@ def _taken(
     while not _created(path, mine):
         if ready():
             return False
-        found, now = _holder(path), time.monotonic()
-        if found != seen:
+        holder, now = _holder(path), time.monotonic()
+        if holder != seen:
             # Clocks of machines differ: what counts is that the stamp moves, as seen from here.
-            seen, since = found, now
-        host, pid, _ = f"{found[0]}  ".split(" ", 2)
+            seen, since = holder, now
+        host, pid, _ = f"{holder[0]}  ".split(" ", 2)
         if now - since > STALE_S or _is_dead(host, pid):
             path.unlink(missing_ok=True)
             continue
@@ -97,11 +103,5 @@ def _is_dead(host: str, pid: str) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        return False
+        pass
     return False
-
-
-def _beat(path: Path, done: threading.Event) -> None:
-    while not done.wait(BEAT_S):
-        with suppress(OSError):
-            os.utime(path)

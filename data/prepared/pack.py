@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.ids import Vocabulary, check_ids
+from conf.errors import InputError
 from data.templates.encoder import Sample
 
 # Samples sorted and packed together: enough to fill sequences well, few enough that
@@ -149,13 +149,7 @@ class Packing(Sequence[np.ndarray]):
     """Sample numbers of each sequence, `[S]` arrays that lie in one."""
 
     def __init__(self, members: np.ndarray, bounds: np.ndarray, order: np.ndarray) -> None:
-        """Takes sequences in another order.
-
-        Args:
-            members: [N] samples, sequence behind sequence.
-            bounds: [S + 1] members before each sequence.
-            order: [S] sequences in their final order.
-        """
+        """Takes samples [N], those before each sequence [S + 1], and the order of these [S]."""
         self._members, self._bounds, self._order = members, bounds, order
 
     def __len__(self) -> int:
@@ -216,6 +210,47 @@ def _shuffled(count: int, generator: random.Random) -> np.ndarray:
     numbers = array("q", range(count))
     generator.shuffle(numbers)
     return np.array(numbers, dtype=np.int64)
+
+
+class Vocabulary(Protocol):
+    """The sizes of a target that decide which ids it takes."""
+
+    name: str
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+
+
+def check_ids(
+    ids: Sequence[int], target: Vocabulary, where: Callable[[], str], learnt: Sequence[int] = ()
+) -> None:
+    """Refuses ids beyond a target's embedding, and learnt ones beyond its output head.
+
+    Args:
+        ids: all of a text.
+        target: that takes them.
+        where: says where the text is from.
+        learnt: those among them that it should write.
+
+    Raises:
+        InputError: with the largest.
+    """
+    for some, size, what in (
+        (ids, target.num_embeddings, "embedding"),
+        (learnt, target.vocab_size, "output head"),
+    ):
+        largest = max(some, default=0)
+        if largest >= size:
+            raise InputError(
+                f"{where()}: token id {largest}, but the {what} of {target.name} has {size} rows: "
+                "the tokenizer is larger than the model, or the ids are of another one; give "
+                "target.path the tokenizer that it was trained with, or take the row out"
+            )
 
 
 class PackedDataset(Dataset):

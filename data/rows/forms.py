@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from conf.errors import InputError
@@ -166,7 +167,10 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         record = replace(
             record,
             tools=_first_of(fields, TOOLS, tools_of),
-            template_kwargs=_first_of(fields, TEMPLATE_KWARGS, _template_kwargs) or {},
+            template_kwargs=_first_of(
+                fields, TEMPLATE_KWARGS, partial(object_of, allowed="an object")
+            )
+            or {},
         )
         spec.parse(fields, key, talk)
         if all(message["role"] in SYSTEM for message in talk.messages):
@@ -179,7 +183,9 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
             written=talk.written,
         )
     elif form is Form.text:
-        record = replace(record, text=_text(fields, detected))
+        record = replace(record, text=text_of(fields.pop("text"), "text"))
+        if detected:
+            refuse_dialogue(turn_marker(str(record.text)))
     else:
         record = replace(record, tokens=_tokens(fields))
     left = [name for name, value in fields.items() if not empty(value)]
@@ -228,10 +234,6 @@ def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], A
                 del fields[other]
         return read(value, name)
     return None
-
-
-def _template_kwargs(value: object, name: str) -> dict[str, Any]:
-    return object_of(value, name, "an object")
 
 
 def _system(value: object, name: str) -> str | None:
@@ -319,13 +321,6 @@ def _say(value: object, key: str, role: str, talk: Conversation) -> None:
             found = f"a rendered prompt (it begins with {marker!r})"
             raise MalformedRowError(key, found, "messages or a bare question, to render")
         talk.messages.append({"role": role, "content": text})
-
-
-def _text(fields: Fields, detected: bool) -> str:
-    text = text_of(fields.pop("text"), "text")
-    if detected:
-        refuse_dialogue(turn_marker(text))
-    return text
 
 
 def _tokens(fields: Fields) -> tuple[list[int], list[bool]]:

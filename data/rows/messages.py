@@ -117,7 +117,11 @@ class Conversation:
                 self.unread[f"{PLACE.sub('[]', name)}.{field}"] = None
 
     def _add(self, fields: dict[str, Any], name: str) -> None:
-        role = _role(fields, name)
+        key = "role" if "role" in fields or "from" not in fields else "from"
+        given = fields.pop(key, None)
+        role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
+        if role is None:
+            raise MalformedRowError(f"{name}.{key}", show(given), ", ".join(ROLES))
         message: Message = {"role": role, "content": ""}
         content_key = "content" if "content" in fields or "value" not in fields else "value"
         content = fields.pop(content_key, None)
@@ -256,15 +260,6 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
         value = fields.get(key)
         if not empty(value) and value is not False:
             raise MalformedRowError(prefix + key, show(value), "text alone, without this field")
-
-
-def _role(fields: dict[str, Any], name: str) -> str:
-    key = "role" if "role" in fields or "from" not in fields else "from"
-    given = fields.pop(key, None)
-    role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
-    if role is None:
-        raise MalformedRowError(f"{name}.{key}", show(given), ", ".join(ROLES))
-    return role
 
 
 def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:

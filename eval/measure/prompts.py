@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import InputError
-from data.ids import check_ids
+from data.prepared.pack import check_ids
 from data.rows.records import Messages, Record
 from data.templates.encoder import Encoder
 from data.templates.replies import parse_reply, thinking_tags

@@ -13,7 +13,7 @@ from transformers import (
 )  # fmt: skip
 
 from conf.errors import InputError
-from data.ids import check_ids
+from data.prepared.pack import check_ids
 from data.servers.endpoint import Answer, RowRefused
 from data.templates.encoder import Encoder
 from data.templates.replies import parse_reply

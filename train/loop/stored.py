@@ -32,7 +32,8 @@ def open_store(data: DataConfig, target: TargetConfig) -> FeatureStore:
     assert data.features is not None
     store = FeatureStore(Path(data.features).expanduser())
     plan = store.manifest.plan
-    _check_data(data, plan)
+    names = [field.name for field in fields(DataConfig) if field.name not in ("features", *HOW)]
+    _check_unset("data", data, plan.data, names, data.features)
     _check_target(target, plan, data.features)
     return store
 
@@ -72,11 +73,6 @@ def check_taps(store: FeatureStore, taps: Taps) -> None:
             "has no last hidden states, which this head reads: capture with teacher=hidden, or "
             "train an EAGLE-3 head"
         )
-
-
-def _check_data(data: DataConfig, plan: StorePlan) -> None:
-    names = [field.name for field in fields(DataConfig) if field.name not in ("features", *HOW)]
-    _check_unset("data", data, plan.data, names, data.features)
 
 
 def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
