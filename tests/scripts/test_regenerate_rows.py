@@ -33,18 +33,22 @@ def run(server: ChatServer, folder: Path, rows: list[dict]) -> list[dict]:
     return rows_in(out_dir)
 
 
+class CallingServer(ChatServer):
+    """Answers everything with one call."""
+
+    call: dict
+
+    def answer(self, body: dict) -> dict:
+        message = {"role": "assistant", "content": None, "tool_calls": [self.call]}
+        return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+
 def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
     function = {"name": "look", "arguments": json.dumps({"at": "Oslo"})}
-
-    class Server(ChatServer):
-        def answer(self, body: dict) -> dict:
-            called = {"id": "c1", "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [called]}
-            return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
-
     own = {"tools": [LOOK], "chat_template_kwargs": {"style": "dry"}}
     row = {"messages": [user("a"), assistant("x"), user("b")], **own}
-    with Server() as server:
+    with CallingServer() as server:
+        server.call = {"id": "c1", "type": "function", "function": function}
         (found,) = run(server, tmp_path, [row])
     assert {key: found[key] for key in own} == own
     assert found["messages"][1] == {
@@ -59,13 +63,9 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", ["", None, "null", {}, "{}"])
 def test_a_call_without_arguments_is_kept(tmp_path: Path, arguments: object) -> None:
-    class Server(ChatServer):
-        def answer(self, body: dict) -> dict:
-            called = {"type": "function", "function": {"name": "look", "arguments": arguments}}
-            message = {"role": "assistant", "content": None, "tool_calls": [called]}
-            return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
-
-    with Server() as server:
+    with CallingServer() as server:
+        function = {"name": "look", "arguments": arguments}
+        server.call = {"type": "function", "function": function}
         (found,) = run(server, tmp_path, [{"messages": [user("a")], "tools": [LOOK]}])
     (call,) = found["messages"][1]["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": {}}

@@ -1,6 +1,7 @@
 """Faults that change no text are found by what a head accepts, and mended."""
 
 import json
+import operator
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,43 +123,42 @@ def settings(folder: Path, head: Path, out_dir: Path, **changes: Any) -> RepairR
     return RepairRun(**{**own, **changes})
 
 
-def rewritten(path: Path, fault: Callable[[dict[str, Any]], None]) -> None:
+def broken(head: Path, folder: Path, *faults: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a head with faults in its config."""
+    shutil.copytree(head, folder / "broken")
+    path = folder / "broken/config.json"
     config = json.loads(path.read_text())
-    fault(config)
+    for fault in faults:
+        fault(config)
     path.write_text(json.dumps(config))
+    return folder / "broken"
 
 
-def one_up(layers: list[int]) -> None:
-    layers[:] = [each + 1 for each in layers]
+def wrong(change: Callable[[Any], Any], *keys: str) -> Callable[[dict[str, Any]], None]:
+    """The fault of a config in which the value under some keys is another."""
+
+    def fault(config: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            config = config[key]
+        config[keys[-1]] = change(config[keys[-1]])
+
+    return fault
 
 
-def dflash_layers(config: dict[str, Any]) -> None:
-    one_up(config["dflash_config"]["target_layer_ids"])
+def one_up(layers: list[int]) -> list[int]:
+    return [layer + 1 for layer in layers]
 
 
-def dflash_mask(config: dict[str, Any]) -> None:
-    config["dflash_config"]["mask_token_id"] = 7
-
-
-def dspark_anchor(config: dict[str, Any]) -> None:
-    config["sample_from_anchor"] = not config["sample_from_anchor"]
-
-
-def dspark_layers(config: dict[str, Any]) -> None:
-    one_up(config["target_layer_ids"])
+dflash_layers = wrong(one_up, "dflash_config", "target_layer_ids")
+dspark_layers = wrong(one_up, "target_layer_ids")
+dspark_anchor = wrong(operator.not_, "sample_from_anchor")
+eagle_output = wrong(operator.not_, "norm_output")
+theta = wrong(lambda _: 3.0, "rope_parameters", "rope_theta")
 
 
 def eagle_layers(config: dict[str, Any]) -> None:
-    one_up(config["eagle_aux_hidden_state_layer_ids"])
+    wrong(one_up, "eagle_aux_hidden_state_layer_ids")(config)
     config["eagle_config"] = {}
-
-
-def eagle_output(config: dict[str, Any]) -> None:
-    config["norm_output"] = not config["norm_output"]
-
-
-def theta(config: dict[str, Any]) -> None:
-    config["rope_parameters"]["rope_theta"] = 3.0
 
 
 slow = pytest.mark.slow
@@ -187,9 +187,7 @@ def test_a_fault_is_named_and_mended(
     fault: Callable[[dict[str, Any]], None],
     words: str,
 ) -> None:
-    shutil.copytree(heads(name), tmp_path / "broken")
-    rewritten(tmp_path / "broken/config.json", fault)
-    repair.main(settings(folder, tmp_path / "broken", tmp_path / "out"))
+    repair.main(settings(folder, broken(heads(name), tmp_path, fault), tmp_path / "out"))
     whole, mended = load_head(str(heads(name))), load_head(str(tmp_path / "out/head"))
     assert shown(mended) == shown(whole)
     for key, tensor in whole.tensors().items():
@@ -243,13 +241,8 @@ def test_readings_are_as_long_as_the_shortest(
 def test_two_faults_are_found_one_after_the_other(
     folder: Path, heads: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def both(config: dict[str, Any]) -> None:
-        dflash_layers(config)
-        theta(config)
-
-    shutil.copytree(heads("dflash"), tmp_path / "broken")
-    rewritten(tmp_path / "broken/config.json", both)
-    repair.main(settings(folder, tmp_path / "broken", tmp_path / "out"))
+    head = broken(heads("dflash"), tmp_path, dflash_layers, theta)
+    repair.main(settings(folder, head, tmp_path / "out"))
     assert "the files should say" in capsys.readouterr().out
     mended = load_head(str(tmp_path / "out/head"))
     assert shown(mended) == shown(load_head(str(heads("dflash"))))

@@ -149,21 +149,6 @@ def test_push_then_load_from_the_hub_gives_the_same_head(
     assert TOKEN not in said.out + said.err
 
 
-def test_second_push_leaves_no_file_of_the_first_head(hub: HubServer, run_dir: Path) -> None:
-    upload(run_dir)
-    first = hub.repos["me/qwen-medusa"].files("main")
-    assert first is not None
-    first["old-shard.safetensors"] = b""
-    (run_dir / "acceptance.png").unlink()
-    upload(run_dir)
-    repo = hub.repos["me/qwen-medusa"]
-    assert len(repo.commits) == 3
-    assert set(repo.files("main") or ()) == {
-        ".gitattributes", "README.md", "config.json", "headsmith.json",
-        "medusa_lm_head.safetensors",
-    }  # fmt: skip
-
-
 def test_dry_run_writes_exactly_what_would_be_uploaded(run_dir: Path, tmp_path: Path) -> None:
     staged = dry(run_dir, tmp_path)
     assert sorted(path.name for path in staged.iterdir()) == [

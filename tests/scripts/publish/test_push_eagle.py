@@ -13,13 +13,9 @@ from conf.settings.eagle import EagleForm
 from conf.settings.export import PushRun
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import EagleHead
-from heads.kinds import load_head
 from heads.vocab import DraftVocab
 from scripts import push
-from tests.hub_server import HubServer
-from tests.scripts.publish.test_push import ACCEPTANCE, PROVENANCE, hub
-
-__all__ = ["hub"]
+from tests.scripts.publish.test_push import ACCEPTANCE, PROVENANCE
 
 TREE = {
     "tau": 2.25,
@@ -188,21 +184,3 @@ def test_sampled_measurements_are_not_called_greedy(tmp_path: Path) -> None:
         '"num_speculative_tokens": 6}',
     )
     assert "texts equal" not in card
-
-
-def test_push_then_load_from_the_hub_gives_the_same_head(hub: HubServer, tmp_path: Path) -> None:
-    """In this process; `test_push.py` has one of its own for each side."""
-    ours = tmp_path / "head"
-    make_head(ours, EagleForm.eagle3, fc_norm=True)
-    push.main(PushRun(head=HeadRef(path=str(ours)), repo_id="me/qwen-eagle3"))
-    assert set(hub.repos["me/qwen-eagle3"].files("main") or ()) == {
-        ".gitattributes", "README.md", "config.json", "headsmith.json", "model.safetensors",
-    }  # fmt: skip
-    load_head("me/qwen-eagle3").save(tmp_path / "loaded")
-    mine, theirs = load_head(str(ours)), load_head(str(tmp_path / "loaded"))
-    assert isinstance(theirs, EagleHead)
-    assert theirs.config.layers == (2, 18, 33)
-    expected, found = mine.tensors(), theirs.tensors()
-    assert expected.keys() == found.keys()
-    assert {"d2t", "t2d"} <= expected.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)

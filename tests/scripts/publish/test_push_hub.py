@@ -106,7 +106,9 @@ def card_of(hub: HubServer) -> str:
     return (hub.repos[REPO].files("main") or {})["README.md"].decode()
 
 
-def test_a_head_of_a_private_target_stays_private(hub: HubServer, run_dir: Path) -> None:
+def test_a_head_of_a_private_target_stays_private_unless_told(
+    hub: HubServer, run_dir: Path
+) -> None:
     target(hub)
     hub.repos["Qwen/Qwen3-8B"].private = True
     with pytest.raises(InputError, match=r"private=false: Qwen/Qwen3-8B is a private .*leave priv"):
@@ -114,15 +116,8 @@ def test_a_head_of_a_private_target_stays_private(hub: HubServer, run_dir: Path)
     assert REPO not in hub.repos
     upload(run_dir)
     assert hub.repos[REPO].private
-
-
-def test_a_head_of_a_private_target_is_public_if_that_is_said(
-    hub: HubServer, run_dir: Path
-) -> None:
-    target(hub)
-    hub.repos["Qwen/Qwen3-8B"].private = True
-    upload(run_dir, private=False, publish_private_target=True)
-    assert not hub.repos[REPO].private
+    upload(run_dir, repo_id="me/public", private=False, publish_private_target=True)
+    assert not hub.repos["me/public"].private
 
 
 def test_a_private_adapter_counts_too(hub: HubServer, run_dir: Path) -> None:
