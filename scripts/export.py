@@ -24,8 +24,8 @@ from eval.parity.gate import check_parity
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.folders import PROVENANCE
-from heads.kind import UNKNOWN
-from heads.kinds import kind_of, read_head
+from heads.head import UNKNOWN
+from heads.kinds import read_head
 from heads.storage import locate
 from heads.target_model.identity import identify, other_target_notice
 from heads.target_model.load import load_target
@@ -58,7 +58,7 @@ def main(config: ExportRun) -> None:
     check_target(head, config.format)
     export_head(head, config.format, golden(head, target), out_dir, provenance)
     verify(out_dir)
-    command = kind_of(head).serve_command(head, config.format, str(out_dir))
+    command = head.export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
 
 

@@ -46,8 +46,8 @@ from eval.tune.cost import time_steps
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.folders import PROVENANCE
-from heads.kind import DraftHead, check_depth
-from heads.kinds import kind_of, load_head
+from heads.head import DraftHead, check_depth
+from heads.kinds import load_head
 from heads.layers.low_rank import check_rank, reduce_rank
 from heads.layers.packed import pack
 from heads.storage import locate
@@ -151,12 +151,11 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
     Raises:
         InputError: the head cannot be pruned, or cannot draft as many tokens.
     """
-    kind = kind_of(head)
-    check_depth(config.depth, kind.most_tokens(head))
-    problem = kind.pruning_problem(head)
+    check_depth(config.depth, head.most_tokens)
+    problem = head.pruning_problem
     if config.sizes and problem is not None:
         raise InputError(f"head.path={config.head.path}: {problem}")
-    return config.depth or kind.usual_depth(head)
+    return config.depth or head.usual_depth
 
 
 def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Answered]:

@@ -25,8 +25,8 @@ from conf.errors import InputError
 from conf.settings.export import Layout
 from data.embedded import TARGET
 from heads.folders import PROVENANCE
-from heads.kind import DraftHead
-from heads.kinds import kind_of, load_head
+from heads.head import DraftHead
+from heads.kinds import load_head
 from scripts.publish.card import CardFacts, copied_weights, is_hub_id, model_card
 from scripts.publish.exports import check_same, open_exports, stage_export, verified
 from scripts.publish.hub import Terms, ask_terms, files_of, upload
@@ -61,7 +61,7 @@ def main(config: PushRun) -> None:
             staged = repos[repo_id] / place_in_repo
             stage_export(export, staged)
             export_facts.append(verified(export, staged, repo_id, place_in_repo))
-        copied = copied_weights(head, provenance, export_facts)
+        copied = copied_weights(head.card(provenance, None), export_facts)
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
         notices = [
             f"[{its.name}](https://huggingface.co/{its.name}) is gated: who downloads it agrees "
@@ -152,12 +152,11 @@ def facts_of(
         provenance: of the head.
         places: where measurements may lie; the first that has a file counts.
     """
-    kind = kind_of(head)
-    most = kind.most_tokens(head)
+    most = head.most_tokens
     acceptance = scrubbed(measurement(places, "acceptance", folder, most))
     return CardFacts(
         repo_id=config.repo_id,
-        head=kind.facts(head, provenance, acceptance),
+        head=head.card(provenance, acceptance),
         target=_target_name(provenance, head.config.target),
         provenance=published(provenance),
         license=config.license.lower() if config.license else None,

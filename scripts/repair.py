@@ -39,8 +39,8 @@ from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, tau, tau_difference
 from heads.decoding.tree import Tree
-from heads.kind import DraftHead
-from heads.kinds import kind_of, load_head
+from heads.head import DraftHead
+from heads.kinds import load_head
 
 DECLARED = "as its files say"
 WORTH = 0.02
@@ -93,8 +93,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Var
         (prompt, decode(target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids)
         for prompt in tqdm(bench.prompts, desc="answers", unit="prompt")
     ]
-    kind = kind_of(head)
-    most = [kind.most_tokens(other) for _, other in kind.readings(head)]
+    most = [other.most_tokens for _, other in head.readings()]
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
     chain = Tree.chain(depth)
 
@@ -112,7 +111,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Var
     rows = [declared.row(declared)]
     while True:
         variants = [
-            replayed((*best.changes, words), other) for words, other in kind.readings(best.head)
+            replayed((*best.changes, words), other) for words, other in best.head.readings()
         ]
         rows += [variant.row(declared) for variant in variants]
         better = [variant for variant in variants if variant.beats(best)]
@@ -128,7 +127,7 @@ def save(variant: Variant, config: RepairRun, bench: Bench, folder: Path) -> Non
     assert ref.path is not None
     head: Any = load_head(ref.path, ref.revision, ref.layers).attach(bench.target)
     for words in variant.changes:
-        head = next(other for name, other in kind_of(head).readings(head) if name == words)
+        head = next(other for name, other in head.readings() if name == words)
     history = provenance(config, bench.target.name, bench.data) | {"repaired": variant.name}
     head.save(folder, history)
 
@@ -148,10 +147,10 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 def main(config: RepairRun) -> None:
     """Measures, prints, writes `repair.json` and, where a fault was found, `out_dir/head`."""
     bench = open_bench(config, "repair.json")
-    kind = kind_of(bench.head.head)
-    if next(kind.readings(bench.head.head), None) is None:
+    head = bench.head.head
+    if next(head.readings(), None) is None:
         raise InputError(
-            f"head.path={config.head.path}: {kind.phrase} has no setting that its files could get "
+            f"head.path={config.head.path}: {head.phrase} has no setting that its files could get "
             "wrong unseen"
         )
     rows, best = repaired(bench, config)

@@ -34,7 +34,7 @@ def eagle(
     """A random head, none of whose weights is a one or a zero."""
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
-    head = EagleHead.from_target(target, EagleConfig(form=form, **settings), vocab, seed=0)
+    head = EagleHead.untrained(target, EagleConfig(form=form, **settings), vocab, seed=0)
     return shaken(head)
 
 
@@ -66,7 +66,7 @@ def write_medusa(folder: Path, head: MedusaHead, target: Target) -> Path:
     metadata = _metadata("medusa", target)
     return _write(
         folder,
-        head.config_json(),
+        head.files().config,
         "medusa_lm_head.safetensors",
         head.tensors(),
         {"kind": "medusa", "layers": []},

@@ -14,7 +14,7 @@ from heads.eagle import layouts as eagle_layouts
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.medusa import export as medusa
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -46,7 +46,7 @@ def eagle(target: Target, form: EagleForm = EagleForm.eagle3, num_ids: int = 24,
     settings = EagleConfig(form=form, output_head=OutputHead.copy, **more)
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.choose(counts, num_ids if form is EagleForm.eagle3 else None, [0, 1, 2])
-    head = EagleHead.from_target(target, settings, vocab, seed=0)
+    head = EagleHead.untrained(target, settings, vocab, seed=0)
     torch.manual_seed(0)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)

@@ -6,7 +6,7 @@ import torch
 from toys import packed, texts
 
 from conf.settings.eagle import PEagleConfig
-from heads.peagle.head import PEagleHead, peagle_config
+from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.peagle import PEagleObjective
@@ -25,8 +25,7 @@ def fresh(target: Target, config: PEagleConfig) -> PEagleHead:
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0, 1, 2])
-    head = PEagleHead(peagle_config(config, target), vocab)
-    return head.begin(target, config.output_head, seed=0)
+    return PEagleHead.untrained(target, config, vocab, seed=0)
 
 
 def peagle_head(

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import toy_head
 from chats import chats
 from safetensors.torch import load_file
 from toy_head import train as toy_train
-from toy_head.kind import WEIGHTS, ToyConfig, ToyDrafter, ToyHead, ToyKind
+from toy_head.head import ToyConfig, ToyDrafter, ToyHead
 from toy_head.train import ToyRun
 from toys import save_target
 
@@ -33,15 +34,19 @@ from eval.parity.gate import check_parity
 from eval.tune import cost
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import Committed, Drafter, Roots
+from heads.decoding.head_drafter import HeadDrafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.kinds import KINDS, load_head
+from heads.head import WEIGHTS, DraftHead
+from heads.kinds import HEADS, load_head
 from heads.target_model.load import load_target
 from heads.target_model.model import TargetOutput
+from heads.vocab import DraftVocab
 from scripts import export, prune
 from scripts.bench import engine as bench_engine
 from scripts.bench.training import fresh_objective
 from tests.scripts.publish.test_push import hub, upload
+from train.objective import Objective
 
 __all__ = ["hub"]  # a fixture
 SCHEDULE = {"batch_size": 2, "warmup_steps": 1, "learning_rate": 0.01, "save_steps": 2,
@@ -53,7 +58,7 @@ SCHEDULE = {"batch_size": 2, "warmup_steps": 1, "learning_rate": 0.01, "save_ste
 @pytest.fixture(autouse=True)
 def line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a new head's author writes in the project: a line, a reader and an entry script."""
-    monkeypatch.setitem(KINDS, "toy", ToyKind())
+    monkeypatch.setitem(HEADS, "toy", ToyHead)
     folder = str(Path(toy_head.__file__).parent / "readers")
     monkeypatch.setattr(readers, "__path__", [*readers.__path__, folder])
     monkeypatch.setitem(sys.modules, "train.toy", toy_train)
@@ -66,6 +71,30 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_target(folder / "target")
     chats(folder / "chats.jsonl", 40)
     return folder
+
+
+def asked(base: type) -> list[str]:
+    """What a head's author may write for a class: its public methods that are not final."""
+    methods = {name: getattr(each, "__func__", each) for name, each in vars(base).items()}
+    return [
+        name
+        for name, method in methods.items()
+        if isfunction(method) and not name.startswith("_") and not hasattr(method, "__final__")
+    ]
+
+
+def test_a_head_answers_fifteen_questions_at_most() -> None:
+    questions = [name for base in (DraftHead, HeadDrafter, Objective) for name in asked(base)]
+    assert len(questions) <= 15, questions
+    derived = {name for name, each in vars(DraftHead).items() if isinstance(each, property)}
+    for head in HEADS.values():
+        families = [each for each in head.__mro__ if each not in DraftHead.__mro__]
+        assert not derived & {name for family in families for name in vars(family)}
+
+
+def test_the_toy_is_short() -> None:
+    files = Path(toy_head.__file__).parent.rglob("*.py")
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 120
 
 
 def trained(inputs: Path, out_dir: Path, **changes: Any) -> Path:
@@ -125,7 +154,7 @@ def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> N
 
     def make(seeds: list[int]) -> Drafter:
         sizes.append(len(seeds))
-        return ToyKind().drafter(toy, Tree.from_paths([[0], [1]]), GREEDY, seeds)
+        return toy.drafter(Tree.from_paths([[0], [1]]), GREEDY, seeds)
 
     requests = [Request(list(range(5, 5 + n)), seed=n) for n in (3, 9, 4, 6, 5)]
     together = decode_many(target, make, requests, max_new_tokens=11, batch_size=2)
@@ -136,7 +165,8 @@ def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> N
 
 
 def test_a_drafter_goes_on_with_some_texts() -> None:
-    head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"))
+    vocab = DraftVocab.everything(2)
+    head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"), vocab)
     head.out.weight.data = torch.eye(2)
     drafter = ToyDrafter(head, Tree.chain(1), None)
     drafter.keep([0])  # perhaps before any was seen
@@ -191,7 +221,7 @@ def test_its_export_is_verified_and_published(
         check_parity(out)
 
 
-def test_pruning_refuses_it_with_its_own_words(inputs: Path, head: Path, tmp_path: Path) -> None:
+def test_it_is_pruned(inputs: Path, head: Path, tmp_path: Path) -> None:
     run = PruneRun(
         target=TargetConfig(path=str(inputs / "target")),
         data=DataConfig(path=str(inputs / "chats.jsonl"), max_length=64),
@@ -199,13 +229,14 @@ def test_pruning_refuses_it_with_its_own_words(inputs: Path, head: Path, tmp_pat
         sizes=[20],
         out_dir=str(tmp_path / "out"),
     )
-    with pytest.raises(InputError, match="a toy head drafts all ids"):
-        prune.main(run)
+    prune.main(run)
+    small, whole = (load_head(str(each)) for each in (tmp_path / "out/20/head", head))
+    assert small.out.weight.equal(whole.out.weight[small.vocab.ids])
 
 
 def test_benchmarks_find_it(head: Path) -> None:
     target = bench_engine.random_target(torch.float32, num_layers=4, width=128, vocab=512)
     makes = bench_engine.drafters(target, list(range(3, 40)), 0.5)
     assert {"toy chain of 1", "toy tree of 8", "medusa chain of 4"} <= makes.keys()
-    objective = fresh_objective("toy", target, load_head(str(head)).vocab)
+    objective = fresh_objective("toy", target, DraftVocab.everything(512))
     assert type(objective) is toy_train.ToyObjective

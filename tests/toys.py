@@ -158,7 +158,7 @@ def eagle_head(
         config.regression_weight = 1.0
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    head = EagleHead.from_target(
+    head = EagleHead.untrained(
         target, config, DraftVocab.choose(counts, num_draft_ids, [0, 1, 2]), seed=0
     )
     objective = EagleObjective(head, target, config)

@@ -56,7 +56,7 @@ def objective_of(kind: str, target: Target) -> Any:
     )  # fmt: skip
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0])
-    return EagleObjective(EagleHead.from_target(target, config, vocab, seed=0), target, config)
+    return EagleObjective(EagleHead.untrained(target, config, vocab, seed=0), target, config)
 
 
 def documents() -> PackedDataset:

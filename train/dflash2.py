@@ -17,19 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.command import entry
-from conf.errors import InputError
 from conf.settings.blocks import DFlash2Config
-from data.features.reader import TrainingData
-from heads.dflash2.formats import load_dflash2
-from heads.dflash2.head import DFlash2Head, DFlash2HeadConfig, scales_of
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.vocab import DraftVocab
+from heads.dflash2.head import DFlash2Head
 from train.batch.supervision import UNROLLED, Batch, Unrolled, labels_of
-from train.blocks.objective import BlockObjective, architecture, described
+from train.blocks.objective import BlockObjective
 from train.loop import command
 from train.loss.fused import Student
-from train.objective import check_output_head
 
 ROWS_PER_CHUNK = 1024
 
@@ -86,46 +79,7 @@ class DFlash2Objective(BlockObjective):
         return values, ids
 
 
-def main(config: DFlash2Run) -> None:
-    """Trains to `out_dir/head`."""
-
-    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[DFlash2Objective, list[str]]:
-        head = make_head(config.head, target, train, config.seed)
-        return DFlash2Objective(head, target, config.head), [described(head, "DFlash-2")]
-
-    command.train(config, build)
-
-
-def make_head(
-    config: DFlash2Config, target: EmbeddingsAndHead, train: TrainingData, seed: int
-) -> DFlash2Head:
-    """An untrained head, or a saved one that fits the target.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    if config.path is not None:
-        head = load_dflash2(config.path, config.revision, config.layers).attach(target)
-    else:
-        plain = architecture(config, target, train, sample_from_anchor=False)
-        hidden, group = plain.llama.hidden_size, config.conv_group_size
-        if hidden % group:
-            raise InputError(
-                f"head.conv_group_size={group}: must divide the hidden size {hidden} of "
-                f"target.path={target.name}"
-            )
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        sizes = {name: getattr(config, name) for name in names}
-        shape = DFlash2HeadConfig(**vars(plain), **sizes, **scales_of(target))
-        head = DFlash2Head(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed)
-    check_output_head(head, target)
-    return head
-
-
-def default_objective(head: DFlash2Head, target: EmbeddingsAndHead) -> DFlash2Objective:
-    """With the settings of the recipe, for benchmarks."""
-    return DFlash2Objective(head, target, entry.head_recipe(DFlash2Config, "dflash2"))
-
+main = command.Training(DFlash2Head, DFlash2Objective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

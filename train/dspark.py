@@ -17,23 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.command import entry
 from conf.settings.blocks import DSparkConfig, Markov
-from data.features.reader import TrainingData
-from heads.dspark.formats import load_dspark
-from heads.dspark.head import DSparkHead, DSparkHeadConfig
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.dspark.head import DSparkHead
 from train.batch.supervision import UNROLLED, Batch, Unrolled
-from train.blocks.objective import (
-    BlockObjective,
-    architecture,
-    chosen_vocab,
-    described,
-)
+from train.blocks.objective import BlockObjective
 from train.loop import command
 from train.loss import sizes
 from train.loss.fused import LowRank, Student
-from train.objective import check_output_head
 
 
 class DSparkObjective(BlockObjective):
@@ -79,47 +69,7 @@ class DSparkObjective(BlockObjective):
         return self.config.confidence_weight * loss
 
 
-def main(config: DSparkRun) -> None:
-    """Trains to `out_dir/head`."""
-
-    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[DSparkObjective, list[str]]:
-        head, lines = make_head(config.head, target, train, config.seed)
-        return DSparkObjective(head, target, config.head), lines
-
-    command.train(config, build)
-
-
-def make_head(
-    config: DSparkConfig, target: EmbeddingsAndHead, train: TrainingData, seed: int
-) -> tuple[DSparkHead, list[str]]:
-    """An untrained head, or a saved one that fits the target; and what to say about it.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    if config.path is not None:
-        head, lines = load_dspark(config.path, config.revision, config.layers), list[str]()
-        head.attach(target)
-    else:
-        vocab, lines = chosen_vocab(config, target, train)
-        plain = architecture(config, target, train, sample_from_anchor=True)
-        shape = DSparkHeadConfig(
-            **vars(plain),
-            markov_rank=config.markov_rank,
-            markov_head_type=config.markov_head_type,
-            confidence=config.confidence_weight > 0,
-            confidence_with_markov=config.confidence_head_with_markov,
-        )
-        head = DSparkHead(shape, vocab)
-        head.begin(target, seed)
-    check_output_head(head, target)
-    return head, [*lines, described(head, "DSpark")]
-
-
-def default_objective(head: DSparkHead, target: EmbeddingsAndHead) -> DSparkObjective:
-    """With the settings of the recipe, for benchmarks."""
-    return DSparkObjective(head, target, entry.head_recipe(DSparkConfig, "dspark"))
-
+main = command.Training(DSparkHead, DSparkObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

@@ -25,16 +25,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf.command import entry
 from conf.errors import InputError
-from conf.settings.eagle import EagleConfig, EagleForm, OutputHead, TokenNormalizer
+from conf.settings.eagle import EagleConfig, OutputHead, TokenNormalizer
 from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from data.features.reader import TrainingData
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.vocab import DraftVocab, coverage_lines
 from train.batch.states import states_of
 from train.batch.supervision import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
 from train.loop import command, resume
@@ -43,7 +39,7 @@ from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Student, Teacher
 from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
-from train.objective import Objective, check_output_head
+from train.objective import COUNTS, Objective
 
 
 class EagleObjective(Objective):
@@ -63,11 +59,27 @@ class EagleObjective(Objective):
         if not head.vocab.ids.is_meta:  # of which memory alone is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
+        if config.path is not None:
+            self._go_on()
+        self.about = self._about()
 
-    def compile_parts(self) -> None:
-        """From now on compiles the loss, and the parts of the layer that fuse well."""
-        self.criterion.compiled = True
-        self.head.compile_layers()
+    def _go_on(self) -> None:
+        """Has a saved head learn as the settings say.
+
+        Raises:
+            InputError: it is of another form than the recipe.
+        """
+        head, config = self.head, self.config
+        if head.config.form is not config.form:
+            raise InputError(
+                f"head.path={config.path} is an {head.config.form.value} head, but the recipe "
+                f"is for head.form={config.form.value}: choose another head=..."
+            )
+        if head.lm_head is not None:
+            head.lm_head.requires_grad_(config.output_head is not OutputHead.frozen)
+
+    def _about(self) -> str:
+        return f"{self.head.variant}, {self.config.num_steps} steps"
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
@@ -99,14 +111,10 @@ class EagleObjective(Objective):
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and what each step learns of it."""
         batch = super().indexed(batch)
-        return {**batch, UNROLLED: Unrolled.of(batch[SUPERVISION])}
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[J] float32, what the summed loss of each step is divided by."""
-        if self.config.token_normalizer is TokenNormalizer.supervised:
-            return super().counts(batch)
-        num_tokens = (batch["document_ids"] >= 0).sum().float()
-        return num_tokens.expand(self.config.num_steps)
+        counts = batch[COUNTS]
+        if self.config.token_normalizer is TokenNormalizer.all:
+            counts = (float((batch["document_ids"] >= 0).sum()),) * self.config.num_steps
+        return {**batch, UNROLLED: Unrolled.of(batch[SUPERVISION]), COUNTS: counts}
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the head gives on a prepared batch; `scale` [J] weighs the losses of the steps."""
@@ -168,52 +176,7 @@ class EagleObjective(Objective):
         return features + ((torch.cat(draws) - 0.5) * width).to(features)
 
 
-def main(config: EagleRun) -> None:
-    """Trains to `out_dir/head`."""
-
-    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[EagleObjective, list[str]]:
-        head, lines = make_head(config, target, train)
-        return EagleObjective(head, target, config.head), lines
-
-    command.train(config, build)
-
-
-def make_head(
-    config: EagleRun, target: EmbeddingsAndHead, train: TrainingData
-) -> tuple[EagleHead, list[str]]:
-    """An untrained head, or a saved one that fits the target; and what to say about it.
-
-    Raises:
-        InputError: it does not fit, or is of another form than the recipe.
-    """
-    settings = config.head
-    counts = train.token_counts(target.vocab_size)
-    always = target.special_ids
-    if settings.path is not None:
-        head = load_eagle(settings.path, settings.revision, settings.layers).attach(target)
-        if head.config.form is not settings.form:
-            raise InputError(
-                f"head.path={settings.path} is an {head.config.form.value} head, but the recipe "
-                f"is for head.form={settings.form.value}: choose another head=..."
-            )
-        if head.lm_head is not None:
-            head.lm_head.requires_grad_(settings.output_head is not OutputHead.frozen)
-    else:
-        size = settings.draft_vocab_size if settings.form is EagleForm.eagle3 else None
-        vocab = DraftVocab.choose(counts, size, always)
-        head = EagleHead.from_target(target, settings, vocab, config.seed)
-    check_output_head(head, target)
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    lines = coverage_lines(counts, head.vocab.to("cpu"), always) if not head.vocab.full else []
-    name = head.config.form.value
-    lines.append(f"head: {name}, {settings.num_steps} steps, {trained / 1e6:.1f} M parameters")
-    return head, lines
-
-
-def default_objective(head: EagleHead, target: EmbeddingsAndHead) -> EagleObjective:
-    """With the settings of the form's first recipe, for benchmarks."""
-    return EagleObjective(head, target, entry.head_recipe(EagleConfig, head.config.form.value))
-
+main = command.Training(EagleHead, EagleObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

@@ -15,11 +15,9 @@ if __name__ == "__main__":
 
 from torch import Tensor
 
-from conf.errors import InputError
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
 from data.features.format import HIDDEN
-from data.features.reader import TrainingData
 from heads.medusa.head import MedusaHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
@@ -48,13 +46,8 @@ class MedusaObjective(Objective):
         self.off_path_weight = config.off_path_weight
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
         self.resume_settings = resume.settings("head", config)
-        self.compiled = False
+        self.about = f"{head.num_heads} Medusa heads"
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
-
-    def compile_parts(self) -> None:
-        """From now on compiles the loss, and the blocks of the heads."""
-        self.compiled = True
-        self.head.compile_layers()
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """N H float32 of states; per head and token 2 H e in its blocks, H float32 for the loss."""
@@ -86,39 +79,7 @@ class MedusaObjective(Objective):
         return medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
 
 
-def main(config: MedusaRun) -> None:
-    """Trains to `out_dir/head`."""
-
-    def build(target: EmbeddingsAndHead, _train: TrainingData) -> tuple[MedusaObjective, list[str]]:
-        head = make_head(config.head, target)
-        size = sum(parameter.numel() for parameter in head.parameters())
-        line = f"head: {head.num_heads} Medusa heads, {size / 1e6:.1f} M parameters"
-        return MedusaObjective(head, target, config.head), [line]
-
-    command.train(config, build)
-
-
-def make_head(config: MedusaConfig, target: EmbeddingsAndHead) -> MedusaHead:
-    """Untrained heads, or saved ones that fit the target.
-
-    Raises:
-        InputError: they do not fit, or were pruned.
-    """
-    if config.path is None:
-        return MedusaHead.from_target(target, config.num_heads, config.num_layers)
-    head = MedusaHead.load(config.path, config.revision).attach(target)
-    if not head.vocab.full:
-        raise InputError(
-            f"head.path={config.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} ids; "
-            "Medusa heads are trained on all: name the head that it was pruned from"
-        )
-    return head
-
-
-def default_objective(head: MedusaHead, target: EmbeddingsAndHead) -> MedusaObjective:
-    """With the settings of the recipe, for benchmarks."""
-    return MedusaObjective(head, target, MedusaConfig())
-
+main = command.Training(MedusaHead, MedusaObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

@@ -41,7 +41,7 @@ from train.loop.replay import HeldoutReplay, heldout_prompts
 from train.loss.medusa import HeldoutLoss, SoftLabels, medusa_loss, medusa_weights, target_loss
 from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher
-from train.medusa import make_head
+from train.medusa import main as of_heads
 from train.objective import Group, Objective
 from train.parallel import processes
 
@@ -57,6 +57,7 @@ class Medusa2Objective(Objective):
 
     measures = ("top1", "top5")
     first_depth = 0
+    trains_target = True
     usual_optimizer = Optimizer.adamw  # the authors'; Muon on an adapter was not measured
 
     def __init__(self, head: AdaptedMedusa, target: Target, config: Medusa2Run) -> None:
@@ -71,7 +72,11 @@ class Medusa2Objective(Objective):
         self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
         self.weights = self._weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._resume_settings(config)
-        self.adapting = self.compiled = False
+        self.adapting = False
+        self.parts = [
+            Group(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
+            Group(list(head.adapter.parameters()), first_step=self._first_step),
+        ]
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
     def _resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
@@ -89,18 +94,6 @@ class Medusa2Objective(Objective):
     def _weights(self, own: float, heads: float) -> Tensor:
         return torch.cat([torch.tensor([own]), heads * self.decays])
 
-    def compile_parts(self) -> None:
-        """From now on compiles the losses, and the blocks of the heads."""
-        self.compiled = True
-        self.head.heads.compile_layers()
-
-    def groups(self) -> list[Group]:
-        """The heads, and the adapter, which joins them later."""
-        return [
-            Group(list(self.head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
-            Group(list(self.head.adapter.parameters()), first_step=self._first_step),
-        ]
-
     @property
     def _first_step(self) -> int:
         """The first joint one."""
@@ -113,10 +106,6 @@ class Medusa2Objective(Objective):
         joint_steps = self.num_steps - self._first_step
         weight = heads_weight(self.joint, step - self._first_step, joint_steps)
         return self._weights(float(self.adapting), weight)
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The batch: what the target gives needs gradients."""
-        return batch
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What target and heads give on a batch; `scale` [1 + K] weighs their losses."""
@@ -200,8 +189,8 @@ def main(config: Medusa2Run) -> None:
     """Trains to `out_dir/head` and `out_dir/adapter`."""
     processes.refuse_shards("train/medusa2.py")
 
-    def build(target: Target, _train: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
-        heads = make_head(config.head, target)
+    def build(target: Target, data: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
+        heads, _ = of_heads.make_head(config, target, data)
         if not target.output_head.weight.is_floating_point():
             raise InputError(
                 f"target.path={target.name}: its output head is quantised, and the adapter is "

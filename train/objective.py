@@ -1,13 +1,12 @@
 """What the loop trains: an objective, and when and how fast its parameters learn."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
-from conf.errors import InputError
 from conf.settings.training import Optimizer, Schedule
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.states import with_states
 from train.batch.supervision import SUPERVISION, Batch, indexed
 from train.loss.sizes import Counted, Setting
@@ -30,18 +29,29 @@ class Group:
     first_step: int = 0
 
 
+COUNTS = "counts"
+"""Of an indexed batch: what it adds to the divisor of each term's sum, K numbers."""
+
+
 class Objective(nn.Module):
     """What is trained; K terms of the loss.
+
+    `forward` must be written. `memory` tells what training takes, where a formula is known;
+    `indexed` and `begin` are for losses that learn other rows than all, or change with the step.
 
     Attributes:
         head: all of its parameters; has `save(folder, provenance)`.
         target: the frozen target, or its ends beside a feature store.
         weights: [K] float32, the weight of each term, in evaluations throughout.
         measures: names of the rows of `Sums.terms` after losses and tokens.
+        about: what a run says of the head.
+        parts: of its parameters, where they are not all trained alike.
+        criterion: compares rows with the target's, and is compiled with the head; None without.
         first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
         resume_settings: by key, those, that must not change when a run continues.
         slow_logits: of a token, those whose loss is faster compiled on a CPU.
         learns_prompts: every token is in the loss mask while training.
+        trains_target: `forward` runs the target itself, with gradients.
         usual_optimizer: `train.optimizer` where that is `auto`.
         usual_schedule: `train.schedule` where that is `auto`.
         muon_rate, adam_rate_times_width: what `auto` rates are made of.
@@ -51,9 +61,11 @@ class Objective(nn.Module):
     target: Any
     weights: Tensor
     measures: tuple[str, ...]
+    about = ""
     first_depth = 1
     slow_logits = 0
     learns_prompts = False
+    trains_target = False
     usual_optimizer = Optimizer.muon
     usual_schedule = Schedule.wsd
     muon_rate = 3e-2
@@ -62,16 +74,47 @@ class Objective(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.resume_settings: dict[str, Any] = {}
+        self.parts: list[Group] = []
+        self.criterion: Any = None
+        self.compiled = False
+
+    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
+        raise NotImplementedError
+
+    def memory(self, setting: Setting) -> Counted | None:
+        """What training the head takes; None where no formula is known."""
+        del setting
+        return None
+
+    def indexed(self, batch: Batch) -> Batch:
+        """A batch on the CPU with where its documents lie, what is learnt of it, and `COUNTS`.
+
+        Those are its supervised tokens, unless a loss is another mean.
+        """
+        batch = indexed(batch, self.depth)
+        counts = batch[SUPERVISION].counts[self.first_depth :]
+        return {**batch, COUNTS: tuple(counts.tolist())}
+
+    def begin(self, step: int) -> Tensor:
+        """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
+        del step
+        return self.weights
+
+    # The same for every objective.
 
     @property
     def depth(self) -> int:
         """Draft tokens of a chain."""
         return self.first_depth + len(self.weights) - 1
 
+    @final
     def groups(self) -> list[Group]:
         """The trained parameters, each in one group."""
-        return [Group([each for each in self.head.parameters() if each.requires_grad])]
+        trained = [each for each in self.head.parameters() if each.requires_grad]
+        return self.parts or [Group(trained)]
 
+    @final
     def usual_rates(self, optimizer: Optimizer) -> tuple[float, float]:
         """`train.learning_rate` and `train.adam_learning_rate` where those are `auto`.
 
@@ -84,57 +127,32 @@ class Objective(nn.Module):
         adam = self.adam_rate_times_width / self.target.hidden_size
         return (self.muon_rate if optimizer is Optimizer.muon else adam), adam
 
+    @final
     def distillation_temperature(self, temperature: float) -> float:
         """The teacher's temperature: evaluations show how drafts fare at 1."""
         return temperature if self.training else 1.0
 
-    def begin(self, step: int) -> Tensor:
-        """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
-        del step
-        return self.weights
-
+    @final
     def compile_parts(self) -> None:
-        """From now on compiles the parts that gain from it; unless told, there are none."""
+        """From now on compiles the loss, and the parts of the head that fuse well."""
+        self.compiled = True
+        if self.criterion is not None:
+            self.criterion.compiled = True
+        self.head.compile_layers()
 
-    def memory(self, setting: Setting) -> Counted | None:
-        """What training the head takes; None where no formula is known."""
-        del setting
-        return None
-
-    def indexed(self, batch: Batch) -> Batch:
-        """A batch on the CPU with where its documents lie and what is learnt of it."""
-        return indexed(batch, self.depth)
-
+    @final
     def training_batch(self, batch: Batch) -> Batch:
-        """The same with what training learns of it, which may be more than answers."""
+        """The indexed batch with what training learns of it, which may be more than answers."""
         if self.learns_prompts:
             batch = {**batch, "loss_mask": batch["document_ids"] >= 0}
         return self.indexed(batch)
 
+    @final
     def counts(self, batch: Batch) -> Tensor:
-        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum.
+        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum."""
+        return torch.tensor(batch[COUNTS])
 
-        Its supervised tokens, unless a loss is another mean.
-        """
-        return batch[SUPERVISION].counts[self.first_depth :]
-
+    @final
     def prepare(self, batch: Batch) -> Batch:
         """An indexed batch with what the target gives; needs no gradient, no head, and no step."""
-        return with_states(self.target, batch, self.head.taps)
-
-    def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
-        raise NotImplementedError
-
-
-def check_output_head(head: Any, target: EmbeddingsAndHead) -> None:
-    """Refuses a head that is trained through an output head without gradients.
-
-    Raises:
-        InputError: the target's is quantised.
-    """
-    if head.lm_head is None and not target.output_head.weight.is_floating_point():
-        raise InputError(
-            f"target.path={target.name}: its output head is quantised, and this head is trained "
-            "through it; name the model before quantisation (target.quantization leaves it alone)"
-        )
+        return batch if self.trains_target else with_states(self.target, batch, self.head.taps)

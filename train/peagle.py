@@ -21,14 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from conf.command import entry
-from conf.settings.eagle import OutputHead, PEagleConfig
-from data.features.reader import TrainingData
+from conf.settings.eagle import PEagleConfig
 from heads.eagle.branches import causal_rows
-from heads.peagle.formats import load_peagle
-from heads.peagle.head import KeysValues, PEagleHead, peagle_config, remembered
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.vocab import DraftVocab, coverage_lines
+from heads.peagle.head import PEagleHead
+from heads.peagle.network import KeysValues, remembered
 from train.batch.states import states_of
 from train.batch.supervision import (
     DOCUMENTS,
@@ -39,13 +35,13 @@ from train.batch.supervision import (
     Supervision,
     Unrolled,
 )
-from train.blocks.objective import check_mask, drawn
+from train.blocks.objective import drawn
 from train.eagle import EagleObjective
 from train.loop import command
 from train.loss import sizes
 from train.loss.fused import Student, Teacher
 from train.loss.sums import on_path
-from train.objective import Objective, check_output_head
+from train.objective import COUNTS, Objective
 
 SEGMENTS = "segments"
 
@@ -69,6 +65,20 @@ class PEagleObjective(EagleObjective):
     head: PEagleHead
     config: PEagleConfig
 
+    def _go_on(self) -> None:
+        """Has a saved head draft as many tokens as it learns from now on."""
+        super()._go_on()
+        num_tokens = self.config.num_steps
+        self.head.config = replace(self.head.config, num_draft_tokens=num_tokens)
+
+    def _about(self) -> str:
+        config = self.head.config
+        return (
+            f"P-EAGLE, {config.llama.num_hidden_layers} layers over hidden states "
+            f"{list(config.layers)}, {self.config.num_steps} draft tokens, mask token "
+            f"{config.mask_token_id}"
+        )
+
     def indexed(self, batch: Batch) -> Batch:
         """A batch on the CPU with where its documents lie and which rows are computed of it."""
         batch = Objective.indexed(self, batch)
@@ -76,12 +86,10 @@ class PEagleObjective(EagleObjective):
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
         drafts = lineages(learnt, shape[1], self.config, seeds)
         segments = segmented(drafts[1:], self.config.num_segments)
-        return {**batch, UNROLLED: Unrolled.of(learnt, drafts), SEGMENTS: segments}
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[J] float32: all learnt rows, whatever their step."""
-        number = float(sum(batch[UNROLLED].sizes))
-        return torch.full((self.config.num_steps,), number)
+        unrolled = Unrolled.of(learnt, drafts)
+        # All learnt rows, whatever their step.
+        counts = (float(sum(unrolled.sizes)),) * self.config.num_steps
+        return {**batch, UNROLLED: unrolled, SEGMENTS: segments, COUNTS: counts}
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
@@ -209,51 +217,7 @@ def segmented(drafts: Sequence[Tensor], number: int) -> tuple[tuple[Behind, ...]
     return tuple(found)
 
 
-def main(config: PEagleRun) -> None:
-    """Trains to `out_dir/head`."""
-
-    def build(target: EmbeddingsAndHead, train: TrainingData) -> tuple[PEagleObjective, list[str]]:
-        head, lines = make_head(config, target, train)
-        return PEagleObjective(head, target, config.head), lines
-
-    command.train(config, build)
-
-
-def make_head(
-    config: PEagleRun, target: EmbeddingsAndHead, train: TrainingData
-) -> tuple[PEagleHead, list[str]]:
-    """An untrained head, or a saved one that fits the target; and what to say about it.
-
-    Raises:
-        InputError: it does not fit, or its mask token is one that the data use.
-    """
-    settings, always = config.head, target.special_ids
-    counts = train.token_counts(target.vocab_size)
-    if settings.path is not None:
-        head = load_peagle(settings.path, settings.revision, settings.layers).attach(target)
-        head.config = replace(head.config, num_draft_tokens=settings.num_steps)
-        if head.lm_head is not None:
-            head.lm_head.requires_grad_(settings.output_head is not OutputHead.frozen)
-    else:
-        vocab = DraftVocab.choose(counts, settings.draft_vocab_size, always)
-        shape = peagle_config(settings, target)
-        head = PEagleHead(shape, vocab).begin(target, settings.output_head, config.seed)
-    check_mask(head.config.mask_token_id, counts)
-    check_output_head(head, target)
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    lines = coverage_lines(counts, head.vocab.to("cpu"), always) if not head.vocab.full else []
-    lines.append(
-        f"head: P-EAGLE, {head.config.llama.num_hidden_layers} layers over hidden states "
-        f"{list(head.config.layers)}, {settings.num_steps} draft tokens, mask token "
-        f"{head.config.mask_token_id}, {trained / 1e6:.1f} M parameters"
-    )
-    return head, lines
-
-
-def default_objective(head: PEagleHead, target: EmbeddingsAndHead) -> PEagleObjective:
-    """With the settings of the recipe, for benchmarks."""
-    return PEagleObjective(head, target, entry.head_recipe(PEagleConfig, "peagle"))
-
+main = command.Training(PEagleHead, PEagleObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

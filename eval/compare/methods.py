@@ -37,7 +37,7 @@ from eval.tune.skip_search import search_layers
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree, usual_tree
-from heads.kinds import KINDS
+from heads.kinds import HEADS
 from heads.layers.low_rank import with_low_rank_head
 from heads.layers.packed import pack
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
@@ -145,7 +145,7 @@ class Builder:
             for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
                 found[f"{family}_{shape}{suffix}"] = partial(self._head, head, shape)
             found[f"{family}_suffix{suffix}"] = partial(self._hybrid, head)
-            if KINDS[family].static and not self.sampling.greedy:
+            if HEADS[family].static and not self.sampling.greedy:
                 found[f"{family}_typical{suffix}"] = partial(self._typical, head)
         if self.config.draft.path is not None:
             found |= self._with_draft_model(self.config.draft.path, single)

@@ -35,10 +35,10 @@ def known_methods() -> dict[str, str]:
     With several heads of a kind, further ones are called `eagle_tree_2` and so on, in the order of
     `head.path` and `heads`.
     """
-    from heads.kinds import KINDS  # with torch, which a refused name does not wait for
+    from heads.kinds import HEADS  # with torch, which a refused name does not wait for
 
     of_heads: dict[str, str] = {}
-    for name, kind in KINDS.items():
+    for name, kind in HEADS.items():
         of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
         of_heads[f"{name}_cut"] = (
             f"{kind.phrase} that eval/calibrate.py has calibrated, on this machine and as deep"

@@ -15,8 +15,8 @@ from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Shape, Tree
-from heads.kind import DraftHead, check_depth
-from heads.kinds import kind_of, load_head, name_of
+from heads.head import DraftHead, check_depth
+from heads.kinds import load_head, name_of
 from heads.storage import locate
 
 SHAPE_FILE = "draft_tree.json"
@@ -65,16 +65,15 @@ class BenchHead:
     @property
     def longest(self) -> int:
         """Draft tokens of the longest chain worth a look."""
-        return kind_of(self.head).longest(self.head)
+        return self.head.longest
 
     def drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
         """A fresh drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
-        kind = kind_of(self.head)
         if shape == "cut":
             assert self.calibration is not None
-            return kind.drafter(self.head, self.chain, sampling, seeds, self.calibration)
+            return self.head.drafter(self.chain, sampling, seeds, self.calibration)
         chosen = self.tree if shape == "tree" else self.chain
-        return kind.drafter(self.head, chosen, sampling, seeds)
+        return self.head.drafter(chosen, sampling, seeds)
 
     def described(self) -> list[int] | dict[str, int]:
         """The tree, for a results file: parents of a static one, limits of a dynamic one."""
@@ -89,17 +88,17 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
-    kind, stored = kind_of(head), _stored(ref, SHAPE_FILE)
-    check_depth(run.depth, kind.most_tokens(head))
-    check_depth(run.dynamic_tree.depth, kind.most_tokens(head), "dynamic_tree.depth")
-    usual = kind.usual_shape(head)
+    stored = _stored(ref, SHAPE_FILE)
+    check_depth(run.depth, head.most_tokens)
+    check_depth(run.dynamic_tree.depth, head.most_tokens, "dynamic_tree.depth")
+    usual = head.usual_shape()
     if isinstance(usual, DynamicShape):
         if run.tree is not None:
-            raise InputError(f"tree: {kind.phrase} drafts dynamic trees; set dynamic_tree.*")
+            raise InputError(f"tree: {head.phrase} drafts dynamic trees; set dynamic_tree.*")
         shape: Shape = _dynamic_shape(run, usual, stored)
     else:
-        shape = _static_tree(run.tree or stored.get("tree"), usual, kind.most_tokens(head))
-    chain = Tree.chain(run.depth or kind.usual_depth(head))
+        shape = _static_tree(run.tree or stored.get("tree"), usual, head.most_tokens)
+    chain = Tree.chain(run.depth or head.usual_depth)
     calibration = _calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
     return BenchHead(ref.path, head, shape, chain, searched_on, *calibration)

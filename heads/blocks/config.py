@@ -16,6 +16,7 @@ from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
 from heads.layers.llama import LLAMA_KEYS, llama_like, old_rope
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.vocab import DraftVocab
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class BlockHeadConfig:
     def num_draft_tokens(self) -> int:
         """Draft tokens of a whole block."""
         return self.block_size - self.first_row
+
+    def ids(self, vocab: DraftVocab) -> DraftVocab:
+        """What a head drafts of the ids that it may choose: all through the target's rows."""
+        return vocab if self.own_output_head else DraftVocab.everything(vocab.size)
 
     def num_rows(self, depth: int) -> int:
         """Rows of a block that drafts so many tokens."""

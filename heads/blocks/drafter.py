@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.blocks.head import BlockHead
+from heads.blocks.network import BlockNetwork
 from heads.decoding.cache import SlotBuffer, Slots
 from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
 from heads.decoding.drafting import PAD, Committed, Draft, Roots
@@ -29,7 +29,7 @@ class _BlockDrafter:
         depth: D.
     """
 
-    def __init__(self, head: BlockHead, depth: int) -> None:
+    def __init__(self, head: BlockNetwork, depth: int) -> None:
         self.head, self.depth = head, depth
         self.taps = head.taps
         self.buffers = [SlotBuffer() for _ in head.layers]
@@ -103,7 +103,7 @@ class BlockChain(_BlockDrafter):
 
     def __init__(
         self,
-        head: BlockHead,
+        head: BlockNetwork,
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
@@ -154,7 +154,7 @@ class BlockTree(_BlockDrafter):
     nested = False
     """Rows see later ones, so that a shorter block drafts other tokens."""
 
-    def __init__(self, head: BlockHead, shape: DynamicShape) -> None:
+    def __init__(self, head: BlockNetwork, shape: DynamicShape) -> None:
         super().__init__(head, shape.depth)
         self.shape = shape
         self.static_nodes = 1 + shape.num_tokens

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from conf.settings.export import ExportFormat
 from heads.blocks.config import dflash_keys
-from heads.blocks.head import WEIGHTS, BlockHead
+from heads.blocks.network import BlockNetwork
 from heads.export.engines import dtype_of, vllm_command
-from heads.kind import Files
+from heads.head import WEIGHTS, Files
 from heads.layers.llama import LLAMA_KEYS
 
 EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -40,7 +40,7 @@ class BlockLayout:
     with_ends: bool = False
 
 
-def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str | None:
+def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> str | None:
     """Why an engine cannot serve a head, as the end of a sentence."""
     config = head.config
     if engine is ExportFormat.vllm:
@@ -58,16 +58,18 @@ def problem(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> str |
     return "lets rows see all of the text and of their block" if limited else None
 
 
-def files(head: BlockHead, engine: ExportFormat, layout: BlockLayout) -> Files:
+def files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> Files:
     """What an engine that can serve the head reads."""
     added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
-    settings = head.config_json() | {"dtype": dtype_of(head), "torch_dtype": dtype_of(head)}
+    own, dtype = head.files(), dtype_of(head)
+    settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
     if engine is ExportFormat.speculators:
         settings = _speculators_config(head, settings, layout)
-    return Files(settings, WEIGHTS, head.tensors() | added, sorted(added), list(head.config.layers))
+    layers = list(head.config.layers)
+    return Files(settings, WEIGHTS, own.tensors | added, sorted(added), layers)
 
 
-def _ends(head: BlockHead) -> dict[str, Tensor]:
+def _ends(head: BlockNetwork) -> dict[str, Tensor]:
     """The target's embedding and output head, where the head has none of its own."""
     ends, target = {}, head.target
     if head.embed_tokens is None:
@@ -79,7 +81,7 @@ def _ends(head: BlockHead) -> dict[str, Tensor]:
 
 
 def _speculators_config(
-    head: BlockHead, flat: dict[str, Any], layout: BlockLayout
+    head: BlockNetwork, flat: dict[str, Any], layout: BlockLayout
 ) -> dict[str, Any]:
     """Keys of speculators; those of the layers lie in one of their own."""
     config = head.config
@@ -120,7 +122,9 @@ def _speculators_config(
     }
 
 
-def serve_command(head: BlockHead, engine: ExportFormat, folder: str, layout: BlockLayout) -> str:
+def serve_command(
+    head: BlockNetwork, engine: ExportFormat, folder: str, layout: BlockLayout
+) -> str:
     """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -22,12 +22,13 @@ from transformers import LlamaConfig
 
 from conf.errors import InputError
 from heads.blocks.config import BlockHeadConfig
-from heads.blocks.head import BlockHead
+from heads.blocks.network import BlockNetwork
 from heads.folders import PROVENANCE
-from heads.kind import UNKNOWN
+from heads.head import UNKNOWN
 from heads.storage import load_tensors
 from heads.vocab import DraftVocab
 
+Head = TypeVar("Head", bound=BlockNetwork)
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -87,7 +88,7 @@ class BlockFile:
     Attributes:
         path: as the user gave it.
         settings: of `config.json`.
-        tensors: by their names in `BlockHead.state_dict`.
+        tensors: by their names in `BlockNetwork.state_dict`.
         vocab: the ids that are drafted.
         export: what `heads.export.writer` noted about the folder; empty for others.
     """
@@ -307,8 +308,8 @@ class BlockFile:
             f"{', '.join(SCALED_ROPE)} over 1.0"
         )
 
-    def fill(self, head: BlockHead) -> None:
-        """Loads a head made for `architecture` with the tensors.
+    def fill(self, head: Head) -> Head:
+        """A head made for `architecture`, loaded with the tensors.
 
         Raises:
             InputError: a tensor too many, too few or misshapen.
@@ -328,6 +329,7 @@ class BlockFile:
         if problems:
             raise self.error("tensors " + "; ".join(problems))
         head.load_state_dict(tensors)
+        return head
 
 
 def names_kind(folder: Path, architectures: Sequence[str], model_type: str) -> bool:

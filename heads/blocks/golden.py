@@ -8,19 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from heads.blocks.head import BlockHead
-from heads.kind import Drafted
+from heads.blocks.network import BlockNetwork
+from heads.head import Golden
 from heads.target_model.embeddings_and_head import embedding_rows, output_rows, projected
 from heads.target_model.model import Target, TargetOutput
 
 
-def drafted(
-    head: BlockHead, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> Drafted:
+def golden(
+    head: BlockNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> Golden:
     """Row t of slot d is drafted in a block behind token t, whose sure token is t + 1.
 
     What an engine computes while every draft is accepted, so tokens before a slot are the text's
-    own; arguments as `Kind.drafted` says.
+    own; arguments as `DraftHead.golden` says.
 
     Raises:
         InputError: an output head of the target that is quantised, or has a bias.
@@ -50,11 +50,11 @@ def drafted(
     logits[..., head.vocab.ids.cpu()] = drawn
     if rows is None:
         beside["logsumexp"] = drawn.logsumexp(-1)
-    return Drafted(logits, beside, rows)
+    return Golden(logits, beside, rows)
 
 
 def _embeddings(
-    head: BlockHead, target: Target, token_ids: Tensor, of_target: bool = False
+    head: BlockNetwork, target: Target, token_ids: Tensor, of_target: bool = False
 ) -> Tensor:
     """[n, H] rows of the target's embedding, or of the head's own if it has one."""
     own = None if of_target else head.embed_tokens
@@ -62,7 +62,7 @@ def _embeddings(
     return embedding_rows(weight, token_ids, head.dtype)
 
 
-def _on_cpu(head: BlockHead, embeddings: Tensor) -> BlockHead:
+def _on_cpu(head: BlockNetwork, embeddings: Tensor) -> BlockNetwork:
     """A float32 copy whose embedding holds the tokens of the text in order, then the mask."""
     config = replace(head.config, mask_token_id=len(embeddings) - 1)
     copy = type(head)(config, head.vocab.to("cpu"))

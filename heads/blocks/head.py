@@ -1,309 +1,123 @@
-"""What block drafters share: one pass drafts a whole block behind a token that is sure.
-
-At token t of a text the target's features up to t are known, and the token x_{t+1}. A block of
-rows holds that token and then masks, at positions t + 1, t + 2, ...; features give its layers the
-keys and values of the text. Depth d of a draft, from 1, is x_{t+1+d}, as everywhere.
-
-Source: DFlash, arXiv 2602.06036; z-lab/dflash `model.py`. Letters: T texts, S tokens of a text, A
-blocks, R rows, D depths, H hidden, F width of the features, W draft vocabulary, V vocabulary.
-"""
+"""What block drafters of all kinds answer alike; see `heads/head.py`."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from conf.errors import InputError
-from heads.blocks.attention import Sight
-from heads.blocks.config import BlockHeadConfig, check_layers
-from heads.blocks.layer import BlockLayer
-from heads.decoding.drafting import PAD
-from heads.folders import PROVENANCE
-from heads.kind import UNKNOWN, DraftHead, check_fits
-from heads.layers.llama import RmsNorm
-from heads.layers.projection import Projection
-from heads.storage import save_head
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
-from heads.vocab import DraftVocab
-
-WEIGHTS = "model.safetensors"
-TOKENS_PER_CHUNK = 1024
-"""Of a text whose tokens all draft: their rows live together."""
-TextKeys = list[tuple[Tensor, Tensor]]
-"""Of each layer keys, rotated, and values [T, S, K, d]."""
+from conf.settings.export import ExportFormat
+from heads.blocks import export, golden
+from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.export import BlockLayout
+from heads.blocks.formats import names_kind
+from heads.blocks.network import BlockNetwork
+from heads.blocks.readings import readings
+from heads.decoding.chains import Calibration
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling, drafter_seeds
+from heads.decoding.tree import DynamicShape, Shape
+from heads.head import Export, Files, Golden, HeadFacts
+from heads.readings import Readings
+from heads.target_model.model import Target
 
 
-class BlockHead(DraftHead):
-    """A drafter of blocks; `attach` it to its target before use.
+class BlockHead(BlockNetwork):
+    """A drafter of blocks.
 
-    Args:
-        config: the architecture.
-        vocab: the ids it can draft.
+    Attributes:
+        architectures: of its files, by which they are known.
+        layout: what engines call it.
+        method, paper: of the method.
+        words: what a card says of its slots beyond their number.
     """
 
-    config: BlockHeadConfig
-    window: int
+    architectures: ClassVar[tuple[str, ...]]
+    layout: ClassVar[BlockLayout]
+    method: ClassVar[str]
+    paper: ClassVar[str]
+    words: ClassVar[str] = ""
+    output_rows = (r"lm_head\.weight",)
+    compiled = (LlamaMLP,)
+    doubts: ClassVar[tuple[Callable[[Any], Readings], ...]] = (readings,)
+    prunable = "heads trained with head.own_output_head=true"
 
-    def __init__(self, config: BlockHeadConfig, vocab: DraftVocab) -> None:
-        super().__init__()
-        self.config, self.vocab = config, vocab
-        llama = config.llama
-        hidden, eps = llama.hidden_size, llama.rms_norm_eps
-        read = len(config.layers) * config.target_hidden_size
-        self.fc = nn.Linear(read, hidden, bias=False)
-        self.hidden_norm = RmsNorm(hidden, eps)
-        self.layers = nn.ModuleList(self.make_layer() for _ in range(llama.num_hidden_layers))
-        self.norm = RmsNorm(hidden, eps)
-        own_head = config.own_output_head
-        self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
-        self.embed_tokens: nn.Embedding | None = None
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
-        # In a tuple, so that the target does not become a part of the head.
-        self._target: tuple[EmbeddingsAndHead, ...] = ()
+    @classmethod
+    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """By the name of its architecture."""
+        if not names_kind(folder, cls.architectures, cls.layout.name):
+            return None
+        return cls.opened(folder, path, layers)
 
-    def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
-
-        Raises:
-            InputError: rows of a quantised output head are wanted.
-        """
-        self.initialise(seed)
-        self.attach(target)
-        if self.embed_tokens is not None:
-            self.embed_tokens.weight.data.copy_(target.embedding.weight)
-        if self.lm_head is not None:
-            if target.head_is_quantized:
-                raise InputError(
-                    f"head.own_output_head=true: the output head of target.path={target.name} is "
-                    "quantised, and the head's starts from its rows"
-                )
-            rows = target.output_head.weight.detach()[self.vocab.ids]
-            self.lm_head.weight.data.copy_(rows)
-        return self
-
-    def make_layer(self) -> BlockLayer:
-        """One of its layers."""
-        return BlockLayer(self.config.llama)
-
-    def initialise(self, seed: int) -> None:
-        """Fresh weights, alike for a seed, of all matrices but those of the target's."""
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """See `DraftHead.attach`; borrows the target's embedding and, without one, output head."""
-        config = self.config
-        check_fits(self, target, config.target_hidden_size, "feature_size")
-        if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
-            check_fits(self, target, config.llama.hidden_size)
-        check_layers(config.layers, target)
-        name = target.name if config.target == UNKNOWN else config.target
-        self.config = replace(config, target=name, num_target_layers=target.num_layers)
-        if isinstance(target, Target):
-            assert target.blocks  # found, or refused before any work
-        self._target = (target,)
-        self.vocab = self.vocab.to(target.device)
-        return self.to(target.device, dtype)
-
-    @property
-    def target(self) -> EmbeddingsAndHead:
-        """What the head is attached to."""
-        return self._target[0]
-
-    @property
-    def target_name(self) -> str:
-        """Of the target that it is attached to, by its name of today."""
-        return self._target[0].name if self._target else self.config.target
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        return self.fc.weight.dtype
-
-    def features(self, output: TargetOutput) -> Tensor:
-        """[..., F] what the head reads of a target pass, in the head's dtype."""
-        layers = [output.layers[index] for index in self.config.layers]
-        return torch.cat(layers, dim=-1).to(self.dtype)
-
-    def read(self, features: Tensor, position_ids: Tensor) -> TextKeys:
-        """Keys and values of texts, one layer's after another's, as one text of S tokens.
-
-        Args:
-            features: [S, F].
-            position_ids: [S] int64.
-        """
-        context = self.hidden_norm(self.fc(features))
-        rotation = self._attention(0).rotation(context, position_ids)
-        found = [self._attention(n).keys_values(context, rotation) for n in range(len(self.layers))]
-        return [(keys[None], values[None]) for keys, values in found]
-
-    def _attention(self, number: int) -> Any:
-        return self.layers[number].self_attn
-
-    def draft(self, roots: Tensor, places: Tensor, text: TextKeys, sight: Sight) -> Tensor:
-        """[A, D, H] normed outputs of the rows that draft.
-
-        Args:
-            roots: [A] int64, the tokens that are sure.
-            places: [A] int64, their positions.
-            text: what blocks see.
-            sight: how much of it, but in `full_layers`.
-        """
-        rows = torch.arange(sight.size, device=roots.device)
-        ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
-        positions = (places.unsqueeze(1) + rows).clamp_max(self.window - 1)
-        states = self.embed(ids)
-        # In the dtype of the text's keys, which under autocast is not that of embeddings.
-        rotation = self._attention(0).rotation(text[0][0], positions.flatten())
-        whole, full = replace(sight, causal=False, window=None), self.config.full_layers
-        for number, layer in enumerate(self.layers):
-            seen = whole if number in full else sight
-            states = layer(states, rotation, text[number], seen)
-        return self.norm(states[:, self.config.first_row :])
-
-    def sight(
-        self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
-    ) -> Sight:
-        """What blocks that draft `depth` tokens see; the rest as of `Sight`."""
-        size = self.config.num_rows(depth)
-        return Sight(first, end, size, self.config.causal, self.config.window, host)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[..., H] embeddings, the target's unless the head has its own."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens(token_ids)
-        weight = self._target[0].embedding.weight
-        return functional.embedding(token_ids, weight).to(self.dtype)
-
-    def projection(self) -> Projection:
-        """From normed outputs to draft logits: the head's own, or the target's."""
-        if self.lm_head is not None:
-            return Projection(self.lm_head.weight)
-        return self._target[0].projection
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] logits of normed outputs [..., H], each slot by itself."""
-        if self.lm_head is not None:
-            return self.lm_head(outputs)
-        target = self._target[0]
-        return target.logits(outputs.to(target.output_head.weight.dtype)).to(outputs.dtype)
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        """Logits [..., W] of the output head's rows alone, as the head's file says it scales them.
-
-        Engines leave the target's own scalings out.
-        """
-        return logits
-
+    @classmethod
     @abstractmethod
-    def step(
-        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] logits of a slot, given the tokens that stand before it, and the next state.
+    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+        """`load` of a folder that holds such a head."""
 
-        Args:
-            base: [N, W] of `logits`, which stay as they are.
-            outputs: [N, H], the slot's.
-            before: [N] int64 target ids of the tokens right before.
-            state: [N, .] what the slots before have left; None before the first, or if nothing.
-        """
+    def drafter(
+        self,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
+    ) -> Drafter:
+        """Chains draw when the target does; trees are ranked."""
+        if isinstance(shape, DynamicShape):
+            return BlockTree(self, shape)
+        return BlockChain(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
-    def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
-        """[N] float32 logits of the chance that a slot is accepted; None if it does not say.
-
-        Args:
-            outputs: [N, H], the slot's.
-            before: [N] int64 target ids of the tokens right before.
-        """
-        del outputs, before
-        return None
-
-    def output_heads(self) -> list[Tensor]:
-        """See `DraftHead.output_heads`; none where it is the target's."""
-        return [] if self.lm_head is None else [self.lm_head.weight]
-
-    def compile_layers(self) -> None:
-        """Compiles what is not attention, on first use."""
-        for layer in self.layers:
-            layer.mlp.compile(dynamic=True)  # type: ignore[union-attr]
-
-    @torch.no_grad()
-    def candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        text = self.read(self.features(output)[0], places)
-        parts = [
-            self._candidates(text, ids, rows, depth, width)
-            for rows in places[first:].split(TOKENS_PER_CHUNK)
-        ]
-        return torch.cat(parts, dim=1)
-
-    def _candidates(
-        self, text: TextKeys, ids: Tensor, rows: Tensor, depth: int, width: int
-    ) -> Tensor:
-        """Those of blocks from tokens [n] of a text."""
-        nothing, end = torch.zeros_like(rows), rows + 1
-        sight = self.sight(nothing, end, depth, (nothing.cpu(), end.cpu()))
-        outputs = self.draft(ids[end], end, text, sight)
-        best: list[Tensor] = []
-        state: Tensor | None = None
-        for slot in range(depth):
-            # Of a text that has ended nobody looks at drafts.
-            before = ids[(end + slot).clamp_max(len(ids) - 1)]
-            base = self.logits(outputs[:, slot])
-            logits, state = self.step(base, outputs[:, slot], before, state)
-            found = self.vocab.to_target(logits.topk(width).indices)
-            best.append(
-                found.masked_fill(
-                    (end + self.config.first_row + slot >= self.window).unsqueeze(1), PAD
-                )
-            )
-        return torch.stack(best)
-
-    def pruned(self, vocab: DraftVocab) -> Self:
-        """See `DraftHead.pruned`; of a head with an output head of its own."""
-        small = type(self)(self.config, vocab)
-        rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
-        state = self.state_dict()
-        by_id = {name for name, _ in self.rows_by_id()}
-        small.load_state_dict({n: t[rows] if n in by_id else t for n, t in state.items()})
-        return small
-
-    def rows_by_id(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that have a row for each id that is drafted."""
-        if self.lm_head is not None:
-            yield "lm_head.weight", self.lm_head.weight
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The authors' names, with `d2t` and `t2d` for a reduced vocabulary."""
-        # Not `state_dict`, which FSDP takes as a wish for shards.
-        named = {name: each.detach() for name, each in self.named_parameters()}
-        if not self.vocab.full:
-            named |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}
-        return named
+    def files(self) -> Files:
+        """The authors' names and keys."""
+        return replace(super().files(), config=self.config_json())
 
     @abstractmethod
     def config_json(self) -> dict[str, Any]:
         """Content of `config.json` in the authors' layout."""
 
-    def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
-        """See `DraftHead.save`."""
-        documents: dict[str, object] = {"config.json": self.config_json()}
-        documents[PROVENANCE] = provenance or {}
-        save_head(folder, WEIGHTS, self.tensors(), documents)
+    def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
+        """See `heads/blocks/export.py`."""
+        problem = self.export_problem(engine)
+        if problem is not None:
+            return Export(problem)
+        files = partial(export.files, self, engine, self.layout)
+        return Export(None, files, export.serve_command(self, engine, folder, self.layout))
+
+    def export_problem(self, engine: ExportFormat) -> str | None:
+        """Why an engine cannot serve it, as the end of a sentence; None if it can."""
+        return export.problem(self, engine, self.layout)
+
+    def golden(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> Golden:
+        """See `heads/blocks/golden.py`."""
+        return golden.golden(self, target, states, token_ids, places)
+
+    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+        """Layers, features and slots."""
+        del provenance, acceptance
+        config, problem = self.config, self.export_problem(ExportFormat.vllm)
+        copied = []
+        if self.lm_head is not None:
+            copied.append("an output head that started as rows of its own")
+        if self.embed_tokens is not None:
+            copied.append("its token embedding")
+        return HeadFacts(
+            tag=self.layout.name,
+            name=f"{self.method} head",
+            method=self.method,
+            paper=self.paper,
+            description=(
+                f"{config.llama.num_hidden_layers} decoder layers (hidden size "
+                f"{config.llama.hidden_size}, {self.vocab.described()}) that read the target's "
+                f"hidden states {', '.join(map(str, config.layers))} (as `output_hidden_states` "
+                f"counts them). It drafts {config.num_draft_tokens} tokens in one pass{self.words}"
+            ),
+            num_draft_tokens=config.num_draft_tokens,
+            vllm_method=None if problem else self.layout.vllm,
+            vllm_problem=f"vLLM {problem}." if problem else "",
+            copied=copied,
+        )

@@ -5,12 +5,12 @@ from typing import Any
 
 from conf.errors import InputError
 from heads.blocks.config import default_layers, mask_token
-from heads.blocks.head import BlockHead
+from heads.blocks.network import BlockNetwork
 from heads.readings import Readings, flipped, layers, orders, reread, rotations, vocabularies
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 
-def readings(head: BlockHead) -> Readings:
+def readings(head: BlockNetwork) -> Readings:
     """Of any block drafter."""
     yield from layers(head, partial(default_layers, number=len(head.config.layers)))
     yield from orders(head)
@@ -21,7 +21,7 @@ def readings(head: BlockHead) -> Readings:
     yield from vocabularies(head)
 
 
-def windows(head: BlockHead) -> Readings:
+def windows(head: BlockNetwork) -> Readings:
     """No sliding window, or the target's."""
     stated, theirs = head.config.window, getattr(head.target.config, "sliding_window", None)
     for window in dict.fromkeys((None, theirs)):

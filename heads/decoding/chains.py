@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.decoding.drafting import PAD, Draft
-from heads.decoding.sampling import Generators, Sampling
+from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.vocab import DraftVocab
 
@@ -99,8 +99,8 @@ class ChainSampler:
     """
 
     vocab: DraftVocab
-    sampling: Sampling
-    generators: Generators
+    sampling: Sampling = GREEDY
+    generators: Generators = field(default_factory=lambda: Generators([], []))
     calibration: Calibration | None = None
     probs: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)

@@ -3,16 +3,49 @@
 Source: arXiv 2602.06036; z-lab/dflash. Letters: N rows, H hidden, W draft vocabulary.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from heads.blocks.config import dflash_keys, shared_keys
+from conf.settings.blocks import DFlashConfig
+from heads.blocks.config import block_config, dflash_keys, shared_keys
+from heads.blocks.export import BlockLayout
+from heads.blocks.formats import BlockFile
 from heads.blocks.head import BlockHead
+from heads.head import Variant
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.vocab import DraftVocab
 
 
 class DFlashHead(BlockHead):
     """See the module's docstring."""
+
+    variants: ClassVar = {"dflash": Variant("DFlash heads", DFlashConfig)}
+    phrase = "a DFlash head"
+    architectures = ("DFlashDraftModel", "DFlashSpeculator")
+    layout = BlockLayout("dflash", "dflash", "DFlash heads", "DFlashDraftModel")
+    method, paper = "DFlash", "2602.06036"
+
+    @classmethod
+    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+        """See `heads/blocks/formats.py`."""
+        file = BlockFile.open(folder, path)
+        if file.settings.get("sample_from_anchor"):
+            raise file.error(
+                "config.json says sample_from_anchor=True: a DFlash head fills in masks, and no "
+                "engine serves another; allowed: false"
+            )
+        return file.fill(cls(file.architecture(layers, anchored=False), file.vocab))
+
+    @classmethod
+    def untrained(
+        cls, target: EmbeddingsAndHead, settings: DFlashConfig, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Of all ids, unless it has an output head of its own."""
+        config = block_config(settings, target, sample_from_anchor=False)
+        return cls(config, config.ids(vocab)).begin(target, seed)
 
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None

@@ -4,16 +4,24 @@ Source: inco.ai/dflash2 (2026); vLLM `models/qwen3_dflash.py`. Letters: N rows, 
 k candidates, V vocabulary, S tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from heads.blocks.config import BlockHeadConfig, dflash_keys, shared_keys
+from conf.errors import InputError
+from conf.settings.blocks import DFlash2Config
+from conf.settings.export import ExportFormat
+from heads.blocks.config import BlockHeadConfig, block_config, dflash_keys, shared_keys
+from heads.blocks.export import BlockLayout
+from heads.blocks.formats import BlockFile
 from heads.blocks.head import BlockHead
 from heads.blocks.layer import BlockLayer
 from heads.dflash2.layer import ConvolvedLayer
+from heads.head import Variant
 from heads.layers.projection import Projection
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
@@ -40,6 +48,7 @@ class DFlash2HeadConfig(BlockHeadConfig):
     final_logit_softcapping: float = 0.0
 
 
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 """Keys that heads for targets that scale their logits have otherwise, as the targets."""
 
@@ -83,12 +92,51 @@ class DFlash2Head(BlockHead):
     """
 
     config: DFlash2HeadConfig
+    variants: ClassVar = {"dflash2": Variant("DFlash-2 heads", DFlash2Config)}
+    phrase = "a DFlash-2 head"
+    architectures = ("DFlash2DraftModel", "DFlash2Speculator")
+    layout = BlockLayout("dflash2", "dflash", "DFlash-2 heads", "DFlash2DraftModel")
+    method, paper = "DFlash-2", ""
+    words = "; among each slot's candidates it walks by the token before"
+    id_rows = (r"candidate_selector\..*_codebook",)
+    prunable = "none of DFlash-2"
 
     def __init__(self, config: DFlash2HeadConfig, vocab: DraftVocab) -> None:
         assert vocab.full
         super().__init__(config, vocab)
         sizes = (vocab.size, config.llama.hidden_size, config.selector_rank)
         self.candidate_selector = CandidateSelector(*sizes)
+
+    @classmethod
+    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+        """See `heads/blocks/formats.py`."""
+        file = BlockFile.open(folder, path, SCALES)
+        if not file.vocab.full or "lm_head.weight" in file.tensors:
+            raise file.error("an output head of its own: a DFlash-2 head drafts with the target's")
+        plain = file.architecture(layers, anchored=False)
+        if plain.sample_from_anchor:
+            raise file.error("config.json says sample_from_anchor=True: allowed: false")
+        scales = {name: file.settings.get(name, usual) for name, usual in SCALES.items()}
+        if not all(isinstance(each, int | float) for each in scales.values()):
+            raise file.error(f"config.json has {scales}: must be numbers")
+        sizes: Any = {name: file.number(name) for name in SIZES}
+        return file.fill(cls(DFlash2HeadConfig(**vars(plain), **scales, **sizes), file.vocab))
+
+    @classmethod
+    def untrained(
+        cls, target: EmbeddingsAndHead, settings: DFlash2Config, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Of all ids."""
+        plain = block_config(settings, target, sample_from_anchor=False)
+        hidden, group = plain.llama.hidden_size, settings.conv_group_size
+        if hidden % group:
+            raise InputError(
+                f"head.conv_group_size={group}: must divide the hidden size {hidden} of "
+                f"target.path={target.name}"
+            )
+        sizes = {name: getattr(settings, name) for name in SIZES}
+        config = DFlash2HeadConfig(**vars(plain), **sizes, **scales_of(target))
+        return cls(config, plain.ids(vocab)).begin(target, seed)
 
     def make_layer(self) -> BlockLayer:
         """With its convolutions."""
@@ -140,18 +188,19 @@ class DFlash2Head(BlockHead):
         logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
         return cap * (logits / cap).tanh() if cap > 0 else logits
 
-    def embeddings(self) -> list[Tensor]:
-        """See `DraftHead.embeddings`: both codebooks."""
-        selector = self.candidate_selector
-        return [selector.predecessor_codebook, selector.successor_codebook]
-
     def config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""
-        config = self.config
-        names = ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
-        names += self.scales
+        config, names = self.config, [*SIZES, *self.scales]
         return {
             "architectures": ["DFlash2DraftModel"],
             **shared_keys(config, len(self.vocab.ids)),
             "dflash_config": dflash_keys(config) | {name: getattr(config, name) for name in names},
         }
+
+    def export_problem(self, engine: ExportFormat) -> str | None:
+        """Rows see each other both ways, and speculators scales nothing."""
+        if self.config.causal:
+            return "lets rows of DFlash-2 see later ones, and this head has head.causal=true"
+        if self.scales and engine is ExportFormat.speculators:
+            return f"has no word for {' and '.join(self.scales)} of this head"
+        return super().export_problem(engine)

@@ -4,18 +4,29 @@ Source: arXiv 2607.05147; deepseek-ai/DeepSpec. Letters: N rows, D slots, H hidd
 vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from conf.settings.blocks import Markov
-from heads.blocks.config import BlockHeadConfig, causal_key, shared_keys
+from conf.settings.blocks import DSparkConfig, Markov
+from conf.settings.export import ExportFormat
+from heads.blocks.config import BlockHeadConfig, block_config, causal_key, shared_keys
+from heads.blocks.export import BlockLayout
+from heads.blocks.formats import BlockFile
 from heads.blocks.head import BlockHead
+from heads.blocks.readings import readings
 from heads.dspark.markov import ConfidenceHead, MarkovHead
+from heads.head import Variant
+from heads.readings import Readings, flipped
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
+
+CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,11 @@ class DSparkHeadConfig(BlockHeadConfig):
     confidence_with_markov: bool = True
 
 
+def anchor_doubts(head: Any) -> Readings:
+    """Which row drafts which token, where readers disagree."""
+    yield flipped(head, "sample_from_anchor")
+
+
 class DSparkHead(BlockHead):
     """A DSpark head.
 
@@ -44,6 +60,16 @@ class DSparkHead(BlockHead):
     """
 
     config: DSparkHeadConfig
+    # DeepSpec's size of a block.
+    variants: ClassVar = {"dspark": Variant("DSpark heads", partial(DSparkConfig, block_size=7))}
+    phrase = "a DSpark head"
+    architectures = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
+    layout = BlockLayout("dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_ends=True)
+    method, paper = "DSpark", "2607.05147"
+    words = ", each by the token before it"
+    drafted_rows = (r"markov_head\.markov_w2\.weight",)
+    id_rows = (r"markov_head\.markov_w1\.weight",)
+    doubts = (anchor_doubts, readings)
 
     def __init__(self, config: DSparkHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -52,6 +78,50 @@ class DSparkHead(BlockHead):
         self.markov_head = MarkovHead(config.markov_head_type, *sizes)
         read = hidden + (rank if config.confidence_with_markov else 0)
         self.confidence_head = ConfidenceHead(read) if config.confidence else None
+
+    @classmethod
+    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+        """See `heads/blocks/formats.py`."""
+        file = BlockFile.open(folder, path)
+        settings = file.settings
+        markov = settings.get("markov_head_type", "vanilla")
+        if markov not in [each.value for each in Markov]:
+            allowed = ", ".join(each.value for each in Markov)
+            raise file.error(f"config.json says markov_head_type={markov}: must be {allowed}")
+        # speculators filled in masks before it wrote which it does, and vLLM reads such files so.
+        plain = file.architecture(layers, anchored="speculators_model_type" not in settings)
+        rank = file.number("markov_rank")
+        if rank == 0:
+            # What DeepSpec calls DFlash. Engines ask for a Markov head: one that adds nothing.
+            rank = 1
+            file.tensors[f"{MARKOV}w1.weight"] = torch.zeros(file.vocab.size, rank)
+            file.tensors[f"{MARKOV}w2.weight"] = torch.zeros(len(file.vocab.ids), rank)
+        confidence = file.tensors.get(CONFIDENCE)
+        config = DSparkHeadConfig(
+            **vars(plain),
+            markov_rank=rank,
+            markov_head_type=Markov(markov),
+            confidence=confidence is not None,
+            # The key's default differs between engines; the tensor's width does not.
+            confidence_with_markov=confidence is not None
+            and confidence.shape[-1] == plain.llama.hidden_size + rank,
+        )
+        return file.fill(cls(config, file.vocab))
+
+    @classmethod
+    def untrained(
+        cls, target: EmbeddingsAndHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Of all ids, unless it has an output head of its own."""
+        plain = block_config(settings, target, sample_from_anchor=True)
+        config = DSparkHeadConfig(
+            **vars(plain),
+            markov_rank=settings.markov_rank,
+            markov_head_type=settings.markov_head_type,
+            confidence=settings.confidence_weight > 0,
+            confidence_with_markov=settings.confidence_head_with_markov,
+        )
+        return cls(config, plain.ids(vocab)).begin(target, seed)
 
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
@@ -87,15 +157,6 @@ class DSparkHead(BlockHead):
         """See `BlockHead.sure`: by its confidence head, if it has one."""
         return None if self.confidence_head is None else self.confidence(outputs, before)
 
-    def embeddings(self) -> list[Tensor]:
-        """See `DraftHead.embeddings`: both factors of what is added to the logits."""
-        return [self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight]
-
-    def rows_by_id(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BlockHead.rows_by_id`."""
-        yield from super().rows_by_id()
-        yield "markov_head.markov_w2.weight", self.markov_head.markov_w2.weight
-
     def config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""
         config = self.config
@@ -111,3 +172,10 @@ class DSparkHead(BlockHead):
             "enable_confidence_head": config.confidence,
             "confidence_head_with_markov": config.confidence_with_markov,
         }
+
+    def export_problem(self, engine: ExportFormat) -> str | None:
+        """vLLM builds one of the Markov heads, whatever the file says."""
+        markov = self.config.markov_head_type
+        if engine is ExportFormat.vllm and markov is not Markov.vanilla:
+            return f"applies head.markov_head_type=vanilla alone, and this head has {markov.value}"
+        return super().export_problem(engine)

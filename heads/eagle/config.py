@@ -45,6 +45,11 @@ class EagleHeadConfig:
     norm_output: bool = False
     norm_before_residual: bool = False
 
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """Of the longest path: the head goes on from its own outputs to any depth."""
+        return None
+
 
 def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]:
     """Low, middle and high features of a target, as EAGLE-3 takes them.

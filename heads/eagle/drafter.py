@@ -21,7 +21,7 @@ from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree, re
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Branches, Stretch
-from heads.eagle.head import EagleHead, Text
+from heads.eagle.network import EagleNetwork, Text
 
 
 class EagleMemory(ABC):
@@ -31,7 +31,7 @@ class EagleMemory(ABC):
         head: attached to the target.
     """
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: EagleNetwork) -> None:
         self.head = head
         self.taps = head.taps
         self.buffers = [SlotBuffer() for _ in range(head.config.llama.num_hidden_layers)]
@@ -164,7 +164,7 @@ class EagleChain(_EagleDrafter):
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleNetwork,
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
@@ -214,7 +214,7 @@ class EagleTree(_EagleDrafter):
 
     nested = True
 
-    def __init__(self, head: EagleHead, shape: DynamicShape) -> None:
+    def __init__(self, head: EagleNetwork, shape: DynamicShape) -> None:
         super().__init__(head)
         self.shape = shape
         self.static_nodes = 1 + shape.num_tokens

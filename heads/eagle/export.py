@@ -7,10 +7,10 @@ from torch import Tensor
 
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
-from heads.eagle.head import WEIGHTS, EagleHead
-from heads.eagle.layouts import NORMS, EagleLayout, takes_own_embedding
+from heads.eagle.layouts import NORMS, EagleLayout, check_target, takes_own_embedding
+from heads.eagle.network import EagleNetwork
 from heads.export.engines import dtype_of, vllm_command
-from heads.kind import Files
+from heads.head import WEIGHTS, Files
 from heads.layers.llama import old_rope
 from heads.target_model import sizes
 
@@ -19,12 +19,17 @@ EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.b
 
 
 def files(
-    head: EagleHead,
+    head: EagleNetwork,
     engine: ExportFormat,
     layout: EagleLayout,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> Files:
-    """What an engine that can serve the head reads, in its layout."""
+    """What an engine that can serve the head reads, in its layout.
+
+    Raises:
+        InputError: see `layouts.check_target`.
+    """
+    check_target(head, engine, layout)
     own, added = _tensors(head, layout), _added(head, layout)
     settings = _config(head, layout, dtype_of(head))
     if engine is ExportFormat.speculators:
@@ -32,7 +37,7 @@ def files(
     return Files(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
 
 
-def _tensors(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
+def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     prefix = head.layer_prefix
     named = {
         layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
@@ -47,7 +52,7 @@ def _tensors(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
     return named
 
 
-def _added(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
+def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     """What the engine would otherwise start at random."""
     added = {}
     if layout.embedding and head.embed_tokens is None:
@@ -60,10 +65,10 @@ def _added(head: EagleHead, layout: EagleLayout) -> dict[str, Tensor]:
     return added
 
 
-def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
+def _config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     """Keys of a Llama model with those of EAGLE beside them, each in every place it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
-    settings = head.config_json()
+    settings = head.files().config
     if not config.qk_norm:
         settings["architectures"] = [layout.architecture]
     settings |= {
@@ -95,7 +100,7 @@ def _config(head: EagleHead, layout: EagleLayout, dtype: str) -> dict[str, Any]:
 
 
 def _speculators_config(
-    head: EagleHead, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
+    head: EagleNetwork, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
 ) -> dict[str, Any]:
     """Keys of speculators' `Eagle3SpeculatorConfig`; the layer's lie in one of their own."""
     config = head.config
@@ -132,7 +137,7 @@ def _speculators_config(
     }
 
 
-def serve_command(head: EagleHead, engine: ExportFormat, folder: str) -> str:
+def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
     """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
     target = head.target_name
     eagle3 = head.config.form is EagleForm.eagle3
@@ -163,7 +168,7 @@ def serve_command(head: EagleHead, engine: ExportFormat, folder: str) -> str:
     )
 
 
-def hint(head: EagleHead, engine: ExportFormat) -> str:
+def hint(head: EagleNetwork, engine: ExportFormat) -> str:
     """What else a user of this engine should know; empty or a sentence."""
     if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
         return (

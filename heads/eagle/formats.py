@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -23,12 +23,13 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from heads.eagle.config import EagleHeadConfig
-from heads.eagle.head import LAYER_NAMES, EagleHead
+from heads.eagle.network import LAYER_NAMES, EagleNetwork
 from heads.folders import PROVENANCE
-from heads.kind import UNKNOWN
-from heads.storage import load_tensors, locate
+from heads.head import UNKNOWN
+from heads.storage import load_tensors
 from heads.vocab import DraftVocab
 
+Head = TypeVar("Head", bound=EagleNetwork)
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 SCALED_ROPE = ("linear", "yarn", "llama3")
@@ -52,37 +53,6 @@ FLAGS = {
     "norm_before_fc": "input_norm.weight",
 }
 DRAFT_SIZES = ("draft_vocab_size", "hot_vocab_size", "truncated_vocab_size")
-
-
-def load_eagle(
-    path: str, revision: str | None = None, layers: Sequence[int] | None = None
-) -> EagleHead:
-    """Loads an EAGLE-1/2 or EAGLE-3 head, published or ours; float32, not attached.
-
-    Without layer ids in `config.json` the head takes the default ones when it is attached.
-
-    Args:
-        path: folder or Hub id.
-        revision: of a Hub id: branch, tag, commit or `refs/pr/1`.
-        layers: the target features that EAGLE-3 fuses, as indices of `output_hidden_states`,
-            in place of those in `config.json`. Those are taken to count as vLLM, speculators
-            and we do; heads of SGLang, SpecForge and ModelOpt may count the layer whose output
-            is read, which is one less: they need `layers` with 1 added to each.
-
-    Raises:
-        InputError: missing, corrupt, pickled or foreign files; a tensor too many, too few or
-            misshapen; settings that contradict the tensors; an architecture that is not served.
-    """
-    return read_eagle(locate(path, revision), path, layers)
-
-
-def read_eagle(folder: Path, path: str, layers: Sequence[int] | None = None) -> EagleHead:
-    """`load_eagle` of a folder that `locate` has found for `path`."""
-    found = Checkpoint.open(folder, path)
-    config = architecture(found, layers, ONLY)
-    head = EagleHead(config, vocabulary(found, config.form))
-    fill(head, found)
-    return head
 
 
 @dataclass
@@ -343,8 +313,8 @@ def vocabulary(found: Checkpoint, form: EagleForm) -> DraftVocab:
     return vocab
 
 
-def fill(head: EagleHead, found: Checkpoint) -> None:
-    """Loads all tensors of a file into a head.
+def filled(head: Head, found: Checkpoint) -> Head:
+    """A head, loaded with all tensors of a file.
 
     Raises:
         InputError: one too many, too few or misshapen.
@@ -364,3 +334,4 @@ def fill(head: EagleHead, found: Checkpoint) -> None:
     if problems:
         raise found.error("tensors " + "; ".join(problems))
     head.load_state_dict(tensors)
+    return head

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.head import EagleHead
-from heads.kind import Drafted
+from heads.eagle.network import EagleNetwork
+from heads.head import Golden
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import embedding_rows, output_rows, projected
 from heads.target_model.model import Target, TargetOutput
 
-Head = TypeVar("Head", bound=EagleHead)
+Head = TypeVar("Head", bound=EagleNetwork)
 
 
-def drafted(
-    head: EagleHead, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> Drafted:
+def golden(
+    head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> Golden:
     """Row t at depth j has read features 0..t beside tokens 0..t, then its own outputs.
 
-    What an engine's chain does while every draft is accepted; arguments as `Kind.drafted` says.
+    What an engine's chain does while every draft is accepted; arguments as `DraftHead.golden` says.
     """
     embeddings = embedding_rows(target.embedding.weight, token_ids, head.dtype)
     own = embeddings
@@ -34,16 +34,16 @@ def drafted(
 
 
 def projected_by(
-    head: EagleHead, target: Target, outputs: Tensor, beside: dict[str, Tensor]
-) -> Drafted:
+    head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
+) -> Golden:
     """The logits of normed outputs [D, S, H], by the head's output head or the target's."""
     if head.lm_head is None:
         rows = output_rows(target, head.dtype)
-        return Drafted(projected(outputs, rows), beside, rows)
+        return Golden(projected(outputs, rows), beside, rows)
     found = projected(outputs, head.lm_head.weight.cpu())
     logits = torch.full((*found.shape[:2], head.vocab.size), float("-inf"))
     logits[..., head.vocab.ids.cpu()] = found
-    return Drafted(logits, beside | {"logsumexp": found.logsumexp(-1)})
+    return Golden(logits, beside | {"logsumexp": found.logsumexp(-1)})
 
 
 def on_cpu(head: Head, embeddings: Tensor) -> Head:
@@ -56,7 +56,7 @@ def on_cpu(head: Head, embeddings: Tensor) -> Head:
     return copy.eval()
 
 
-def _unrolled(head: EagleHead, hidden_states: list[Tensor], position_ids: Tensor) -> Tensor:
+def _unrolled(head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor) -> Tensor:
     """[D, S, H] normed outputs of a head made by `on_cpu`."""
     assert head.embed_tokens is not None
     num_rows = len(position_ids)

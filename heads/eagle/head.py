@@ -1,368 +1,179 @@
-"""EAGLE heads: one decoder layer that continues the target's own features.
+"""EAGLE heads: what they answer, see `heads/head.py`."""
 
-At token t the head reads the feature f_t and the token x_{t+1}, and predicts x_{t+2}; fed with
-its own output in place of f_{t+1} it goes on to x_{t+3}, and so on.
-
-Sources: EAGLE (arXiv 2401.15077), HASS (2408.15766) and EAGLE-3 (2503.01840); file layout of
-SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of a text, N rows,
-H hidden, F width of a feature, V vocabulary, W draft vocabulary.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from heads.decoding.drafting import PAD
-from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.config import EagleHeadConfig, config_json, default_layers, eagle_config
-from heads.eagle.layer import EagleLayer
-from heads.folders import PROVENANCE
-from heads.kind import UNKNOWN, DraftHead, check_fits
-from heads.layers.documents import Documents
-from heads.layers.llama import RmsNorm, normed
-from heads.layers.projection import Projection
-from heads.storage import save_head
+from conf.settings.export import ExportFormat
+from heads.decoding.chains import Calibration
+from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import Sampling, drafter_seeds
+from heads.decoding.tree import DynamicShape, Shape
+from heads.eagle import export, golden, layouts
+from heads.eagle.config import config_json, default_layers, eagle_config
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.formats import ONLY, Checkpoint, architecture, filled, vocabulary
+from heads.eagle.layouts import LAYOUTS, EagleLayout
+from heads.eagle.network import EagleNetwork
+from heads.head import Export, Files, Golden, HeadFacts, Variant, trained_with
+from heads.readings import Readings, flipped, layers, orders, parts, reread, rotations, vocabularies
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
-WEIGHTS = "model.safetensors"
-ROWS_PER_CHUNK = 256
-LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
+BIAS_PROBLEM = (
+    "its fusion layer has a bias (`fc.bias`), for which vLLM has no place. A head trained with "
+    "head.fc_bias=false loads."
+)
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text that the head has read with true features.
-
-    Attributes:
-        inputs: [S, I] of the layer's attention.
-        residual: [S, H].
-        position_ids: [S] int64.
-        rotation: [S, 2, d] of the positions.
-        keys, values: [S, K, d].
-    """
-
-    inputs: Tensor
-    residual: Tensor
-    position_ids: Tensor
-    rotation: Tensor
-    keys: Tensor
-    values: Tensor
+def feature_doubts(head: Any) -> Readings:
+    """What the files of any head of EAGLE's layers may say wrongly."""
+    if head.config.form is EagleForm.eagle1:
+        swapped = {"fc.weight": parts(head.fc.weight.detach(), (1, 0))}
+        yield "fc reads the feature before the embedding", reread(head, tensors=swapped)
+    else:
+        yield from layers(head, default_layers)
+        yield from orders(head)
+        yield flipped(head, "norm_before_residual")
+    yield from rotations(head)
+    yield from vocabularies(head)
 
 
-class EagleHead(DraftHead):
-    """An EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
+def output_doubts(head: Any) -> Readings:
+    """Which of its outputs a head feeds back."""
+    if head.config.form is EagleForm.eagle3:
+        yield flipped(head, "norm_output")
 
-    Args:
-        config: the architecture.
-        vocab: the ids it can draft.
-    """
 
-    window: int
+class EagleHead(EagleNetwork):
+    """An EAGLE-1/2 or EAGLE-3 head."""
 
-    def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
-        super().__init__()
-        assert config.form is EagleForm.eagle3 or vocab.full
-        self.config, self.vocab = config, vocab
-        llama, eagle3 = config.llama, config.form is EagleForm.eagle3
-        hidden, eps, width = llama.hidden_size, llama.rms_norm_eps, config.target_hidden_size
-        num_features = (len(config.layers) or 3) if eagle3 else 2
-        self.fc = nn.Linear(num_features * width, hidden, bias=config.fc_bias)
-        self.layer = EagleLayer(llama, eagle3, config.qk_norm)
-        self.norm = RmsNorm(hidden, eps) if eagle3 else None
-        norms = [RmsNorm(width, eps) for _ in range(num_features)]
-        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        whole = num_features * width
-        self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
-        own_head = eagle3 and config.own_output_head
-        self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
-        self.embed_tokens: nn.Embedding | None = None
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
-        # In a tuple, so that the target does not become a part of the head.
-        self._target: tuple[EmbeddingsAndHead, ...] = ()
+    variants: ClassVar = {
+        form.value: Variant(title, partial(EagleConfig, form=form))
+        for form, title in layouts.TITLES.items()
+    }
+    phrase = "an EAGLE head"
+    output_rows = (r"lm_head\.weight",)
+    compiled = (LlamaMLP,)
+    default_layers = staticmethod(default_layers)
+    doubts = (feature_doubts, output_doubts)
+    prunable = "heads that project onto the ids by weights of their own"
+    layouts: ClassVar[dict[ExportFormat, dict[EagleForm, EagleLayout]]] = LAYOUTS
 
     @classmethod
-    def from_target(
+    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Whatever it is, the reader says what it lacks.
+
+        Without layer ids in `config.json` the head takes the default ones when it is attached.
+        """
+        found = Checkpoint.open(folder, path)
+        config = architecture(found, layers, ONLY)
+        return filled(cls(config, vocabulary(found, config.form)), found)
+
+    @classmethod
+    def untrained(
         cls, target: EmbeddingsAndHead, settings: EagleConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """An untrained float32 head, sized like a layer of the target and attached to it.
-
-        Raises:
-            InputError: `settings.layers` does not fit the target.
-        """
+        """Sized like a layer of the target; EAGLE-1 drafts through its output head, so all ids."""
+        if settings.form is EagleForm.eagle1:
+            vocab = DraftVocab.everything(vocab.size)
         return cls(eagle_config(settings, target), vocab).begin(target, settings.output_head, seed)
 
-    def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
+    def drafter(
+        self,
+        shape: Shape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
+    ) -> Drafter:
+        """Chains draw when the target does; trees are ranked."""
+        if isinstance(shape, DynamicShape):
+            return EagleTree(self, shape)
+        return EagleChain(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
-        Raises:
-            InputError: rows of the target's output head that a head cannot start from.
-        """
-        self._initialise(seed)
-        self.attach(target)
-        if self.embed_tokens is not None:
-            self.embed_tokens.weight.data.copy_(target.embedding.weight)
-        if self.lm_head is not None and start is not OutputHead.scratch:
-            _check_rows(target, start)
-            rows = target.output_head.weight.detach()[self.vocab.ids.to(target.device)]
-            self.lm_head.weight.data.copy_(rows)
-            self.lm_head.requires_grad_(start is OutputHead.copy)
-        return self
-
-    def _initialise(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02, generator=generator)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-
-    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """Checks that the head fits a target, borrows its embedding and moves to its device.
-
-        Args:
-            target: the frozen target.
-            dtype: of the head's parameters; unset leaves them.
-
-        Raises:
-            InputError: with both sizes.
-        """
-        config = self.config
-        which = "feature_size" if config.form is EagleForm.eagle3 else "hidden_size"
-        check_fits(self, target, config.target_hidden_size, which)
-        if config.form is EagleForm.eagle3 and not config.layers:
-            self.config = replace(self.config, layers=default_layers(target.num_layers))
-        if config.target == UNKNOWN:
-            self.config = replace(self.config, target=target.name)
-        outside = [i for i in self.config.layers if not 0 <= i <= target.num_layers]
-        if outside:
-            raise InputError(
-                f"head.layers: {outside}, but target.path={target.name} has hidden states "
-                f"0..{target.num_layers}"
-            )
-        self.taps = Taps(self.config.layers)
-        if self.taps.layers and isinstance(target, Target):
-            assert target.blocks  # found, or refused before any work
-        self._target = (target,)
-        self.vocab = self.vocab.to(target.device)
-        return self.to(target.device, dtype)
-
-    @property
-    def target(self) -> EmbeddingsAndHead:
-        """What the head is attached to."""
-        return self._target[0]
-
-    @property
-    def target_name(self) -> str:
-        """Of the target that it is attached to, by its name of today."""
-        return self._target[0].name if self._target else self.config.target
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        return self.fc.weight.dtype
-
-    def features(self, output: TargetOutput) -> Tensor:
-        """[..., F] what the head reads of a target pass, in the head's dtype."""
-        if self.config.form is EagleForm.eagle1:
-            return output.hidden_states.to(self.fc.weight)
-        layers = [output.layers[index] for index in self.config.layers]
-        return torch.cat(layers, dim=-1).to(self.fc.weight)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., H] one feature of [..., F]; EAGLE-1 reads a single one, which stays."""
-        if self.config.form is EagleForm.eagle1:
-            return features
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm is not None:
-            features = normed(features, self.fc_norm)
-        return self.fc(features)
-
-    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
-        """Taps features and, beside each, the token after it.
-
-        Args:
-            fused: [S, H], of `fuse` or an earlier output of the head.
-            token_ids: [S] int64, the token that follows the feature's.
-            position_ids: [S] int64, of the feature.
-        """
-        inputs, residual = self.inputs(fused, token_ids)
-        rotation = self.layer.self_attn.rotation(inputs, position_ids)
-        keys, values = self.layer.self_attn.keys_values(inputs, rotation)
-        return Text(inputs, residual, position_ids, rotation, keys, values)
-
-    def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer reads [S, I], and its residual [S, H]; arguments as of `read`."""
-        embeds, layer = self._embed(token_ids), self.layer
-        if layer.input_layernorm is None or layer.hidden_norm is None:
-            both = self.fc(torch.cat([embeds, fused], dim=-1))
-            return both, both
-        states = layer.hidden_norm(fused)
-        inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
-        return inputs, states if self.config.norm_before_residual else fused
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        if self.embed_tokens is not None:
-            return self.embed_tokens(token_ids)
-        weight = self._target[0].embedding.weight
-        return functional.embedding(token_ids, weight).to(self.dtype)
-
-    def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
-        """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
-        return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
-
-    def advance(
-        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
-    ) -> Tensor:
-        """[N, H] the next output of rows that read their own last one.
-
-        Args:
-            outputs: [N, H], what the row gave last.
-            token_ids: [N] int64, the token drafted from it.
-            position_ids: [N] int64, one more than the row's last.
-            branches: gets the rows' new keys and values.
-        """
-        fed = self.normed(outputs) if self.config.norm_output else outputs
-        text = self.read(fed, token_ids, position_ids)
-        branches.own_keys.append(text.keys)
-        branches.own_values.append(text.values)
-        return self.layer(text.inputs, text.residual, text.rotation, branches)
-
-    def unroll(
-        self, text: Text, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False
-    ) -> Iterator[Tensor]:
-        """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
-
-        Row t gives first what follows x_{t+1}, then, from its own output and x_{t+2}, what
-        follows that. This is the training-time test, and, as a draft is only followed while
-        it is accepted, also what greedy decoding would compute.
-
-        Args:
-            text: the whole text.
-            token_ids: [S + 1] int64, the text and the token after it.
-            rows: [N] int64.
-            branches: of the rows, without own keys.
-            detach: no gradient into the outputs that are fed back.
-        """
-        outputs = self.draft(text, rows, branches)
-        step = 0
-        while True:
-            yield outputs
-            step += 1
-            fed = outputs.detach() if detach else outputs
-            # Rows whose text has ended go on with its last token; nobody looks at them.
-            tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
-            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
-
-    def compile_layers(self) -> None:
-        """Compiles what is not attention, on first use."""
-        self.layer.mlp.compile(dynamic=True)
-
-    def normed(self, outputs: Tensor) -> Tensor:
-        """[..., H] outputs after the last norm, which EAGLE-1 has not."""
-        return outputs if self.norm is None else self.norm(outputs)
-
-    def projection(self) -> Projection:
-        """From normed outputs to draft logits: the head's own, or the target's."""
-        if self.lm_head is not None:
-            return Projection(self.lm_head.weight)
-        return self._target[0].projection
-
-    def output_heads(self) -> list[Tensor]:
-        """See `DraftHead.output_heads`; an EAGLE-1 head has none."""
-        return [] if self.lm_head is None else [self.lm_head.weight]
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] draft logits of outputs [..., H]."""
-        states = self.normed(outputs)
-        if self.lm_head is not None:
-            return self.lm_head(states)
-        target = self._target[0]
-        return target.logits(states.to(target.output_head.weight.dtype)).to(states.dtype)
-
-    @torch.no_grad()
-    def candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
-        rows = places[first:]
-        seen = causal_rows(Documents.single(len(places), device), rows)
-        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
-        best = torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
-        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
-
-    def _best(self, outputs: Tensor, width: int) -> Tensor:
-        """[N, width] the best target ids after outputs [N, H]."""
-        parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
-        return self.vocab.to_target(torch.cat(parts))
-
-    def pruned(self, vocab: DraftVocab) -> Self:
-        """See `DraftHead.pruned`; of a head with an output head of its own."""
-        assert self.lm_head is not None
-        small = type(self)(self.config, vocab)
-        rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
-        tensors = self.state_dict()
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][rows]
-        small.load_state_dict(tensors)
-        return small
-
-    @property
-    def layer_prefix(self) -> str:
-        """What the names of its layer start with in the original layout."""
-        return LAYER_NAMES[self.config.form]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The names of the original layout, with `d2t` and `t2d` for a reduced vocabulary."""
-        prefix = self.layer_prefix
-        # Not `state_dict`, which FSDP takes as a wish for shards.
-        named = {
-            prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: p.detach()
-            for name, p in self.named_parameters()
+    def files(self) -> Files:
+        """The names of the original layout, and the keys that vLLM and SGLang read."""
+        prefix, own = self.layer_prefix, super().files()
+        tensors = {
+            prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
+            for name, tensor in own.tensors.items()
         }
-        if not self.vocab.full:
-            named |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}
-        return named
+        return Files(config_json(self.config, len(self.vocab.ids)), own.weights, tensors)
 
-    def config_json(self) -> dict[str, Any]:
-        """Content of `config.json`, as vLLM and SGLang read it."""
-        return config_json(self.config, len(self.vocab.ids))
+    def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
+        """See `heads/eagle/layouts.py`."""
+        layout = self.layouts.get(engine, {}).get(self.config.form)
+        if layout is None:
+            return Export(f"loads no {self.variants[self.variant].title}")
+        problem = layouts.problem(self, layout)
+        return Export(problem) if problem else self._exported(engine, layout, folder)
 
-    def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
-        """See `DraftHead.save`."""
-        documents: dict[str, object] = {"config.json": self.config_json()}
-        if provenance is not None:
-            documents[PROVENANCE] = provenance
-        save_head(folder, WEIGHTS, self.tensors(), documents)
+    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> Export:
+        command = export.serve_command(self, engine, folder)
+        files = partial(export.files, self, engine, layout)
+        return Export(None, files, command, export.hint(self, engine))
 
+    def golden(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> Golden:
+        """See `heads/eagle/golden.py`."""
+        return golden.golden(self, target, states, token_ids, places)
 
-def _check_rows(target: EmbeddingsAndHead, start: OutputHead) -> None:
-    """Refuses an output head of a target whose rows a head cannot start from.
-
-    A head has no bias of logits, and engines no place for one: it learns without the target's.
-    """
-    if target.head_is_quantized:
-        raise InputError(
-            f"head.output_head={start.value}: the output head of target.path={target.name} is "
-            "quantised; allowed: scratch"
+    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+        """Its layer, features and method, which for one architecture its training tells."""
+        settings, config = trained_with(provenance), self.config
+        tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
+        method, paper = self._method(settings)
+        drafted = min(max(settings.get("num_steps", 3), 3), 5)
+        return HeadFacts(
+            tag=tag,
+            name=f"{method} head",
+            method=method,
+            paper=paper,
+            description=(
+                f"one decoder layer {self._parts()}. It drafts one token after another, to any "
+                "depth, each from its own last output"
+            ),
+            num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
+            # vLLM builds the fusion layer without a bias and fails on the tensor.
+            vllm_method=None if config.fc_bias else tag,
+            vllm_problem=BIAS_PROBLEM,
+            copied=self._copied(settings),
         )
-    if start is OutputHead.frozen and not target.has_plain_head:
-        raise InputError(
-            f"head.output_head=frozen: the output head of target.path={target.name} has a bias, "
-            "without which its rows do not give its logits; allowed: copy, scratch"
-        )
+
+    def _method(self, settings: dict[str, Any]) -> tuple[str, str]:
+        """Name and arXiv number."""
+        config = self.config
+        if config.form is EagleForm.eagle1:
+            # The same head: only its training tells HASS from EAGLE-1, and its use EAGLE-2.
+            hass = settings.get("top_k_weight") or settings.get("detach_features")
+            return ("HASS", "2408.15766") if hass else ("EAGLE-1/2", "2401.15077")
+        if config.fc_norm and config.norm_output:
+            return "EAGLE-3.1", "2605.09992"
+        return "EAGLE-3", "2503.01840"
+
+    def _parts(self) -> str:
+        config = self.config
+        size = f"(hidden size {config.llama.hidden_size}, {self.vocab.described()})"
+        if config.form is EagleForm.eagle1:
+            return f"{size} on the target's last hidden state"
+        *most, last = map(str, config.layers) if config.layers else ("low", "middle", "high")
+        fused = f"{', '.join(most)} and {last}" if most else last
+        counted = " (as `output_hidden_states` counts them)" if config.layers else ""
+        return f"{size} on the target's hidden states {fused}{counted}, fused"
+
+    def _copied(self, settings: dict[str, Any]) -> list[str]:
+        copied, start = [], settings.get("output_head")
+        if self.lm_head is not None and start == OutputHead.frozen.value:
+            copied.append("rows of its output head")
+        if self.lm_head is not None and start == OutputHead.copy.value:
+            copied.append("an output head that started as rows of its own")
+        if self.embed_tokens is not None:
+            copied.append("its token embedding")
+        return copied

@@ -18,7 +18,7 @@ import torch
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
-from heads.eagle.head import EagleHead
+from heads.eagle.network import EagleNetwork
 from heads.export.engines import ENGINES
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
@@ -145,7 +145,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 }
 
 
-def problem(head: EagleHead, layout: EagleLayout) -> str | None:
+def problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     """Why an engine with such a layout cannot serve a head, as the end of a sentence."""
     return (
         _part_problem(head, layout)
@@ -154,7 +154,7 @@ def problem(head: EagleHead, layout: EagleLayout) -> str | None:
     )
 
 
-def _part_problem(head: EagleHead, layout: EagleLayout) -> str | None:
+def _part_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     config = head.config
     for part, words in PARTS.items():
         if getattr(config, part) and part not in layout.parts:
@@ -181,7 +181,7 @@ def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
     return None
 
 
-def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
+def _rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     llama = head.config.llama
     rope: dict = llama.rope_parameters
     for key in layout.unread_rope:
@@ -203,7 +203,7 @@ def _rope_problem(head: EagleHead, layout: EagleLayout) -> str | None:
     return None
 
 
-def check_target(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
+def check_target(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
     """Refuses what the engine takes from this target in another way than the head does.
 
     Raises:
@@ -214,7 +214,7 @@ def check_target(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> 
         _check_layers(head.config.layers, engine, layout, head.target.num_layers)
 
 
-def _check_embedding(head: EagleHead, engine: ExportFormat, layout: EagleLayout) -> None:
+def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
     own = head.embed_tokens
     if own is None or takes_own_embedding(head, layout):
         return
@@ -245,6 +245,6 @@ def _check_layers(
         )
 
 
-def takes_own_embedding(head: EagleHead, layout: EagleLayout) -> bool:
+def takes_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
     """Whether the engine keeps an embedding that the head brings."""
     return layout.own_embedding or head.config.target_hidden_size != head.config.llama.hidden_size

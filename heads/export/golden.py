@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.target_model.decoder import state_of
 from heads.target_model.model import Target
 from heads.target_model.sizes import num_positions
@@ -50,23 +49,22 @@ def golden(
         InputError: the head drafts with an output head of the target that is quantised or has
             a bias.
     """
-    kind = kind_of(head)
-    depth = kind.most_tokens(head) or depth
+    depth = head.most_tokens or depth
     longest = num_positions(target.config)
     token_ids = _tokens(target, num_rows + depth + 1)
     states = _hidden_states(target, token_ids[:num_rows])
     # A block has a row more than it drafts.
     places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
-    drafted = kind.drafted(head, target, states, token_ids, places)
-    ids = _ids(drafted.logits)
+    made = head.golden(target, states, token_ids, places)
+    ids = _ids(made.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
-    tensors |= _features(states, bool(head.taps.layers)) | drafted.beside
-    tensors["logits"] = drafted.logits[..., ids]
-    if drafted.output_head is not None:
-        tensors["output_head"] = drafted.output_head[ids]
+    tensors |= _features(states, bool(head.taps.layers)) | made.beside
+    tensors["logits"] = made.logits[..., ids]
+    if made.output_head is not None:
+        tensors["output_head"] = made.output_head[ids]
     metadata = {
         "headsmith_parity": "1",
-        "kind": kind.form(head),
+        "kind": head.variant,
         "num_layers": str(target.num_layers),
         "max_position_embeddings": str(longest),
         "vocab_size": str(target.vocab_size),

@@ -6,18 +6,18 @@ beside `config.json` for weights.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from heads.export.engines import ENGINES, dtype_of
-from heads.export.serve import readme
+from heads.export.engines import ENGINES, LOADERS, dtype_of, template_note
 from heads.folders import PROVENANCE
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.storage import write_folder
 
 PARITY = Path("parity") / "parity.safetensors"
@@ -29,10 +29,9 @@ def check_format(head: DraftHead, engine: ExportFormat) -> None:
     Raises:
         InputError: with the formats that can.
     """
-    kind = kind_of(head)
-    problem = kind.export_problem(head, engine)
+    problem = head.export(engine).problem
     if problem is not None:
-        able = [each.value for each in ExportFormat if kind.export_problem(head, each) is None]
+        able = [each.value for each in ExportFormat if head.export(each).problem is None]
         raise InputError(
             f"format={engine.value}: {ENGINES[engine]} {problem}; allowed for this head: "
             f"{', '.join(able) or 'none'}"
@@ -46,7 +45,7 @@ def check_target(head: DraftHead, engine: ExportFormat) -> None:
         InputError: with what it takes.
     """
     check_format(head, engine)
-    kind_of(head).check_target(head, engine)
+    head.export(engine).files()
 
 
 def export_head(
@@ -69,13 +68,12 @@ def export_head(
         InputError: the engine cannot serve this head, or the disk is full or not writable; what
             was there before is untouched.
     """
-    check_target(head, engine)
-    kind = kind_of(head)
-    files = kind.files(head, engine)
+    check_format(head, engine)
+    files = head.export(engine).files()
     tensors = {name: each.detach().cpu().contiguous() for name, each in files.tensors.items()}
     about = {
         "format": engine.value,
-        "kind": kind.form(head),
+        "kind": head.variant,
         "layers": files.layers,
         "target": head.target_name,
         "dtype": dtype_of(head),
@@ -93,3 +91,25 @@ def export_head(
         save_file(golden[0], staging / PARITY, metadata=golden[1])
 
     write_folder(out_dir, fill)
+
+
+def readme(
+    head: DraftHead, engine: ExportFormat, layers: Sequence[int], provenance: dict[str, Any]
+) -> str:
+    """The README of an export; `DIR` stands for its folder."""
+    export = head.export(engine)
+    notes = (export.hint, template_note(provenance))
+    further = "".join(f"{note}\n\n" for note in notes if note)
+    taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
+    return (
+        f"# {head.variants[head.variant].title} for {head.target_name}\n\n"
+        f"For speculative decoding with {ENGINES[engine]}, {dtype_of(head)} weights{taps}. "
+        f"Written by Headsmith after the loaders of {LOADERS[engine]}.\n\n"
+        "## Serve\n\n"
+        f"```\n{export.command}\n```\n\n{further}"
+        "## Verify\n\n"
+        "`parity/parity.safetensors` holds features of the target and the logits of the trained "
+        "head on them. On any machine with Headsmith\n\n"
+        "```\npython scripts/verify_export.py DIR\n```\n\n"
+        "computes the head anew from these files alone, as the engine reads them, and compares.\n"
+    )

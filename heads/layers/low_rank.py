@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conf.errors import InputError
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 NUM_CANDIDATES = 32

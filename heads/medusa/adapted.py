@@ -36,6 +36,10 @@ class AdaptedMedusa(nn.Module):
         """The heads' own, see `DraftHead.embeddings`."""
         return self.heads.embeddings()
 
+    def compile_layers(self) -> None:
+        """The heads' own, see `DraftHead.compile_layers`."""
+        self.heads.compile_layers()
+
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
         """Writes the heads to `folder` and the adapter beside it, to `adapter`.
 

@@ -3,18 +3,19 @@
 Or a chain of them, cut where it becomes unlikely, of which no further head runs.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import upload
 from heads.decoding.chains import Calibration, ChainSampler
 from heads.decoding.drafting import Committed, Draft, Roots
-from heads.decoding.sampling import GREEDY, Generators
+from heads.decoding.head_drafter import HeadDrafter
 from heads.decoding.tree import Tree
-from heads.medusa.head import MedusaHead
+from heads.medusa.network import MedusaNetwork
 
 
-class MedusaDrafter:
+class MedusaDrafter(HeadDrafter):
     """Drafts from the hidden state of the last committed token.
 
     Args:
@@ -22,16 +23,17 @@ class MedusaDrafter:
         tree: static tree, no deeper than there are heads.
     """
 
-    def __init__(self, head: MedusaHead, tree: Tree) -> None:
-        self.head = head
+    state: ClassVar = ("hidden",)
+    hidden: Tensor | None = None
+
+    def __init__(self, head: MedusaNetwork, tree: Tree) -> None:
+        super().__init__(head, tree)
         self.tree = tree
-        self.taps = head.taps
-        self.static_nodes: int | None = tree.num_nodes
+        self.static_nodes = tree.num_nodes
         levels = [depth - 1 for depth in tree.depths[1:]]
         self.slots = torch.tensor(
             [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
         )
-        self.hidden: Tensor | None = None
 
     def observe(self, seen: Committed) -> None:
         """Keeps the states [B, D] of the last committed tokens."""
@@ -46,17 +48,6 @@ class MedusaDrafter:
         candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
         return Draft.of(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
 
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
-        if self.hidden is not None:
-            self.hidden = self.hidden[upload(rows, self.hidden.device)]
-
-    def take(self, row: int, other: "MedusaDrafter") -> None:
-        """A row goes on with the one text of another drafter."""
-        assert self.hidden is not None
-        assert other.hidden is not None
-        self.hidden[row] = other.hidden[0]
-
 
 class MedusaCut(MedusaDrafter):
     """Drafts a chain of the best candidates, until no text's goes on.
@@ -67,16 +58,15 @@ class MedusaCut(MedusaDrafter):
         calibration: cuts the chains.
     """
 
-    def __init__(self, head: MedusaHead, depth: int, calibration: Calibration) -> None:
+    def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
         super().__init__(head, Tree.chain(depth))
-        self.calibration = calibration
-        self.static_nodes = None
+        self.calibration, self.static_nodes = calibration, None
 
     def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
         """Chains of at most `depth` tokens."""
         assert self.hidden is not None
         hidden = self.hidden.to(next(self.head.parameters()).dtype)
-        draws = ChainSampler(self.head.vocab, GREEDY, Generators([], []), self.calibration)
+        draws = ChainSampler(self.head.vocab, calibration=self.calibration)
         tokens: list[Tensor] = []
         while len(tokens) < self.tree.depth and not draws.ended:
             tokens.append(draws.token(self.head.head_logits(len(tokens), hidden)))

@@ -6,16 +6,14 @@ Read from the loaders themselves: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up 
 """
 
 import json
-from copy import deepcopy
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from conf.settings.export import ExportFormat
 from heads.export.engines import dtype_of, vllm_command
-from heads.kind import Drafted, Files
-from heads.medusa.head import VLLM_WEIGHTS, WEIGHTS, MedusaHead
+from heads.head import Files
+from heads.medusa.network import VLLM_WEIGHTS, WEIGHTS, MedusaNetwork
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,17 @@ LAYOUTS = {
     # All blocks of a head are one and the same there.
     ExportFormat.original: MedusaLayout(max_layers=1),
 }
+AUTHORS_HINT = (
+    "The authors' loader builds 5 heads, whatever the file holds; those that it lacks draft at "
+    "random."
+)
 CONVERT = (
     "import torch; from safetensors.torch import load_file; "
     "torch.save(load_file('{folder}/medusa_lm_head.safetensors'), '{folder}/medusa_lm_head.pt')"
 )
 
 
-def problem(head: MedusaHead, engine: ExportFormat) -> str | None:
+def problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
     """Why an engine cannot serve heads, as the end of a sentence."""
     layout = LAYOUTS.get(engine)
     if layout is None:
@@ -65,15 +67,15 @@ def problem(head: MedusaHead, engine: ExportFormat) -> str | None:
     return None
 
 
-def files(head: MedusaHead, engine: ExportFormat) -> Files:
+def files(head: MedusaNetwork, engine: ExportFormat) -> Files:
     """Keys of the authors and of TGI, and those of vLLM's `MedusaConfig`."""
-    layout, dtype = LAYOUTS[engine], dtype_of(head)
-    settings = head.config_json() | {"dtype": dtype, "torch_dtype": dtype}
+    layout, dtype, own = LAYOUTS[engine], dtype_of(head), head.files()
+    settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
     del settings["architectures"]
     if layout.architecture is not None:
         settings["architectures"] = [layout.architecture]
-    tensors = head.tensors()
-    return Files(settings, layout.weights, _renamed(tensors) if layout.own_names else tensors)
+    tensors = _renamed(own.tensors) if layout.own_names else own.tensors
+    return Files(settings, layout.weights, tensors)
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +87,7 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def serve_command(head: MedusaHead, engine: ExportFormat, folder: str) -> str:
+def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
     """What starts the engine with heads, as lines for a shell; a token of each head."""
     num_heads, target = head.num_heads, head.target_name
     if engine is ExportFormat.vllm:
@@ -106,11 +108,3 @@ def serve_command(head: MedusaHead, engine: ExportFormat, folder: str) -> str:
     # Their loader opens pickles alone.
     convert = CONVERT.format(folder=folder)
     return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
-
-
-def drafted(head: MedusaHead, states: Tensor) -> Drafted:
-    """What heads make of the last hidden states [S, D]."""
-    # One head at a time: together they can be larger than the target.
-    each = [deepcopy(part).to("cpu", torch.float32)(states.float()) for part in head.heads]
-    logits = torch.stack(each)
-    return Drafted(logits, {"logsumexp": logits.logsumexp(-1)})

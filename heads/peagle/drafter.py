@@ -17,7 +17,7 @@ from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Stretch
 from heads.eagle.drafter import EagleMemory, last_rows
-from heads.peagle.head import KeysValues, PEagleHead
+from heads.peagle.network import KeysValues, PEagleNetwork
 
 
 class _PEagleDrafter(EagleMemory):
@@ -28,9 +28,9 @@ class _PEagleDrafter(EagleMemory):
         depth: D.
     """
 
-    head: PEagleHead
+    head: PEagleNetwork
 
-    def __init__(self, head: PEagleHead, depth: int) -> None:
+    def __init__(self, head: PEagleNetwork, depth: int) -> None:
         super().__init__(head)
         self.depth = depth
 
@@ -80,7 +80,7 @@ class PEagleChain(_PEagleDrafter):
 
     def __init__(
         self,
-        head: PEagleHead,
+        head: PEagleNetwork,
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
@@ -121,7 +121,7 @@ class PEagleTree(_PEagleDrafter):
 
     nested = True
 
-    def __init__(self, head: PEagleHead, shape: DynamicShape) -> None:
+    def __init__(self, head: PEagleNetwork, shape: DynamicShape) -> None:
         super().__init__(head, shape.depth)
         self.shape = shape
         self.static_nodes = 1 + shape.num_tokens

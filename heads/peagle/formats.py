@@ -6,9 +6,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from heads.blocks.formats import names_kind
-from heads.eagle.formats import ONLY, Checkpoint, architecture, fill, vocabulary
-from heads.peagle.head import PEagleHead, PEagleHeadConfig
-from heads.storage import locate
+from heads.eagle.formats import ONLY, Checkpoint, architecture, vocabulary
+from heads.peagle.network import PEagleHeadConfig
+from heads.vocab import DraftVocab
 
 MASK_HIDDEN = "mask_hidden"
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -18,25 +18,16 @@ NUM_DRAFT_TOKENS = 8
 FREE = ("num_hidden_layers", "speculators_model_type")
 
 
-def load_peagle(
-    path: str, revision: str | None = None, layers: Sequence[int] | None = None
-) -> PEagleHead:
-    """Loads a P-EAGLE head, published or ours; float32, not attached.
+def opened(
+    folder: Path, path: str, layers: Sequence[int] | None
+) -> tuple[Checkpoint, PEagleHeadConfig, DraftVocab]:
+    """A file, and what it says of the head.
 
     Args:
-        path: folder or Hub id.
-        revision: of a Hub id.
+        folder: on this machine.
+        path: what the user calls it.
         layers: the target features that it fuses, as indices of `output_hidden_states`, in place
             of those in `config.json`.
-
-    Raises:
-        InputError: as `read_peagle`, or nothing is there.
-    """
-    return read_peagle(locate(path, revision), path, layers)
-
-
-def read_peagle(folder: Path, path: str, layers: Sequence[int] | None = None) -> PEagleHead:
-    """`load_peagle` of a folder that `locate` has found for `path`.
 
     Raises:
         InputError: missing, corrupt, pickled or foreign files; settings that contradict the
@@ -58,9 +49,7 @@ def read_peagle(folder: Path, path: str, layers: Sequence[int] | None = None) ->
     config = PEagleHeadConfig(
         **vars(plain), mask_token_id=mask, num_draft_tokens=_num_draft_tokens(found)
     )
-    head = PEagleHead(config, vocabulary(found, config.form))
-    fill(head, found)
-    return head
+    return found, config, vocabulary(found, config.form)
 
 
 def _num_draft_tokens(found: Checkpoint) -> int:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from heads.eagle.branches import causal_rows
 from heads.eagle.golden import on_cpu, projected_by
-from heads.kind import Drafted
+from heads.head import Golden
 from heads.layers.documents import Documents
-from heads.peagle.head import KeysValues, PEagleHead, remembered
+from heads.peagle.network import KeysValues, PEagleNetwork, remembered
 from heads.target_model.embeddings_and_head import embedding_rows
 from heads.target_model.model import Target, TargetOutput
 
 
-def drafted(
-    head: PEagleHead, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> Drafted:
+def golden(
+    head: PEagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> Golden:
     """Row t at depth j: the j-th row behind token t, which sees the text up to that.
 
-    Arguments as `Kind.drafted` says.
+    Arguments as `DraftHead.golden` says.
     """
     mask = torch.tensor([head.config.mask_token_id])
     wanted = torch.cat([token_ids, mask])
@@ -32,7 +32,7 @@ def drafted(
         own = embedding_rows(head.embed_tokens.weight, wanted, head.dtype)
     copy = on_cpu(head, own)
     copy.config = replace(copy.config, mask_token_id=len(own) - 1)
-    outputs = _drafted(copy, states, places, len(token_ids) - len(places) - 1)
+    outputs = _outputs(copy, states, places, len(token_ids) - len(places) - 1)
     beside = {
         "token_embeddings": embeddings[1:-1],
         "mask_token_id": mask,
@@ -41,7 +41,7 @@ def drafted(
     return projected_by(head, target, outputs, beside)
 
 
-def _drafted(head: PEagleHead, states: list[Tensor], places: Tensor, depth: int) -> Tensor:
+def _outputs(head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int) -> Tensor:
     """[D, S, H] normed outputs of a head whose embedding holds the text alone, then the mask."""
     rows = torch.arange(len(places))
     output = TargetOutput(states[-1], dict(enumerate(states)))

@@ -39,7 +39,7 @@ from eval.decode.generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree, usual_tree
-from heads.kinds import KINDS
+from heads.kinds import HEADS, fresh_head
 from heads.layers.packed import pack
 from heads.processor import this_processor
 from heads.target_model.model import Target
@@ -141,13 +141,13 @@ def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
         "suffix": lambda: Suffix(SuffixTree(max_ngram=24)),
     }
     for name in DRAFTING:
-        kind = KINDS[name]
-        head = kind.untrained(target, next(reversed(kind.forms)), DraftVocab.everything(vocab))
+        variant = next(reversed(HEADS[name].variants))
+        head = fresh_head(variant, target, DraftVocab.everything(vocab))
         pack(head.attach(target, target.dtype).eval())
-        depth = min(DEPTH, kind.longest(head))
-        ways[f"{name}_chain"] = partial(kind.drafter, head, Tree.chain(depth), GREEDY, [0])
-        if kind.static:
-            ways[f"{name}_tree"] = partial(kind.drafter, head, usual_tree(depth), GREEDY, [0])
+        depth = min(DEPTH, head.longest)
+        ways[f"{name}_chain"] = partial(head.drafter, Tree.chain(depth), GREEDY, [0])
+        if head.static:
+            ways[f"{name}_tree"] = partial(head.drafter, usual_tree(depth), GREEDY, [0])
 
     def text(make: Callable[[], Drafter]) -> int:
         return len(decode(target, make(), prompt, length).steps)

@@ -35,7 +35,7 @@ from eval.report.figures import STEP_PARTS
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Shape, Tree, default_tree
-from heads.kinds import KINDS
+from heads.kinds import HEADS, fresh_head
 from heads.layers.packed import pack
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -108,17 +108,17 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
         "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
     }
     vocab = DraftVocab.everything(target.vocab_size)
-    for name, kind in KINDS.items():
-        head = kind.untrained(target, next(reversed(kind.forms)), vocab)
+    for name, kind in HEADS.items():
+        head = fresh_head(next(reversed(kind.variants)), target, vocab)
         pack(head.attach(target, target.dtype).eval())
-        depth = min(4, kind.longest(head))
+        depth = min(4, head.longest)
         tree = default_tree(depth, 8)
         shapes: dict[str, Shape] = {
             f"chain of {depth}": Tree.chain(depth),
-            "tree of 8": tree if kind.static else DynamicShape(depth, 2, 8),
+            "tree of 8": tree if head.static else DynamicShape(depth, 2, 8),
         }
         for words, shape in shapes.items():
-            make = partial(kind.drafter, head, shape, GREEDY, [0])
+            make = partial(head.drafter, shape, GREEDY, [0])
             makes[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
     return makes
 

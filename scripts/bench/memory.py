@@ -29,7 +29,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from data.templates.encoder import Sample
-from heads.kinds import forms
+from heads.kinds import by_variant
 from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, highest
 from scripts.bench.training import arguments, fresh_objective, random_target, start
@@ -37,7 +37,7 @@ from train.loop.memory import Parts, estimate
 from train.loss.sizes import Setting
 from train.parallel import processes
 
-HEADS = tuple(forms())
+HEADS = tuple(by_variant())
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 
 

@@ -175,7 +175,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
     )  # fmt: skip
     target = target_of(job, inputs)
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
-    head = EagleHead.from_target(target, config, vocab, seed=0)
+    head = EagleHead.untrained(target, config, vocab, seed=0)
     _fill(head, "layer.", inputs.weights)
     return ours(EagleObjective(head, target, config), inputs, compiled)
 

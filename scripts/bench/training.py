@@ -40,7 +40,7 @@ from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
-from heads.kinds import forms, name_of
+from heads.kinds import by_variant, fresh_head, name_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -57,7 +57,7 @@ MEAN_DOCUMENT_TOKENS = 400
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(forms()))
+    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(by_variant()))
     add_sizes(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences of a step")
@@ -95,17 +95,17 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         left -= length
 
 
-def fresh_objective(form: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> Any:
+def fresh_objective(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> Any:
     """The objective with which an entry script trains an untrained head.
 
     Args:
-        form: one of `heads.kinds.forms`.
+        variant: one of `heads.kinds.by_variant`.
         target: the frozen target.
         vocab: of heads that may choose.
     """
-    head = forms()[form].untrained(target, form, vocab)
+    head = fresh_head(variant, target, vocab)
     entry: Any = importlib.import_module(f"train.{name_of(head)}")
-    return entry.default_objective(head, target)
+    return entry.main.default_objective(head, target)
 
 
 def start(

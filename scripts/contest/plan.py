@@ -20,7 +20,7 @@ from conf.settings.data import DataConfig
 from conf.settings.scripts import ContestRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
-from heads.kinds import KINDS, forms
+from heads.kinds import HEADS, by_variant
 from scripts.contest.tasks import Task, Took, bytes_of, device_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def read_recipes(entries: list[str]) -> list[Entrant]:
     counts: Counter[str] = Counter()
     for entry in entries:
         name, *overrides = shlex.split(entry) or [""]
-        kind = name if name in KINDS else _kind_of_file(name)
+        kind = name if name in HEADS else _kind_of_file(name)
         for override in overrides:
             key, equals, _ = override.partition("=")
             group, _, rest = key.partition(".")
@@ -71,20 +71,20 @@ def read_recipes(entries: list[str]) -> list[Entrant]:
                 )
         counts[name] += 1
         label = name if counts[name] == 1 else f"{name}-{counts[name]}"
-        chosen = [] if name in KINDS else [f"head={name}"]
+        chosen = [] if name in HEADS else [f"head={name}"]
         entrants.append(Entrant(label, kind, (*chosen, *overrides)))
     return entrants
 
 
 def _kind_of_file(name: str) -> str:
     """The name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
-    known = sorted({*KINDS, *(path.stem for path in RECIPES.glob("*.yaml"))})
+    known = sorted({*HEADS, *(path.stem for path in RECIPES.glob("*.yaml"))})
     if name not in known:
         raise InputError(f"recipes: {name!r} is none; allowed: {', '.join(known)}")
     content: Any = {"defaults": [name]}
     while "form" not in content.get("head", {}):
         content = OmegaConf.load(RECIPES / f"{content['defaults'][0]}.yaml")
-    return next(key for key, kind in KINDS.items() if kind is forms()[content.head.form])
+    return next(key for key, kind in HEADS.items() if kind is by_variant()[content.head.form])
 
 
 def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:

@@ -12,8 +12,7 @@ from conf.files import here
 from data.rows.files import SUFFIXES
 from eval.measure.stats import shown
 from heads.export.engines import template_note, vllm_command
-from heads.kind import DraftHead, HeadFacts, trained_with
-from heads.kinds import kind_of
+from heads.head import HeadFacts, trained_with
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "optimizer", "learning_rate", "adam_learning_rate", "schedule",
@@ -90,13 +89,10 @@ def is_hub_id(name: str) -> bool:
         return False
 
 
-def copied_weights(
-    head: DraftHead, provenance: dict[str, Any], exports: Sequence[ExportFacts]
-) -> list[str]:
+def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
     """The target's weights that a head and its exports hold copies of, in words."""
-    own = kind_of(head).copied(head, provenance)
     of_exports = [words for export in exports for words in export.target_weights]
-    return list(dict.fromkeys([*own, *of_exports]))
+    return list(dict.fromkeys([*head.copied, *of_exports]))
 
 
 def model_card(facts: CardFacts) -> ModelCard:

@@ -12,7 +12,7 @@ from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.gate import check_parity
 from heads.export.engines import LOADERS
 from heads.folders import PROVENANCE
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.kinds import load_head
 from scripts.publish.card import ExportFacts
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json

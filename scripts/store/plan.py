@@ -19,7 +19,7 @@ from data.features.writer import PlannedShard, plan_shards
 from data.prepared.folder import HOW
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare
-from heads.kinds import KINDS
+from heads.kinds import HEADS
 from heads.target_model import sizes
 from heads.target_model.identity import identify
 from heads.target_model.load import generation_config, load_tokenizer, resolve_dtype
@@ -100,7 +100,8 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
     num_layers = sizes.num_layers(model_config)
     layers = config.layers
     if layers is None:
-        layers = sorted({layer for kind in KINDS.values() for layer in kind.layers(num_layers)})
+        asked = filter(None, (head.default_layers for head in HEADS.values()))
+        layers = sorted({layer for usual in asked for layer in usual(num_layers, "layers")})
     if [i for i in layers if not 0 <= i <= num_layers] or len(set(layers)) < len(layers):
         raise InputError(
             f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "

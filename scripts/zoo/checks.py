@@ -245,7 +245,7 @@ class _Checks:
         config = EagleConfig(fc_norm=True, norm_output=True, draft_vocab_size=200)
         counts = self._data().token_counts(self.target.vocab_size)
         vocab = DraftVocab.choose(counts, config.draft_vocab_size, self.target.special_ids)
-        head = EagleHead.from_target(self.target, config, vocab, seed=0)
+        head = EagleHead.untrained(self.target, config, vocab, seed=0)
         _train(EagleObjective(head, self.target, config), self._data())
         self._replayed("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
         if self.findings.ok("tree"):

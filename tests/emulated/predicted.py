@@ -34,15 +34,15 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
-from heads.kinds import forms, kind_of
+from heads.kinds import by_variant, fresh_head
 from heads.medusa.adapted import AdaptedMedusa
+from heads.medusa.head import MedusaHead
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import training as bench_train
 from scripts.bench.training import fresh_objective
 from train.eagle import EagleObjective
-from train.medusa import make_head
 from train.medusa2 import Medusa2Objective
 
 Row = dict[str, Any]
@@ -116,19 +116,19 @@ def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
     if name == "medusa2":
         run = Medusa2Run()
         run.joint.heads_only_steps = 0
-        heads = make_head(run.head, target)
+        heads = MedusaHead.untrained(target, run.head, vocab, seed=0)
         adapter = Adapter(target, run.adapter, seed=0)
         return Medusa2Objective(AdaptedMedusa(heads, adapter), target, run)
-    if name in forms():
+    if name in by_variant():
         return fresh_objective(name, target, vocab)
     config = entry.head_recipe(EagleConfig, name)
-    head = EagleHead.from_target(target, config, vocab, seed=0)
+    head = EagleHead.untrained(target, config, vocab, seed=0)
     return EagleObjective(head, target, config)
 
 
 def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Drafter]:
     name, depth = job["name"], 4
-    if name not in forms():
+    if name not in by_variant():
         layers = range(target.num_layers)
         behind, other = tuple(layers[len(layers) // 2 :]), tuple(layers[1::2])
         small = {**job, "hidden": job["hidden"] // 2, "layers": job["layers"] // 2}
@@ -147,11 +147,11 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
         }
         return others[name]
     vocab = DraftVocab.choose(torch.arange(target.vocab_size), DRAFT_VOCAB, [])
-    head = forms()[name].untrained(target, name, vocab)
-    kind = kind_of(head.attach(target, target.dtype).eval())
+    head = fresh_head(name, target, vocab)
+    head.attach(target, target.dtype).eval()
     chain = job["shape"] == "chain"
-    shape = Tree.chain(kind.usual_depth(head)) if chain else kind.usual_shape(head, gpu=True)
-    return lambda seeds: kind.drafter(head, shape, GREEDY, seeds)
+    shape = Tree.chain(head.usual_depth) if chain else head.usual_shape(gpu=True)
+    return lambda seeds: head.drafter(shape, GREEDY, seeds)
 
 
 def _options(job: dict[str, Any]) -> Namespace:

@@ -31,7 +31,7 @@ from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import DynamicShape
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -62,7 +62,7 @@ def eagle(form: EagleForm, drafter: Callable[[Any, list[int]], Drafter]) -> Lear
     def untrained(target: Target) -> DraftHead:
         config = EagleConfig(form=form, output_head=OutputHead.copy, **settings)
         vocab = DraftVocab.everything(target.vocab_size)
-        return EagleHead.from_target(target, config, vocab, seed=0)
+        return EagleHead.untrained(target, config, vocab, seed=0)
 
     return Learnt(lambda target: eagle_head(target, form, None, 40, **settings), untrained, drafter)
 

@@ -31,8 +31,7 @@ from heads.decoding.sampling import GREEDY, Sampling, Typical
 from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
@@ -66,7 +65,7 @@ def eagle_head(target: Target, form: EagleForm) -> EagleHead:
     size = 120 if form is EagleForm.eagle3 else None
     vocab = DraftVocab.choose(torch.arange(target.vocab_size), size, [0, 1, 2])
     layers = [0, 1, 2] if form is EagleForm.eagle3 else None
-    return EagleHead.from_target(target, EagleConfig(form=form, layers=layers), vocab, seed=0)
+    return EagleHead.untrained(target, EagleConfig(form=form, layers=layers), vocab, seed=0)
 
 
 def chain(form: EagleForm) -> Callable[..., Drafter]:
@@ -109,7 +108,7 @@ def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:
 
     def made(target: Target, how: Sampling) -> Drafter:
         head = make(target)
-        return kind_of(head).drafter(head, CHAIN, how, [7, 8, 9], calibration)
+        return head.drafter(CHAIN, how, [7, 8, 9], calibration)
 
     return made
 

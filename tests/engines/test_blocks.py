@@ -17,13 +17,11 @@ from data.servers.counts import DraftCounts
 from eval.measure.counts import drafted
 from heads.blocks.drafter import BlockChain
 from heads.decoding.drafting import Drafter
-from heads.dflash.formats import load_dflash
 from heads.export.golden import golden
 from heads.export.writer import export_head
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.kinds import load_head
 from heads.peagle.drafter import PEagleChain
-from heads.peagle.formats import load_peagle
 from heads.target_model.model import Target
 from tests.engines.test_vllm import NUM_TOKENS, accepted_per_pass, counted
 
@@ -70,7 +68,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
     model = str(tmp_path / "head")
     theirs = counted(tmp_path, target, prompts, DEPTH, method="dflash", model=model)
 
-    head = load_dflash(model).attach(target)
+    head = load_head(model).attach(target)
     compare(target, head, lambda: BlockChain(head, DEPTH), prompts, theirs)
 
 
@@ -93,7 +91,7 @@ def test_vllm_drafts_in_parallel_what_we_do(
     model = str(tmp_path / "head")
     how = {"method": "eagle3", "parallel_drafting": True}
     theirs = counted(tmp_path, target, prompts, DEPTH, model=model, **how)
-    head = load_peagle(model).attach(target)
+    head = load_head(model).attach(target)
     compare(target, head, lambda: PEagleChain(head, DEPTH), prompts, theirs)
 
 

@@ -21,7 +21,7 @@ from eval.measure.prompts import first_turns
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.kinds import load_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead

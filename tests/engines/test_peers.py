@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from toys import save_target
 
 from conf.settings.export import ExportFormat
-from heads.blocks.golden import drafted
-from heads.eagle.formats import load_eagle
 from heads.export.golden import golden
 from heads.export.writer import export_head
+from heads.kinds import load_head
 
 AFTER = {"norm_before_residual": True}
 EAGLE31 = {"fc_norm": True, "norm_output": True}
@@ -81,7 +80,7 @@ def test_speculators_drafts_blocks_as_we_do(tmp_path: Path, kind: str) -> None:
     run(SPECULATORS, "speculators_blocks.py", *arguments)
 
     with torch.no_grad():
-        ours = drafted(head, target, list(states), ids, torch.arange(num_rows)).logits
+        ours = head.golden(target, list(states), ids, torch.arange(num_rows)).logits
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
     torch.testing.assert_close(ours[..., head.vocab.ids], theirs, rtol=0, atol=1e-4)
 
@@ -119,7 +118,7 @@ def test_an_export_of_modelopt_drafts_what_modelopt_does(tmp_path: Path, rope, i
     theirs = load_file(answer)
     target = opened(folder)
     # It counts the layer whose output is read.
-    head = load_eagle(str(export), layers=[1, 3, 5]).attach(target)
+    head = load_head(str(export), layers=[1, 3, 5]).attach(target)
     assert head.vocab.ids.tolist() == (list(range(300)) if ids is None else ids)
     features = head.features(target.read_text(text, head.taps))[0]
     told = torch.tensor(text + theirs["tokens"].tolist())

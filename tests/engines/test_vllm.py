@@ -21,9 +21,9 @@ from eval.measure.replay import accepted_lengths, ranked_drafts
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
-from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
-from heads.kind import DraftHead
+from heads.head import DraftHead
+from heads.kinds import load_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.model import Target
 
@@ -97,7 +97,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
     model = str(tmp_path / "head")
     theirs = counted(tmp_path, target, prompts, DEPTH, method=method, model=model)
 
-    head = load_eagle(str(tmp_path / "head")).attach(target)
+    head = load_head(str(tmp_path / "head")).attach(target)
     ours = [counted_here(target, head, prompt) for prompt in prompts]
     assert ours == theirs
     assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20

@@ -23,7 +23,7 @@ from eval.tune import cost
 from eval.tune.confidence import Costs, Expected, Told, Until, bins, by_depth, ece, fit, sigmoid
 from eval.tune.cost import CostCurve
 from heads.decoding.chains import Calibration
-from heads.kinds import KINDS
+from heads.kinds import HEADS
 from heads.target_model.load import load_target
 from tests.eval.test_commands import made, settings
 from tests.eval.test_resume import KilledError, killed_after
@@ -215,7 +215,7 @@ def test_an_eagle_head_is_calibrated_for_the_way_it_decodes(setting, tmp_path, t
 
 
 def test_every_kind_has_a_cut_chain_which_needs_calibrating(setting, tmp_path) -> None:
-    assert {f"{name}_cut" for name in KINDS} <= known_methods().keys()
+    assert {f"{name}_cut" for name in HEADS} <= known_methods().keys()
     head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
     with pytest.raises(
         InputError, match=r"needs medusa_cut \(a Medusa head that eval/calibrate\.py"

@@ -57,7 +57,7 @@ def test_eagle_on_cuda_is_lossless_and_replayed_exactly(form: EagleForm) -> None
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
     vocab = DraftVocab.everything(target.vocab_size)
-    head = EagleHead.from_target(target, EagleConfig(form=form), vocab, seed=0)
+    head = EagleHead.untrained(target, EagleConfig(form=form), vocab, seed=0)
     expected = decode(target, NoDraft(), PROMPT, 40).token_ids
     chain = decode(target, EagleChain(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
@@ -122,7 +122,7 @@ def captured_kinds() -> list[Any]:
 
     def eagle(form: EagleForm) -> Callable[[Target], Any]:
         vocab = DraftVocab.everything
-        return lambda target: EagleHead.from_target(
+        return lambda target: EagleHead.untrained(
             target, EagleConfig(form=form), vocab(target.vocab_size), seed=0
         )
 
@@ -196,7 +196,7 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
 def test_a_step_on_cuda_waits_once() -> None:
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
-    head = EagleHead.from_target(
+    head = EagleHead.untrained(
         target, EagleConfig(), DraftVocab.everything(target.vocab_size), seed=0
     )
     steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)

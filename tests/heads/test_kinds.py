@@ -33,8 +33,8 @@ from conf.settings.target import Dtype, Quantization, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
 from eval.measure.heads import open_head
-from heads.kind import DraftHead
-from heads.kinds import kind_of, load_head
+from heads.head import DraftHead
+from heads.kinds import load_head
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -92,7 +92,7 @@ def test_a_pruned_head_drafts_what_is_left_in_the_same_order(target: Target, nam
 def test_what_borrows_the_target_s_output_head_cannot_be_pruned(target: Target, name: str) -> None:
     borrowing = {} if name == "dflash2" else {"own_output_head": False, "draft_vocab_size": None}
     head = head_of(target, name, **borrowing)
-    problem = str(kind_of(head).pruning_problem(head))
+    problem = str(head.pruning_problem)
     assert "through the target's output head, of which no row can go" in problem
     assert ("head.own_output_head=true" in problem) == (name != "dflash2")
 

@@ -8,8 +8,7 @@ import torch
 from toys import eagle_head, random_target
 
 from conf.settings.eagle import EagleForm
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
@@ -20,7 +19,7 @@ def target() -> Target:
 
 
 def of(head: DraftHead, words: str) -> Any:
-    return next(other for name, other in kind_of(head).readings(head) if name == words)
+    return next(other for name, other in head.readings() if name == words)
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
@@ -57,13 +56,13 @@ def test_ids_that_were_taken_for_offsets(target: Target) -> None:
     head.vocab = DraftVocab(torch.tensor([5, 7, 11]), target.vocab_size)
     assert of(head, "d2t holds target ids, not offsets").vocab.ids.tolist() == [5, 6, 9]
     head.vocab = DraftVocab(torch.tensor([5, 6, 9]), target.vocab_size)
-    assert "d2t holds target ids, not offsets" not in dict(kind_of(head).readings(head))
+    assert "d2t holds target ids, not offsets" not in dict(head.readings())
 
 
 def test_windows_masks_and_rotations_that_readers_would_take(target: Target) -> None:
     head = block_heads.fresh(target, block_heads.settings_of("dspark", causal=True, window=24))
     target.config.sliding_window = 40
-    names = list(dict(kind_of(head).readings(head)))
+    names = list(dict(head.readings()))
     assert names[0] == "sample_from_anchor=false"
     assert {"no sliding window", "a sliding window of 40", "causal=false"} < set(names)
     assert "RoPE with theta 1e+06" in names

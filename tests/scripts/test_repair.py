@@ -80,7 +80,7 @@ def block(name: str) -> Callable[[Target], Any]:
 
 def eagle(target: Target) -> Any:
     config = EagleConfig(form=EagleForm.eagle3, num_steps=3, layers=[2, 4], norm_output=True)
-    head = EagleHead.from_target(target, config, DraftVocab.everything(target.vocab_size), seed=0)
+    head = EagleHead.untrained(target, config, DraftVocab.everything(target.vocab_size), seed=0)
     return trained(target, EagleObjective(head, target, config))
 
 

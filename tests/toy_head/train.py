@@ -1,16 +1,17 @@
-"""The entry script: an objective, and what makes it."""
+"""The entry script: what a toy head learns, from the text itself."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from toy_head.kind import ToyHead
+import torch
+from torch.nn import functional
+from toy_head.head import ToyHead
 
+from conf.command.entry import Command
 from conf.settings.drafting import HeadRef
 from conf.settings.training import TrainRun
 from data.features.format import HIDDEN
-from train.batch.supervision import Batch
+from train.batch.supervision import SUPERVISION, labels_of
 from train.loop import command
-from train.loss.medusa import medusa_loss, medusa_weights
 from train.loss.sums import Sums
 from train.objective import Objective
 
@@ -21,23 +22,20 @@ class ToyRun(TrainRun):
 
 
 class ToyObjective(Objective):
-    """Against the text: Medusa's loss of a single head."""
+    measures, about = ("top1",), "a toy"
 
-    measures = ("top1", "top5")
-
-    def __init__(self, head: ToyHead, target: Any) -> None:
+    def __init__(self, head, target, config) -> None:
         super().__init__()
-        self.head, self.target, self.weights = head, target, medusa_weights(1, 1.0)
+        self.head, self.target, self.weights = head, target, torch.ones(1)
 
-    def forward(self, batch: Batch, scale: Any) -> Sums:
-        return medusa_loss(self.head, batch[HIDDEN], batch, scale)
+    def forward(self, batch, scale) -> Sums:
+        rows = batch[SUPERVISION].depths[1]
+        logits = self.head.out(batch[HIDDEN].flatten(0, 1)[rows.places])
+        labels = labels_of(batch)[rows.answers.device]
+        loss = functional.cross_entropy(logits, labels, reduction="sum")
+        hits = (logits.argmax(-1) == labels).sum()
+        terms = torch.stack([loss.detach(), torch.tensor(float(len(labels))), hits])
+        return Sums(scale[0] * loss, terms[:, None])
 
 
-def main(config: ToyRun) -> None:
-    command.train(
-        config, lambda target, _: (ToyObjective(ToyHead.from_target(target), target), ["a toy"])
-    )
-
-
-def default_objective(head: ToyHead, target: Any) -> ToyObjective:
-    return ToyObjective(head, target)
+main = command.Training(ToyHead, ToyObjective, Command(__doc__, ToyRun, "toy"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from toys import packed, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.blocks import BlockConfig, DFlashConfig, SlotWeights
+from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRun, SlotWeights
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
@@ -22,6 +22,7 @@ from heads.export.golden import golden
 from heads.export.writer import export_head
 from heads.layers.projection import Projection
 from heads.target_model.model import Target
+from train import dflash, dflash2
 from train.batch.supervision import (
     NOISE_SEEDS,
     SUPERVISION,
@@ -31,8 +32,7 @@ from train.batch.supervision import (
     indexed,
     moved,
 )
-from train.blocks.objective import END, FIRST, architecture, drawn
-from train.dflash2 import make_head
+from train.blocks.objective import END, FIRST, drawn
 from train.loss import fused
 from train.loss.blocks import dpace_weights, slot_weights
 from train.loss.fused import LowRank, Student, fused_linear
@@ -323,16 +323,17 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     with pytest.raises(InputError, match=r"mask_token_id is unset and target\.path=llama has no"):
         mask_token(full, None)
     with pytest.raises(InputError, match=r"mask_token_id=17: the data use it 1 times"):
-        architecture(DFlashConfig(mask_token_id=17), target, Data(17), sample_from_anchor=False)
+        dflash.main.make_head(DFlashRun(head=DFlashConfig(mask_token_id=17)), target, Data(17))
     with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):
-        architecture(DFlashConfig(layers=[4]), target, Data(1), sample_from_anchor=False)
+        dflash.main.make_head(DFlashRun(head=DFlashConfig(layers=[4])), target, Data(1))
 
 
 def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> None:
     """Engines add what follows a token to the logits that the file tells them to make."""
     target = random_target(num_hidden_layers=4, vocab_size=300)
     target.model.config.update({"logits_scaling": 4.0, "final_logit_softcapping": 2.0})
-    head = make_head(settings_of("dflash2"), target, Data(17), seed=0)  # type: ignore[arg-type]
+    run = DFlash2Run(head=settings_of("dflash2"))
+    head, _ = dflash2.main.make_head(run, target, Data(17))
     head.save(tmp_path / "head")
     written = config_of(tmp_path / "head")["dflash_config"]
     assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)

@@ -14,7 +14,7 @@ from conf.settings.eagle import EagleConfig, EagleForm, EagleRun, OutputHead
 from heads.eagle.head import EagleHead
 from heads.target_model.model import Target
 from tests.train.loop.test_memory import ONE, eagle
-from train.eagle import default_objective, make_head
+from train.eagle import main
 
 LAYERS = [1, 2, 2]
 """Of the toy target, which has two: too few to tell."""
@@ -30,7 +30,8 @@ class Counted:
 def made(target: Target, **settings: Any) -> tuple[EagleHead, list[str]]:
     settings = {"layers": LAYERS, "draft_vocab_size": 8, **settings}
     data: Any = Counted()
-    return make_head(EagleRun(head=EagleConfig(**settings), seed=3), target, data)
+    objective, lines = main.build(EagleRun(head=EagleConfig(**settings), seed=3), target, data)
+    return objective.head, lines
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_fresh_head_drafts_the_likeliest_tokens_and_the_special_ones(target: T
     assert again.fc.weight.equal(head.fc.weight)
     other: Any = Counted()
     config = EagleRun(head=EagleConfig(layers=LAYERS, draft_vocab_size=8), seed=4)
-    assert not make_head(config, target, other)[0].fc.weight.equal(head.fc.weight)
+    assert not main.make_head(config, target, other)[0].fc.weight.equal(head.fc.weight)
 
 
 def test_eagle1_drafts_all_ids_and_says_nothing_of_coverage(target: Target) -> None:
@@ -90,7 +91,7 @@ def test_layers_and_revision_reach_the_loader(
         asked.extend(given)
         return head
 
-    monkeypatch.setattr("train.eagle.load_eagle", load)
+    monkeypatch.setattr("train.loop.command.load_head", load)
     made(target, path="user/head", revision="v1", layers=[0, 1, 2])
     assert asked == ["user/head", "v1", [0, 1, 2]]
 
@@ -126,10 +127,10 @@ def test_what_is_compiled_is_asked_for() -> None:
 def test_benchmarks_take_the_recipe_of_the_form() -> None:
     objective = eagle()
     recipe = EagleConfig(norm_before_residual=True)
-    assert default_objective(objective.head, objective.target).config == recipe
+    assert main.default_objective(objective.head, objective.target).config == recipe
     target = random_target()
     settings = EagleConfig(form=EagleForm.eagle1)
-    head = EagleHead.from_target(target, settings, objective.head.vocab.everything(96), 0)
-    found = default_objective(head, target)
+    head = EagleHead.untrained(target, settings, objective.head.vocab.everything(96), 0)
+    found = main.default_objective(head, target)
     assert (found.head, found.target) == (head, target)
     assert (found.config.noise, found.config.regression_weight) == (0.2, 1.0)

@@ -1,7 +1,7 @@
 """The Medusa objective over a target: what its heads learn, and from which heads it starts."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from train import medusa
 from train.loop import command
 from train.loss import fused
 from train.loss.sums import Sums
-from train.medusa import MedusaObjective, make_head
+from train.medusa import MedusaObjective
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,11 @@ def test_pruned_heads_are_no_start(target, tmp_path: Path) -> None:
     head = noisy_head(target, 2)
     pruned = head.pruned(DraftVocab(torch.arange(0, 96, 2), 96))
     pruned.save(tmp_path / "pruned")
-    config = replace(MedusaConfig(), path=str(tmp_path / "pruned"))
+    config = MedusaRun(head=MedusaConfig(path=str(tmp_path / "pruned")))
+    nothing: Any = None
     message = "Medusa heads are trained on all: name the head that it was pruned from"
     with pytest.raises(InputError, match=f"drafts 48 of 96 ids; {message}$"):
-        make_head(config, target)
+        medusa.main.make_head(config, target, nothing)
 
 
 def test_a_run_goes_on_with_the_settings_of_its_heads(target) -> None:

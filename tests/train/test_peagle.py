@@ -14,7 +14,7 @@ from conf.errors import InputError
 from conf.settings.eagle import OutputHead, PEagleConfig, PEagleRun
 from heads.target_model.model import Target
 from train.batch.supervision import NOISE_SEEDS, SUPERVISION, UNROLLED, Batch
-from train.peagle import PEagleObjective, make_head
+from train.peagle import PEagleObjective, main
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_no_head_is_trained_through_a_quantised_output_head(tmp_path) -> None:
     unused = torch.zeros(target.vocab_size, dtype=torch.int64)
     config = PEagleRun(head=settings_of(path=str(tmp_path), layers=None, draft_vocab_size=None))
     with pytest.raises(InputError, match="its output head is quantised"):
-        make_head(config, target, data(unused))
+        main.make_head(config, target, data(unused))
 
 
 def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> None:
@@ -119,21 +119,22 @@ def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> 
     unused = torch.ones(target.vocab_size, dtype=torch.int64)
     unused[MASK] = 0
     config = PEagleRun(head=settings_of(draft_vocab_size=40))
-    head, lines = make_head(config, target, data(unused))
+    objective, lines = main.build(config, target, data(unused))
+    head = objective.head
     assert "P-EAGLE, 2 layers over hidden states [1, 2], 4 draft tokens, mask token 3" in lines[-1]
     assert head.mask_hidden.std() > 0.5
-    other, _ = make_head(replace(config, seed=1), target, data(unused))
+    other, _ = main.make_head(replace(config, seed=1), target, data(unused))
     assert not other.mask_hidden.allclose(head.mask_hidden)
     assert len(head.vocab.ids) == 40
     head.save(tmp_path / "head")
     more = settings_of(
         path=str(tmp_path / "head"), num_steps=6, layers=None, output_head=OutputHead.frozen
     )
-    again, _ = make_head(PEagleRun(head=more), target, data(unused))
+    again = main.build(PEagleRun(head=more), target, data(unused))[0].head
     assert again.config.num_draft_tokens == 6
     assert not again.lm_head.weight.requires_grad
     for name, each in head.state_dict().items():
         assert again.state_dict()[name].equal(each)
     used = torch.ones(target.vocab_size, dtype=torch.int64)
     with pytest.raises(InputError, match=r"head\.mask_token_id=3: the data use it 1 times"):
-        make_head(config, target, data(used))
+        main.make_head(config, target, data(used))

@@ -1,4 +1,4 @@
-"""What every block drafter learns from, and how one is made.
+"""What every block drafter learns from.
 
 Anchors, the tokens behind which blocks draft, are drawn by sequence and step on the CPU: alike on
 any number of processes, and after a stop.
@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
 from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from data.features.reader import TrainingData
-from heads.blocks.config import BlockHeadConfig, block_config
 from heads.blocks.head import BlockHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.vocab import DraftVocab, coverage_lines
 from train.batch.states import states_of
 from train.batch.supervision import (
     DOCUMENTS,
@@ -36,7 +32,7 @@ from train.loss.blocks import MEASURES, BlockCriterion, block_loss, slot_weights
 from train.loss.fused import Student, Teacher
 from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
-from train.objective import Objective
+from train.objective import COUNTS, Objective
 
 FIRST, END = "first_tokens", "block_places"
 """Of the tokens in a row the first and, but one, the last that each block sees."""
@@ -57,11 +53,12 @@ class BlockObjective(Objective):
         if not head.vocab.ids.is_meta:  # of which memory alone is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
-
-    def compile_parts(self) -> None:
-        """From now on compiles the loss, and the parts of the layers that fuse well."""
-        self.criterion.compiled = True
-        self.head.compile_layers()
+        made = head.config
+        self.about = (
+            f"{head.method}, {made.llama.num_hidden_layers} layers over hidden states "
+            f"{list(made.layers)}, blocks of {made.block_size} rows ({made.num_draft_tokens} "
+            f"draft tokens), mask token {made.mask_token_id}"
+        )
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
         """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
@@ -108,11 +105,8 @@ class BlockObjective(Objective):
         first = bounds[torch.searchsorted(bounds, unrolled.drafts, right=True) - 1]
         end = unrolled.drafts + 1
         sight = {FIRST: SortedIndices(first, first), END: SortedIndices(end, end)}
-        return {**batch, UNROLLED: unrolled, **sight}
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[D] float32 learnt drafts of each depth."""
-        return torch.tensor(list(map(float, batch[UNROLLED].sizes)))
+        counts = tuple(map(float, unrolled.sizes))
+        return {**batch, UNROLLED: unrolled, COUNTS: counts, **sight}
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """What the head gives on a prepared batch; `scale` [D] weighs the losses of the slots."""
@@ -178,50 +172,3 @@ def drawn(places: Tensor, num_tokens: int, most: int, seeds: tuple[int, ...]) ->
             mine = mine[torch.randperm(len(mine), generator=generator)[:most].sort().values]
         found.append(mine)
     return torch.cat(found)
-
-
-def chosen_vocab(
-    config: BlockConfig, target: EmbeddingsAndHead, train: TrainingData
-) -> tuple[DraftVocab, list[str]]:
-    """The ids that a fresh head drafts, and what to say about them."""
-    counts, always = train.token_counts(target.vocab_size), target.special_ids
-    vocab = DraftVocab.choose(counts, config.draft_vocab_size, always)
-    return vocab, [] if vocab.full else coverage_lines(counts, vocab, always)
-
-
-def architecture(
-    config: BlockConfig, target: EmbeddingsAndHead, train: TrainingData, sample_from_anchor: bool
-) -> BlockHeadConfig:
-    """Of a fresh head for a target.
-
-    Raises:
-        InputError: layers or a mask token that the target does not have, or that the data use.
-    """
-    found = block_config(config, target, sample_from_anchor)
-    check_mask(found.mask_token_id, train.token_counts(target.vocab_size))
-    return found
-
-
-def check_mask(mask: int, counts: Tensor) -> None:
-    """Refuses a mask token that texts use.
-
-    Raises:
-        InputError: with how often.
-    """
-    if mask < len(counts) and counts[mask]:
-        raise InputError(
-            f"head.mask_token_id={mask}: the data use it {int(counts[mask])} times; name a token "
-            "that no text uses"
-        )
-
-
-def described(head: BlockHead, name: str) -> str:
-    """What a run says of a head."""
-    config = head.config
-    trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
-    return (
-        f"head: {name}, {config.llama.num_hidden_layers} layers over hidden states "
-        f"{list(config.layers)}, blocks of {config.block_size} rows "
-        f"({config.num_draft_tokens} draft tokens), mask token {config.mask_token_id}, "
-        f"{trained / 1e6:.1f} M parameters"
-    )

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from conf.command.compiler import check_compile, missing
+from conf.command.entry import Command, head_recipe
 from conf.command.provenance import provenance
 from conf.command.statement import plain, stated
+from conf.errors import InputError
 from conf.settings.training import TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features.reader import FeatureStore, TrainingData
@@ -20,11 +22,14 @@ from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare
 from data.servers.endpoint import Endpoint
 from eval.decode.generation_config import follow, follow_or_tell
+from heads.head import DraftHead
+from heads.kinds import load_head, name_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.identity import Identity, identify, other_target_notice
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
+from heads.vocab import DraftVocab, coverage_lines
 from train.loop import loop, memory
 from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
 from train.loop.loop import Evaluate, Job, Outcome
@@ -71,6 +76,92 @@ class Source:
 
 
 Measure = Callable[[Any, Source, Objective], Evaluate | None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The `main` of a training command: trains to `out_dir/head`.
+
+    Attributes:
+        head: what is trained.
+        objective: made of a head, its target and `head` of the settings.
+        command: as its script declares it.
+    """
+
+    head: type[DraftHead]
+    objective: Callable[[Any, Any, Any], Objective]
+    command: Command[Any]
+
+    def __call__(self, config: TrainRun) -> None:
+        """Trains a head under a command's settings."""
+        train(config, partial(self.build, config))
+
+    def build(
+        self, config: Any, target: EmbeddingsAndHead, data: TrainingData
+    ) -> tuple[Objective, list[str]]:
+        """The objective of a head, and what to say about that."""
+        head, lines = self.make_head(config, target, data)
+        objective = self.objective(head, target, config.head)
+        trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
+        return objective, [*lines, f"head: {objective.about}, {trained / 1e6:.1f} M parameters"]
+
+    def make_head(
+        self, config: Any, target: EmbeddingsAndHead, data: TrainingData
+    ) -> tuple[Any, list[str]]:
+        """An untrained head, or a saved one that fits the target; and how much its ids cover.
+
+        Raises:
+            InputError: it does not fit, is of another kind, was pruned where all ids are learnt,
+                or has a mask token that the data use.
+        """
+        settings, always = config.head, target.special_ids
+        counts = cache(lambda: data.token_counts(target.vocab_size))
+        chooses = hasattr(settings, "draft_vocab_size")
+        head: Any
+        if settings.path is not None:
+            head = self._saved(settings).attach(target)
+            if not (chooses or head.vocab.full):
+                raise InputError(
+                    f"head.path={settings.path}: drafts {len(head.vocab.ids)} of "
+                    f"{head.vocab.size} ids; {head.variants[head.variant].title} are trained on "
+                    "all: name the head that it was pruned from"
+                )
+        else:
+            vocab = DraftVocab.everything(target.vocab_size)
+            if chooses and settings.draft_vocab_size is not None:
+                vocab = DraftVocab.choose(counts(), settings.draft_vocab_size, always)
+            head = self.head.untrained(target, settings, vocab, config.seed)
+            mask = getattr(head.config, "mask_token_id", None)
+            if mask is not None and mask < len(counts()) and counts()[mask]:
+                raise InputError(
+                    f"head.mask_token_id={mask}: the data use it {int(counts()[mask])} times; "
+                    "name a token that no text uses"
+                )
+        if not head.output_heads() and not target.output_head.weight.is_floating_point():
+            raise InputError(
+                f"target.path={target.name}: its output head is quantised, and this head is "
+                "trained through it; name the model before quantisation (target.quantization "
+                "leaves it alone)"
+            )
+        full = head.vocab.full
+        return head, [] if full else coverage_lines(counts(), head.vocab.to("cpu"), always)
+
+    def _saved(self, settings: Any) -> DraftHead:
+        layers = getattr(settings, "layers", None)
+        head = load_head(settings.path, settings.revision, layers)
+        if type(head) is not self.head:
+            raise InputError(
+                f"head.path={settings.path} is {head.phrase}, and this command trains "
+                f"{self.head.phrase}: use train/{name_of(head)}.py"
+            )
+        return head
+
+    def default_objective(self, head: DraftHead, target: EmbeddingsAndHead) -> Objective:
+        """With the settings of the head's recipe, for benchmarks."""
+        schema, name = type(self.command.schema().head), head.variant
+        return self.objective(
+            head, target, head_recipe(schema, name) if name in self.command.recipes else schema()
+        )
 
 
 def replayed(_config: TrainRun, source: Source, objective: Objective) -> Evaluate | None:

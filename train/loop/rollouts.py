@@ -33,8 +33,7 @@ from eval.measure.processes import gathered
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.storage import load_tensors, write_folder
 from heads.target_model.model import Target
 from train import schedule
@@ -249,11 +248,10 @@ class Rollouts:
         ]
         if self.server is not None:
             return self._served(requests)
-        kind, sampling = kind_of(head), Sampling(self.config.temperature)
-        chain = Tree.chain(kind.usual_depth(head))
+        sampling, chain = Sampling(self.config.temperature), Tree.chain(head.usual_depth)
 
         def make(seeds: list[int]) -> Drafter:
-            return kind.drafter(head, chain, sampling, seeds)
+            return head.drafter(chain, sampling, seeds)
 
         limits = self.config.max_new_tokens, self.config.batch_size
         return decode_many(self.target, make, requests, *limits, sampling)

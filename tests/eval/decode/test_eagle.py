@@ -109,7 +109,7 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
     target = random_target(family, num_hidden_layers=4)
     target.model.generation_config.eos_token_id = None
     vocab = DraftVocab.everything(target.vocab_size)
-    head = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    head = EagleHead.untrained(target, EagleConfig(), vocab, seed=0)
     text = decode(target, NoDraft(), prompt, 20).token_ids
     for drafter in (EagleChain(head, 3), EagleTree(head, DynamicShape(3, 3, 8))):
         assert decode(target, drafter, prompt, 20).token_ids == text

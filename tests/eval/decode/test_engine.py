@@ -225,7 +225,7 @@ def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None
     target = random_target(num_hidden_layers=4)
     target.model.generation_config.eos_token_id = None
     vocab = DraftVocab.everything(target.vocab_size)
-    eagle = EagleHead.from_target(target, EagleConfig(), vocab, seed=0)
+    eagle = EagleHead.untrained(target, EagleConfig(), vocab, seed=0)
     drafter = {
         "none": NoDraft(),
         "medusa": MedusaDrafter(noisy_head(target), default_tree(3, 16)),

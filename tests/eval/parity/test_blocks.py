@@ -19,7 +19,7 @@ from eval.parity.gate import check_parity
 from heads.blocks.head import BlockHead
 from heads.export.golden import golden
 from heads.export.writer import check_format, export_head
-from heads.kinds import kind_of, load_head
+from heads.kinds import load_head
 from heads.target_model.model import Target
 
 ENGINES = ("vllm", "sglang", "speculators", "original")
@@ -71,7 +71,7 @@ def exported(head: BlockHead, target: Target, engine: str, folder: Path) -> Path
 
 
 def able(head: BlockHead) -> list[str]:
-    return [each.value for each in ExportFormat if kind_of(head).export_problem(head, each) is None]
+    return [each.value for each in ExportFormat if head.export(each).problem is None]
 
 
 def test_which_engine_takes_which_head(heads) -> None:
@@ -91,7 +91,7 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dflash, mixed": ["vllm"],
         "dspark, mixed": ["vllm"],
     }
-    facts = {name: kind_of(head).facts(head, {}, None) for name, head in heads.items()}
+    facts = {name: head.card({}, None) for name, head in heads.items()}
     served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
     assert served == ["dflash", "dspark", None]
     assert "markov_head_type=vanilla alone" in facts["dspark, rnn"].vllm_problem
@@ -121,7 +121,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
         again = load_head(str(folder)).attach(target)
         assert again.config == head.config or name.startswith("dflash") or name.startswith("dspark")
         assert again.candidates(output, text, 2, depth, 3).equal(expected)
-        assert folder.name in kind_of(head).serve_command(head, ExportFormat(engine), str(folder))
+        assert folder.name in head.export(ExportFormat(engine), str(folder)).command
 
 
 def edited(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:

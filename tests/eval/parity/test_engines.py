@@ -18,7 +18,7 @@ from eval.parity.gate import TOLERANCE, check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
-from heads.kind import DraftHead
+from heads.head import DraftHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

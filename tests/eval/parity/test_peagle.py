@@ -15,7 +15,7 @@ from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.export.writer import check_format
-from heads.kinds import kind_of, load_head, name_of
+from heads.kinds import load_head, name_of
 from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
 from tests.eval.parity.test_blocks import LOGITS, able, config, exported, tensor
@@ -57,7 +57,7 @@ def test_which_engine_takes_which_head(heads) -> None:
         check_format(heads["plain"], ExportFormat.sglang)
     with pytest.raises(InputError, match=r"no place for a norm per feature \(fc_norm\)"):
         check_format(heads["normed"], ExportFormat.speculators)
-    facts = kind_of(heads["plain"]).facts(heads["plain"], {}, None)
+    facts = heads["plain"].card({}, None)
     assert (facts.vllm_method, facts.vllm_settings) == ("eagle3", {"parallel_drafting": True})
     assert "drafts 4 tokens in one pass" in facts.description
 
@@ -76,7 +76,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
         folders[engine] = exported(head, target, engine, tmp_path / engine)
         verdict = check_parity(folders[engine])
         assert verdict.max_difference < 1e-4 * verdict.scale
-        command = kind_of(head).serve_command(head, ExportFormat(engine), engine)
+        command = head.export(ExportFormat(engine), engine).command
         assert ('"parallel_drafting": true' in command) == (engine == "vllm")
     for folder in folders.values():
         again = load_head(str(folder))

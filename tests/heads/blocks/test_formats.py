@@ -14,7 +14,6 @@ from torch import Tensor
 from conf.errors import InputError
 from conf.settings.blocks import DFlashConfig
 from heads.blocks.config import block_config
-from heads.dflash.formats import load_dflash
 from heads.dflash.head import DFlashHead
 from heads.kinds import load_head
 from heads.target_model.model import Target
@@ -158,7 +157,7 @@ FULL = {"transformer_layer_config": SIZES}
 def test_what_rows_see(
     target: Target, tmp_path: Path, config: dict[str, Any], window: int | None, causal: bool
 ) -> None:
-    found = load_dflash(write(tmp_path / "head", config, dflash(target).tensors())).config
+    found = load_head(write(tmp_path / "head", config, dflash(target).tensors())).config
     assert (found.window, found.causal) == (window, causal)
 
 
@@ -172,18 +171,18 @@ def test_what_rows_see(
 def test_the_mask_token_is_that_of_the_inner_part(
     target: Target, tmp_path: Path, changes: dict[str, Any], expected: int
 ) -> None:
-    head = load_dflash(write(tmp_path / "head", ZLAB | changes, dflash(target).tensors()))
+    head = load_head(write(tmp_path / "head", ZLAB | changes, dflash(target).tensors()))
     assert head.config.mask_token_id == expected
 
 
 def test_layers_may_be_told_and_have_several_names(target: Target, tmp_path: Path) -> None:
     tensors = dflash(target).tensors()
     folder = write(tmp_path / "head", ZLAB, tensors)
-    assert load_dflash(folder, layers=[1, 2, 3]).config.layers == (1, 2, 3)
+    assert load_head(folder, layers=[1, 2, 3]).config.layers == (1, 2, 3)
     with pytest.raises(InputError, match=r"reads 3 features of 64, .* names \[1, 2\]"):
-        load_dflash(folder, layers=[1, 2])
+        load_head(folder, layers=[1, 2])
     both = ZLAB | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
-    assert load_dflash(write(tmp_path / "both", both, tensors)).config.layers == (2, 4, 6)
+    assert load_head(write(tmp_path / "both", both, tensors)).config.layers == (2, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_layers_may_be_told_and_have_several_names(target: Target, tmp_path: Pat
     ],
 )
 def test_old_and_new_spellings_of_rope(target: Target, tmp_path: Path, keys, expected) -> None:
-    head = load_dflash(write(tmp_path / "head", ZLAB | keys, dflash(target).tensors()))
+    head = load_head(write(tmp_path / "head", ZLAB | keys, dflash(target).tensors()))
     assert head.config.llama.rope_parameters == expected
 
 

@@ -21,9 +21,9 @@ from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
-from heads.eagle.formats import load_eagle
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
+from heads.kinds import load_head
 from heads.layers.low_rank import with_low_rank_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.check import check_served
@@ -222,7 +222,7 @@ def eagle3(
     target: Target, start: OutputHead = OutputHead.copy, layers: list[int] | None = None
 ) -> EagleHead:
     settings = EagleConfig(output_head=start, layers=layers)
-    return EagleHead.from_target(target, settings, DraftVocab.everything(96), seed=0)
+    return EagleHead.untrained(target, settings, DraftVocab.everything(96), seed=0)
 
 
 # --- Heads behind them.
@@ -264,7 +264,7 @@ def test_a_head_is_as_wide_as_a_projected_embedding_and_keeps_it(tmp_path) -> No
     head = eagle3(target)
     assert (head.fc.in_features, head.fc.out_features) == (3 * 64, 32)
     head.save(tmp_path / "head")
-    loaded = load_eagle(str(tmp_path / "head")).attach(target)
+    loaded = load_head(str(tmp_path / "head")).attach(target)
     assert loaded.embed_tokens is not None
     assert torch.equal(loaded.embed_tokens.weight, target.embedding.weight)
     output = target.read_text(PROMPT, head.taps)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conf.settings.export import ExportFormat
 from heads.blocks.head import BlockHead
-from heads.kinds import kind_of, load_head
+from heads.kinds import load_head
 from heads.target_model.model import Target
 from tests.heads.blocks.test_formats import candidates, write
 
@@ -189,7 +189,7 @@ def test_a_published_head_is_the_one_it_was_written_from(
     for name in names:
         assert getattr(found.config, name) == getattr(head.config, name), name
     assert candidates(found, target).equal(candidates(head, target))
-    assert kind_of(found).export_problem(found, ExportFormat.vllm) is None
+    assert found.export(ExportFormat.vllm).problem is None
 
 
 def test_a_head_that_scales_its_logits_does_so_in_place_of_the_target(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_deepspec_calls_a_dspark_head_without_a_markov_head_dflash(
     assert found.config.sample_from_anchor
     assert candidates(found, target).equal(candidates(head, target))
     # vLLM takes it for DSpark, and so takes this.
-    assert kind_of(found).facts(found, {}, None).vllm_method == "dspark"
+    assert found.card({}, None).vllm_method == "dspark"
 
 
 def test_specforge_first_put_the_heads_of_dspark_into_a_part_of_their_own(

@@ -24,8 +24,7 @@ from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.vocab import DraftVocab
 from tests.eval.decode.test_accept import next_probs
 from tests.eval.decode.test_drafters import PROMPTS, WARM
@@ -118,7 +117,7 @@ SHARE = {
 def cutter(name: str, head: DraftHead, how: Sampling, threshold: float) -> Callable[..., Drafter]:
     depth = DEPTHS.get(name, 5)
     calibration = Calibration((0.8,) * depth, (0.0,) * depth, threshold)
-    return lambda seeds: kind_of(head).drafter(head, Tree.chain(depth), how, seeds, calibration)
+    return lambda seeds: head.drafter(Tree.chain(depth), how, seeds, calibration)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -276,7 +275,7 @@ def test_sampled_texts_of_real_heads_keep_the_distribution(name: str) -> None:
 
     def drafter(seeds: range, threshold: float) -> Drafter:
         calibration = Calibration((1.0, 1.0), (0.0, 0.0), threshold)
-        return kind_of(head).drafter(head, Tree.chain(2), warm, seeds, calibration)
+        return head.drafter(Tree.chain(2), warm, seeds, calibration)
 
     whole = Watched(drafter(range(50), 0.0))
     decode_batch(target, whole, [prompt] * 50, 4, warm, range(50))

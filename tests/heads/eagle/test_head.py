@@ -32,7 +32,7 @@ def target() -> Target:
 def untrained(target: Target, form: EagleForm, num_ids: int | None = None, **more) -> EagleHead:
     counts = torch.arange(target.vocab_size)
     vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
-    head = EagleHead.from_target(target, EagleConfig(form=form, **more), vocab, seed=0)
+    head = EagleHead.untrained(target, EagleConfig(form=form, **more), vocab, seed=0)
     for parameter in head.parameters():
         parameter.data.mul_(3)
     return head.eval()
@@ -144,7 +144,7 @@ def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) 
 def test_the_output_head_starts_where_it_is_told(target: Target, start, trained, equal) -> None:
     vocab = DraftVocab(torch.tensor([1, 4, 9]), target.vocab_size)
     config = EagleConfig(output_head=start)
-    head = EagleHead.from_target(target, config, vocab, seed=0)
+    head = EagleHead.untrained(target, config, vocab, seed=0)
     assert head.lm_head is not None
     assert head.lm_head.weight.requires_grad is trained
     assert head.lm_head.weight.equal(target.output_head.weight[[1, 4, 9]]) is equal
@@ -152,7 +152,7 @@ def test_the_output_head_starts_where_it_is_told(target: Target, start, trained,
 
 def test_the_seed_decides_the_first_weights(target: Target) -> None:
     vocab = DraftVocab.everything(target.vocab_size)
-    make = lambda seed: EagleHead.from_target(target, EagleConfig(), vocab, seed).fc.weight  # noqa: E731
+    make = lambda seed: EagleHead.untrained(target, EagleConfig(), vocab, seed).fc.weight  # noqa: E731
     assert make(3).equal(make(3))
     assert not make(3).equal(make(4))
 

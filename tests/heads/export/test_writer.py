@@ -16,7 +16,7 @@ from heads.eagle.head import EagleHead
 from heads.export import writer as export
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target
-from heads.kinds import kind_of, load_head
+from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -278,7 +278,7 @@ def test_the_readme_says_how_to_serve_and_verify(
     head = make(target, kind)
     if kind == "medusa":
         head.config = replace(head.config, target="me/toy")
-    assert kind_of(head).serve_command(head, ExportFormat(engine), "DIR") == SERVED[engine, kind]
+    assert head.export(ExportFormat(engine), "DIR").command == SERVED[engine, kind]
     text = (exported(head, target, engine, tmp_path / "out") / "README.md").read_text()
     assert f"```\n{SERVED[engine, kind]}\n```" in text
     assert "python scripts/verify_export.py DIR" in text

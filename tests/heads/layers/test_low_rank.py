@@ -17,8 +17,7 @@ from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import ranked_drafts, steps_along
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.kind import DraftHead
-from heads.kinds import kind_of
+from heads.head import DraftHead
 from heads.layers.low_rank import LowRankHead, reduce_rank, with_low_rank_head
 from heads.target_model.model import Target
 
@@ -73,7 +72,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
         each.num_candidates = 2
     ranked = ranked_drafts(head, chain, output, prompt, plain)
     assert ranked != whole
-    drafter = kind_of(head).drafter(head, chain, GREEDY, [0])
+    drafter = head.drafter(chain, GREEDY, [0])
     drafted = decode(target, drafter, prompt, 24)
     assert drafted.token_ids == plain
     assert drafted.steps == steps_along(chain, ranked, plain)

@@ -6,10 +6,10 @@ from safetensors.torch import load_file, save_file
 from toys import noisy_head, random_target
 
 from conf.errors import InputError
-from conf.settings.medusa import MedusaConfig
-from heads.medusa.head import WEIGHTS, MedusaHead, MedusaHeadConfig
+from heads.kinds import load_head
+from heads.medusa.head import MedusaHead
+from heads.medusa.network import WEIGHTS, MedusaHeadConfig
 from heads.vocab import DraftVocab
-from train.medusa import make_head
 
 CONFIG = MedusaHeadConfig(hidden_size=8, vocab_size=16, num_heads=2, num_layers=2, target="a/b")
 
@@ -63,7 +63,7 @@ def test_files_have_the_original_names(saved) -> None:
 
 def test_round_trip_is_exact(saved) -> None:
     head, folder = saved
-    loaded = MedusaHead.load(str(folder))
+    loaded = load_head(str(folder))
     assert loaded.config == head.config
     for name, tensor in head.tensors().items():
         assert torch.equal(tensor, loaded.tensors()[name])
@@ -73,7 +73,7 @@ def test_the_published_config_with_a_wrong_count_loads(saved) -> None:
     _, folder = saved
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "v"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert MedusaHead.load(str(folder)).num_heads == 3
+    assert load_head(str(folder)).num_heads == 3
 
 
 def test_truncated_weights_are_refused(saved) -> None:
@@ -81,7 +81,7 @@ def test_truncated_weights_are_refused(saved) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
     with pytest.raises(InputError, match=r"medusa_lm_head\.safetensors: corrupt or truncated"):
-        MedusaHead.load(str(folder))
+        load_head(str(folder))
 
 
 @pytest.mark.parametrize("change", ["missing", "foreign"])
@@ -94,15 +94,15 @@ def test_every_tensor_is_accounted_for(saved, change: str) -> None:
         tensors["1.0.gate.bias"] = torch.zeros(1)
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(InputError, match=r"missing, foreign or misshapen: \['1\.0\.(linear|gate)"):
-        MedusaHead.load(str(folder))
+        load_head(str(folder))
 
 
 def test_missing_head_is_named(tmp_path) -> None:
     with pytest.raises(InputError, match=r"head\.path=.*no such folder"):
-        MedusaHead.load(str(tmp_path / "nope"))
+        load_head(str(tmp_path / "nope"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"no config\.json there"):
-        MedusaHead.load(str(tmp_path / "empty"))
+        load_head(str(tmp_path / "empty"))
 
 
 def test_a_head_of_another_target_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_pruned_heads_are_saved_as_vllm_names_them(tmp_path) -> None:
     assert load_file(tmp_path / "head" / WEIGHTS)["token_map"].tolist() == [0, 3, 50, 95]
     config = json.loads((tmp_path / "head/config.json").read_text())
     assert (config["vocab_size"], config["truncated_vocab_size"]) == (96, 4)
-    loaded = MedusaHead.load(str(tmp_path / "head"))
+    loaded = load_head(str(tmp_path / "head"))
     assert loaded.config == small.config
     assert loaded.vocab.ids.tolist() == [0, 3, 50, 95]
     assert all(torch.equal(loaded.tensors()[name], each) for name, each in small.tensors().items())
@@ -170,11 +170,4 @@ def test_a_token_map_that_is_none_is_refused(tmp_path, token_map: list) -> None:
     tensors = load_file(tmp_path / WEIGHTS) | {"token_map": torch.tensor(token_map)}
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(InputError, match=r"token_map is .*ids of the 4 rows .*vocab_size=96"):
-        MedusaHead.load(str(tmp_path))
-
-
-def test_pruned_heads_are_not_trained(tmp_path) -> None:
-    _, small = pruned()
-    small.save(tmp_path)
-    with pytest.raises(InputError, match=r"drafts 4 of 96 ids; .*name the head that it was pruned"):
-        make_head(MedusaConfig(path=str(tmp_path)), random_target())
+        load_head(str(tmp_path))

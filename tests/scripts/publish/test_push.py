@@ -12,9 +12,10 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, PushRun
 from data.embedded import TARGET
-from heads.export.serve import readme
+from heads.export.writer import readme
 from heads.kinds import load_head
-from heads.medusa.head import MedusaHead, MedusaHeadConfig
+from heads.medusa.head import MedusaHead
+from heads.medusa.network import MedusaHeadConfig
 from scripts import push
 from scripts.publish.staging import scrubbed
 from tests.hub_server import TOKEN, HubServer
@@ -141,9 +142,9 @@ def test_push_then_load_from_the_hub_gives_the_same_head(
     repo = hub.repos["me/qwen-medusa"]
     assert repo.private
     assert len(repo.commits) == 2, "one commit after the initial one"
-    MedusaHead.load("me/qwen-medusa").save(tmp_path / "loaded")
-    ours = MedusaHead.load(str(run_dir / "head")).state_dict()
-    theirs = MedusaHead.load(str(tmp_path / "loaded")).state_dict()
+    load_head("me/qwen-medusa").save(tmp_path / "loaded")
+    ours = load_head(str(run_dir / "head")).state_dict()
+    theirs = load_head(str(tmp_path / "loaded")).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert TOKEN not in said.out + said.err
@@ -155,8 +156,8 @@ def test_dry_run_writes_exactly_what_would_be_uploaded(run_dir: Path, tmp_path: 
         "README.md", "acceptance.png", "config.json", "headsmith.json",
         "medusa_lm_head.safetensors",
     ]  # fmt: skip
-    theirs = MedusaHead.load(str(staged)).state_dict()
-    for name, tensor in MedusaHead.load(str(run_dir / "head")).state_dict().items():
+    theirs = load_head(str(staged)).state_dict()
+    for name, tensor in load_head(str(run_dir / "head")).state_dict().items():
         assert torch.equal(tensor, theirs[name])
 
 

@@ -43,7 +43,7 @@ def target() -> Target:
 def make_head(target: Target, seed: int = 0) -> EagleHead:
     settings = EagleConfig(form=EagleForm.eagle3, output_head=OutputHead.copy)
     vocab = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
-    return EagleHead.from_target(target, settings, vocab, seed).eval()
+    return EagleHead.untrained(target, settings, vocab, seed).eval()
 
 
 def export(head: EagleHead, engine: ExportFormat, folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_copies_of_a_gated_targets_weights_are_told(hub: HubServer, tmp_path: Pa
     target.name = "me/gated"
     hub.repos["me/gated"] = Repo(private=False, gated="auto")
     hub.repos["me/gated"].commit({})
-    head = EagleHead.from_target(
+    head = EagleHead.untrained(
         target, EagleConfig(form=EagleForm.eagle1), DraftVocab.everything(target.vocab_size), 0
     )
     head.save(tmp_path / "head")

@@ -18,12 +18,13 @@ from toys import noisy_head, save_target
 from conf.errors import InputError
 from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
-from conf.settings.medusa import MedusaConfig, MedusaRun
+from conf.settings.medusa import MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from data.features.reader import StoredDataset
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
+from heads.medusa.head import MedusaHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps
@@ -34,7 +35,6 @@ from train.loop import command, loop
 from train.loop.loop import Job, Outcome
 from train.loop.replay import HeldoutReplay, StoredReplay
 from train.loop.stored import check_taps, load_embeddings_and_head, open_store
-from train.medusa import make_head
 from train.objective import Objective
 
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> Job:
 
     def build(target: Any, _train: Any) -> tuple[Any, list[str]]:
         class Two(Objective):
-            head = make_head(MedusaConfig(num_heads=2), target)
+            head = MedusaHead.from_target(target, num_heads=2, num_layers=1)
             weights = torch.ones(2)
 
         two = Two()
@@ -238,7 +238,7 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
 def eagle3(target: EmbeddingsAndHead) -> EagleHead:
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     config = EagleConfig(form=EagleForm.eagle3, layers=[1, 2, 3])
-    return EagleHead.from_target(target, config, DraftVocab.choose(counts, 100, [0]), seed=0)
+    return EagleHead.untrained(target, config, DraftVocab.choose(counts, 100, [0]), seed=0)
 
 
 @pytest.mark.parametrize("teacher", ["store", "top_k"])

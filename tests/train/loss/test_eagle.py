@@ -17,7 +17,7 @@ from heads.eagle.branches import Branches, causal_rows
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.supervision import DOCUMENTS, NOISE_SEEDS
-from train.eagle import EagleObjective, make_head
+from train.eagle import EagleObjective, main
 from train.loss.divergences import Pair, Softmax, divergence, top_k, total_variation
 from train.loss.eagle import step_weights
 from train.loss.sums import Sums
@@ -277,7 +277,7 @@ def test_an_eagle1_head_over_a_quantised_output_head_is_refused() -> None:
     data = type("Packed", (), {"token_counts": lambda _, size: torch.ones(size, dtype=torch.int64)})
     config = EagleRun(head=EagleConfig(form=EagleForm.eagle1))
     with pytest.raises(InputError, match="its output head is quantised"):
-        make_head(config, target, data())
+        main.make_head(config, target, data())
 
 
 @pytest.mark.slow

@@ -1,0 +1,295 @@
+"""EAGLE heads: one decoder layer that continues the target's own features.
+
+At token t the head reads the feature f_t and the token x_{t+1}, and predicts x_{t+2}; fed with
+its own output in place of f_{t+1} it goes on to x_{t+3}, and so on.
+
+Sources: EAGLE (arXiv 2401.15077), HASS (2408.15766) and EAGLE-3 (2503.01840); file layout of
+SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of a text, N rows,
+H hidden, F width of a feature, V vocabulary, W draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conf.errors import InputError
+from conf.settings.eagle import EagleForm, OutputHead
+from heads.decoding.drafting import PAD
+from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.config import EagleHeadConfig, default_layers
+from heads.eagle.layer import EagleLayer
+from heads.head import UNKNOWN, DraftHead, check_fits
+from heads.layers.documents import Documents
+from heads.layers.llama import RmsNorm, normed
+from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Taps, Target, TargetOutput
+from heads.vocab import DraftVocab
+
+ROWS_PER_CHUNK = 256
+LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that the head has read with true features.
+
+    Attributes:
+        inputs: [S, I] of the layer's attention.
+        residual: [S, H].
+        position_ids: [S] int64.
+        rotation: [S, 2, d] of the positions.
+        keys, values: [S, K, d].
+    """
+
+    inputs: Tensor
+    residual: Tensor
+    position_ids: Tensor
+    rotation: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class EagleNetwork(DraftHead):
+    """The network of an EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
+
+    Args:
+        config: the architecture.
+        vocab: the ids it can draft.
+    """
+
+    window: int
+
+    def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        assert config.form is EagleForm.eagle3 or vocab.full
+        llama, eagle3 = config.llama, config.form is EagleForm.eagle3
+        hidden, eps, width = llama.hidden_size, llama.rms_norm_eps, config.target_hidden_size
+        num_features = (len(config.layers) or 3) if eagle3 else 2
+        self.fc = nn.Linear(num_features * width, hidden, bias=config.fc_bias)
+        self.layer = EagleLayer(llama, eagle3, config.qk_norm)
+        self.norm = RmsNorm(hidden, eps) if eagle3 else None
+        norms = [RmsNorm(width, eps) for _ in range(num_features)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        whole = num_features * width
+        self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
+        own_head = eagle3 and config.own_output_head
+        self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
+        self.embed_tokens: nn.Embedding | None = None
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
+        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
+        self.variant, self.layer_prefix = config.form.value, LAYER_NAMES[config.form]
+
+    def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
+        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
+
+        Raises:
+            InputError: rows of the target's output head that a head cannot start from.
+        """
+        self._initialise(seed)
+        self.attach(target)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.embedding.weight)
+        if self.lm_head is not None and start is not OutputHead.scratch:
+            _check_rows(target, start)
+            rows = target.output_head.weight.detach()[self.vocab.ids.to(target.device)]
+            self.lm_head.weight.data.copy_(rows)
+            self.lm_head.requires_grad_(start is OutputHead.copy)
+        return self
+
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
+        """Checks that the head fits a target, borrows its embedding and moves to its device.
+
+        Args:
+            target: the frozen target.
+            dtype: of the head's parameters; unset leaves them.
+
+        Raises:
+            InputError: with both sizes.
+        """
+        config = self.config
+        which = "feature_size" if config.form is EagleForm.eagle3 else "hidden_size"
+        check_fits(self, target, config.target_hidden_size, which)
+        if config.form is EagleForm.eagle3 and not config.layers:
+            self.config = replace(self.config, layers=default_layers(target.num_layers))
+        if config.target == UNKNOWN:
+            self.config = replace(self.config, target=target.name)
+        outside = [i for i in self.config.layers if not 0 <= i <= target.num_layers]
+        if outside:
+            raise InputError(
+                f"head.layers: {outside}, but target.path={target.name} has hidden states "
+                f"0..{target.num_layers}"
+            )
+        self.taps = Taps(self.config.layers)
+        if self.taps.layers and isinstance(target, Target):
+            assert target.blocks  # found, or refused before any work
+        self._target = (target,)
+        self.vocab = self.vocab.to(target.device)
+        return self.to(target.device, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.fc.weight.dtype
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """[..., F] what the head reads of a target pass, in the head's dtype."""
+        if self.config.form is EagleForm.eagle1:
+            return output.hidden_states.to(self.fc.weight)
+        layers = [output.layers[index] for index in self.config.layers]
+        return torch.cat(layers, dim=-1).to(self.fc.weight)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H] one feature of [..., F]; EAGLE-1 reads a single one, which stays."""
+        if self.config.form is EagleForm.eagle1:
+            return features
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            features = normed(features, self.fc_norm)
+        return self.fc(features)
+
+    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
+        """Taps features and, beside each, the token after it.
+
+        Args:
+            fused: [S, H], of `fuse` or an earlier output of the head.
+            token_ids: [S] int64, the token that follows the feature's.
+            position_ids: [S] int64, of the feature.
+        """
+        inputs, residual = self.inputs(fused, token_ids)
+        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        keys, values = self.layer.self_attn.keys_values(inputs, rotation)
+        return Text(inputs, residual, position_ids, rotation, keys, values)
+
+    def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer reads [S, I], and its residual [S, H]; arguments as of `read`."""
+        embeds, layer = self._embed(token_ids), self.layer
+        if layer.input_layernorm is None or layer.hidden_norm is None:
+            both = self.fc(torch.cat([embeds, fused], dim=-1))
+            return both, both
+        states = layer.hidden_norm(fused)
+        inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
+        return inputs, states if self.config.norm_before_residual else fused
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.embed_tokens is not None:
+            return self.embed_tokens(token_ids)
+        weight = self._target[0].embedding.weight
+        return functional.embedding(token_ids, weight).to(self.dtype)
+
+    def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
+        """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
+        return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
+
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+    ) -> Tensor:
+        """[N, H] the next output of rows that read their own last one.
+
+        Args:
+            outputs: [N, H], what the row gave last.
+            token_ids: [N] int64, the token drafted from it.
+            position_ids: [N] int64, one more than the row's last.
+            branches: gets the rows' new keys and values.
+        """
+        fed = self.normed(outputs) if self.config.norm_output else outputs
+        text = self.read(fed, token_ids, position_ids)
+        branches.own_keys.append(text.keys)
+        branches.own_values.append(text.values)
+        return self.layer(text.inputs, text.residual, text.rotation, branches)
+
+    def unroll(
+        self, text: Text, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False
+    ) -> Iterator[Tensor]:
+        """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
+
+        Row t gives first what follows x_{t+1}, then, from its own output and x_{t+2}, what
+        follows that. This is the training-time test, and, as a draft is only followed while
+        it is accepted, also what greedy decoding would compute.
+
+        Args:
+            text: the whole text.
+            token_ids: [S + 1] int64, the text and the token after it.
+            rows: [N] int64.
+            branches: of the rows, without own keys.
+            detach: no gradient into the outputs that are fed back.
+        """
+        outputs = self.draft(text, rows, branches)
+        step = 0
+        while True:
+            yield outputs
+            step += 1
+            fed = outputs.detach() if detach else outputs
+            # Rows whose text has ended go on with its last token; nobody looks at them.
+            tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
+            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
+
+    def normed(self, outputs: Tensor) -> Tensor:
+        """[..., H] outputs after the last norm, which EAGLE-1 has not."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def projection(self) -> Projection:
+        """From normed outputs to draft logits: the head's own, or the target's."""
+        if self.lm_head is not None:
+            return Projection(self.lm_head.weight)
+        return self._target[0].projection
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[..., W] draft logits of outputs [..., H]."""
+        states = self.normed(outputs)
+        if self.lm_head is not None:
+            return self.lm_head(states)
+        target = self._target[0]
+        return target.logits(states.to(target.output_head.weight.dtype)).to(states.dtype)
+
+    @torch.no_grad()
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
+        rows = places[first:]
+        seen = causal_rows(Documents.single(len(places), device), rows)
+        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
+        best = torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
+        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
+
+    def _best(self, outputs: Tensor, width: int) -> Tensor:
+        """[N, width] the best target ids after outputs [N, H]."""
+        parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
+        return self.vocab.to_target(torch.cat(parts))
+
+
+def _check_rows(target: EmbeddingsAndHead, start: OutputHead) -> None:
+    """Refuses an output head of a target whose rows a head cannot start from.
+
+    A head has no bias of logits, and engines no place for one: it learns without the target's.
+    """
+    if target.head_is_quantized:
+        raise InputError(
+            f"head.output_head={start.value}: the output head of target.path={target.name} is "
+            "quantised; allowed: scratch"
+        )
+    if start is OutputHead.frozen and not target.has_plain_head:
+        raise InputError(
+            f"head.output_head=frozen: the output head of target.path={target.name} has a bias, "
+            "without which its rows do not give its logits; allowed: copy, scratch"
+        )

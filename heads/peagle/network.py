@@ -1,0 +1,227 @@
+"""P-EAGLE: EAGLE-3 of several layers, which drafts all tokens in one pass.
+
+At token t the head reads the target's features up to t, each beside the token after it. Behind
+them stand rows for tokens that nobody knows, a mask token beside a feature that is learnt. Row t
+itself drafts x_{t+2}, and the d-th row behind it, which sees the text up to t and those between,
+x_{t+2+d}.
+
+Source: P-EAGLE, arXiv 2602.01469; vllm-project/speculators `models/peagle`. Letters: S tokens of a
+text, N rows, H hidden, I input of the first layer, F width of a feature, K key-value heads, d head
+size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from heads.blocks.config import mask_token
+from heads.decoding.drafting import PAD
+from heads.eagle.branch_attention import branch_attention
+from heads.eagle.branches import Branches, Stretch, causal_rows
+from heads.eagle.config import EagleHeadConfig, eagle_config
+from heads.eagle.layer import EagleLayer
+from heads.eagle.network import EagleNetwork
+from heads.layers.documents import Documents
+from heads.layers.llama import RmsNorm
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import TargetOutput
+from heads.vocab import DraftVocab
+
+TOKENS_PER_CHUNK = 256
+"""Of a text whose tokens all draft: their rows live together."""
+KeysValues = tuple[Tensor, Tensor]
+TextOf = Callable[[int, KeysValues | None], KeysValues]
+"""Keys and values [T, S, K, d] of the texts in a layer, by its number and what is new of them."""
+
+
+@dataclass(frozen=True)
+class PEagleHeadConfig(EagleHeadConfig):
+    """Architecture of a head.
+
+    Attributes:
+        mask_token_id: what rows hold whose token is not known.
+        num_draft_tokens: of a pass, as it was trained.
+    """
+
+    mask_token_id: int = 0
+    num_draft_tokens: int = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of the text, or rows that stand equally far behind it.
+
+    Attributes:
+        inputs: [N, I] of the first layer.
+        residual: [N, H].
+        rotation: [N, 2, d].
+        seen: what they see of the text.
+        kept: [N] int64, of the group before, the rows that they stand behind; None for all.
+    """
+
+    inputs: Tensor
+    residual: Tensor
+    rotation: Tensor
+    seen: Stretch
+    kept: Tensor | None = None
+
+
+class LaterLayer(EagleLayer):
+    """A layer behind the first: Llama's.
+
+    Args:
+        config: sizes, norms and RoPE.
+        qk_norm: norms on queries and keys per head.
+    """
+
+    input_layernorm: RmsNorm
+
+    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
+        super().__init__(config, two_inputs=False, qk_norm=qk_norm)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class PEagleNetwork(EagleNetwork):
+    """The network of a P-EAGLE head; `attach` it to its target before use.
+
+    Args:
+        config: the architecture.
+        vocab: the ids it can draft.
+    """
+
+    config: PEagleHeadConfig
+
+    def __init__(self, config: PEagleHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        self.variant, self.layer_prefix = "peagle", "layers.0."
+        later = range(1, config.llama.num_hidden_layers)
+        # By number, as files name them.
+        self.layers = nn.ModuleDict(
+            {str(number): LaterLayer(config.llama, config.qk_norm) for number in later}
+        )
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
+
+    def _initialise(self, seed: int) -> None:
+        super()._initialise(seed)
+        nn.init.normal_(self.mask_hidden, generator=torch.Generator().manual_seed(seed))
+
+    def text_rows(
+        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: Stretch
+    ) -> Group:
+        """The rows of a text; arguments as of `read`, and what each sees, itself included."""
+        inputs, residual = self.inputs(fused, token_ids)
+        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        return Group(inputs, residual, rotation, seen)
+
+    def mask_rows(
+        self, position_ids: Tensor, seen: Sequence[Stretch], kept: Sequence[Tensor | None] = ()
+    ) -> list[Group]:
+        """Rows behind tokens of a text, group by group.
+
+        Args:
+            position_ids: [N] int64, of those of all groups.
+            seen: of each group, the text up to those tokens.
+            kept: of each group, see `Group`; unset for all.
+        """
+        if not seen:
+            return []
+        mask = position_ids.new_full((1,), self.config.mask_token_id)
+        fused = self.fuse(self.mask_hidden.flatten(0, 1).to(self.fc.weight))
+        inputs, residual = self.inputs(fused, mask)
+        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        sizes = [len(each.end) for each in seen]
+        found = zip(rotation.split(sizes), seen, kept or [None] * len(seen), strict=True)
+        return [
+            Group(inputs.expand(len(turn), -1), residual.expand(len(turn), -1), turn, see, keep)
+            for turn, see, keep in found
+        ]
+
+    def through(self, text: Group | None, masks: Sequence[Group], text_of: TextOf) -> list[Tensor]:
+        """[N, H] outputs of the rows of each group.
+
+        Args:
+            text: rows of texts, if there are new ones.
+            masks: those right behind the text, those behind them, ...
+            text_of: remembers what is new, and knows the rest.
+        """
+        groups = [*([] if text is None else [text]), *masks]
+        sizes = [len(group.rotation) for group in groups]
+        rotation = torch.cat([group.rotation for group in groups])
+        inputs = torch.cat([group.inputs for group in groups])
+        states = torch.cat([group.residual for group in groups])
+        for number, layer in enumerate(self._every_layer()):
+            if number:
+                inputs = layer.input_layernorm(states)
+            query = layer.self_attn.query(inputs, rotation).split(sizes)
+            both = [each.split(sizes) for each in layer.self_attn.keys_values(inputs, rotation)]
+            keys, values = text_of(number, None if text is None else (both[0][0], both[1][0]))
+            own: list[list[Tensor]] = [[], []]
+            attended = []
+            for place, group in enumerate(groups):
+                if group is not text:
+                    own = [
+                        [*_followed(each, group.kept), rows[place]]
+                        for each, rows in zip(own, both, strict=True)
+                    ]
+                branches = Branches(keys, values, group.seen, *own)
+                attended.append(branch_attention(query[place], branches))
+            states = layer.finish(states, torch.cat(attended))
+        return list(states.split(sizes))
+
+    def _every_layer(self) -> list[Any]:
+        return [self.layer, *self.layers.values()]
+
+    @torch.no_grad()
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        fused = self.fuse(self.features(output)[0])
+        known: list[KeysValues] = []
+        whole = Documents.single(len(places), device)
+        text = self.text_rows(fused, ids[1:], places, causal_rows(whole, places))
+        (outputs,) = self.through(text, [], remembered(known))
+        parts = []
+        for rows in places[first:].split(TOKENS_PER_CHUNK):
+            positions = torch.cat([rows + step for step in range(1, depth)] or [rows[:0]])
+            seen = [causal_rows(whole, rows)] * (depth - 1)
+            masks = self.mask_rows(positions.clamp_max(self.window - 1), seen)
+            found = self.through(None, masks, remembered(known)) if masks else []
+            parts.append(torch.stack([self._best(each, width) for each in (outputs[rows], *found)]))
+        best = torch.cat(parts, 1)
+        reached = places[first:] + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
+
+
+def peagle_config(settings: Any, target: EmbeddingsAndHead) -> PEagleHeadConfig:
+    """Of a fresh head for a target, by a `PEagleConfig`.
+
+    Raises:
+        InputError: features or a mask token that the target does not have.
+    """
+    plain = eagle_config(settings, target)
+    plain.llama.num_hidden_layers = settings.num_layers
+    mask = mask_token(target, settings.mask_token_id)
+    return PEagleHeadConfig(**vars(plain), mask_token_id=mask, num_draft_tokens=settings.num_steps)
+
+
+def remembered(known: list[KeysValues]) -> TextOf:
+    """Keeps keys and values of the layers of one text, [S, K, d], in a list."""
+
+    def text_of(number: int, new: KeysValues | None) -> KeysValues:
+        if new is not None:
+            known.append((new[0].unsqueeze(0), new[1].unsqueeze(0)))
+        return known[number]
+
+    return text_of
+
+
+def _followed(own: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
+    return [each if kept is None else each.index_select(0, kept) for each in own]
