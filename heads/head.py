@@ -377,8 +377,8 @@ class DraftHead(nn.Module, ABC):
         if self.output_heads():
             return None
         return (
-            "this head drafts through the target's output head, of which no row can go; allowed: "
-            f"{self.prunable}"
+            f"this {self.variant} head drafts through the target's output head, of which no row "
+            f"can go; allowed: {self.prunable}"
         )
 
     @final
