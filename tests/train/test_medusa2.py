@@ -87,7 +87,7 @@ def test_the_target_counts_from_the_first_joint_step() -> None:
     assert [w[0] for w in weights] == [0.0, 0.0, 1.0, 1.0]
     assert all(w[1:] == heads for w in weights)
     assert objective.weights.tolist() == [1.0, *weights[0][1:]]
-    assert objective.counts(batch()).tolist() == [6.0, 6.0, 6.0]
+    assert objective.counts(objective.indexed(batch())).tolist() == [6.0, 6.0, 6.0]
     assert objective.depth == 2
 
 
@@ -229,7 +229,7 @@ def test_the_targets_own_loss_before_and_after() -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (["q_proj", "lm_head"], r"adapter\.modules=.*\['lm_head'\] is one of the ends"),
+        (["q_proj", "lm_head"], r"adapter\.modules=.*\['lm_head'\] is the target's embedding"),
         (["q_prj"], r"adapter\.modules=\['q_prj'\]: .*not found"),
     ],
 )
