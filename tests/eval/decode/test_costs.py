@@ -111,7 +111,7 @@ def medusa_chain(target: Target) -> Drafter:
 def eagle_chain(target: Target) -> Drafter:
     vocab = DraftVocab.everything(target.vocab_size)
     return EagleChain(
-        EagleHead.from_target(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2
+        EagleHead.untrained(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2
     )
 
 
