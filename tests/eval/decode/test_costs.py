@@ -110,9 +110,7 @@ def medusa_chain(target: Target) -> Drafter:
 
 def eagle_chain(target: Target) -> Drafter:
     vocab = DraftVocab.everything(target.vocab_size)
-    return EagleChain(
-        EagleHead.untrained(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2
-    )
+    return EagleChain(EagleHead.untrained(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2)
 
 
 @pytest.mark.parametrize(
