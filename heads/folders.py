@@ -1,4 +1,4 @@
-"""What the configs of a target and a head tell, before anything heavy is imported."""
+"""The folders of a target and a head, checked by their configs before heavy imports."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
 PROVENANCE = "headsmith.json"
-"""Beside a head: how it was made."""
+"""File beside a head that says how it was made."""
 SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -30,11 +30,11 @@ def check_target(config: TargetConfig) -> None:
     ):
         if path is None:
             continue
-        found = _config(key, path, revision, name)
+        content = _config(key, path, revision, name)
         folder = here(key, path)
         if folder is not None:
             _check_weights(f"{key}={path}", folder)
-        if key == "target.path" and found is not None and "model_type" not in found:
+        if key == "target.path" and content is not None and "model_type" not in content:
             raise InputError(f"{key}={path}: its {name} names no model_type, as transformers needs")
 
 
@@ -68,7 +68,7 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
 
 
 def other_target(name: str, mine: object, told: str, path: str, theirs: object) -> str:
-    """The words for a head whose sizes are not the target's.
+    """The message for a head whose sizes are not the target's.
 
     Args:
         name: of the size.
@@ -93,8 +93,8 @@ def folder_with(key: str, path: str, folder: Path, *names: str) -> Path:
         raise InputError(f"{key}={path}: is a file; name the folder")
     for name in names:
         if not (folder / name).is_file():
-            found = sorted(each.name for each in folder.iterdir())
-            raise InputError(f"{key}={path}: no {name} there; found {found}")
+            there = sorted(file.name for file in folder.iterdir())
+            raise InputError(f"{key}={path}: no {name} there; found {there}")
     return folder
 
 
@@ -105,43 +105,36 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
         InputError: it is not there, not in the Hub's cache and cannot be asked for, or no JSON.
     """
     folder = here(key, path)
-    file = _cached(key, path, revision, name) if folder is None else None
     if folder is not None:
         file = folder_with(key, path, folder, name) / name
-    if file is None:
-        return None
+    else:
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, name, revision=revision)
+        if not isinstance(cached, str):
+            lacking = f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
+            if constants.HF_HUB_OFFLINE:
+                raise InputError(f"{lacking}HF_HUB_OFFLINE forbids to ask for it")
+            if (error := _unreachable(constants.ENDPOINT)) is not None:
+                raise InputError(
+                    f"{lacking}{constants.ENDPOINT} cannot be reached ({error}): name a folder, or "
+                    "connect"
+                )
+            return None
+        file = Path(cached)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{key}={path}: cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{key}={path}: {file} holds no JSON object")
-    return found
-
-
-def _cached(key: str, path: str, revision: str | None, name: str) -> Path | None:
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    found = try_to_load_from_cache(path, name, revision=revision)
-    if isinstance(found, str):
-        return Path(found)
-    if constants.HF_HUB_OFFLINE:
-        raise InputError(
-            f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
-            "HF_HUB_OFFLINE forbids to ask for it"
-        )
-    if (error := _unreachable(constants.ENDPOINT)) is not None:
-        raise InputError(
-            f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
-            f"{constants.ENDPOINT} cannot be reached ({error}): name a folder, or connect"
-        )
-    return None
+    return content
 
 
 def _unreachable(url: str) -> OSError | None:
-    """Why a server cannot be reached; libraries find out only after half a minute of attempts.
+    """The error of a server that cannot be reached; libraries find out after half a minute.
 
-    Behind a proxy it is not asked for, as only the proxy can tell.
+    Behind a proxy the server is not asked, as only the proxy can tell.
     """
     place = urlsplit(url)
     if getproxies() or place.hostname is None:
@@ -155,7 +148,7 @@ def _unreachable(url: str) -> OSError | None:
 
 
 def _check_weights(what: str, folder: Path) -> None:
-    if not any(file for kind in WEIGHTS for file in folder.glob(kind)):
+    if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
         raise InputError(f"{what}: no weights there ({' or '.join(WEIGHTS)})")
     for index in folder.glob("*.index.json"):
         try:

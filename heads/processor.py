@@ -1,11 +1,11 @@
-"""What the CPU of this process multiplies fast: asked wherever a dtype or a kernel is chosen.
+"""The CPU of this process: its fast products decide wherever a dtype or a kernel is chosen.
 
 Torch computes in bfloat16 and float16 on every CPU. Without instructions for their products it
 imitates them, and products of many rows take several times as long as in float32.
 
-Of what torch tells, `get_cpu_capability` follows ATEN_CPU_CAPABILITY, and what oneDNN supports
-follows ONEDNN_MAX_CPU_ISA; `get_capabilities` names what the chip has, whatever they say. Who
-makes a new CPU behave as an old one by these variables is told of an old one here.
+`get_cpu_capability` of torch follows ATEN_CPU_CAPABILITY, and oneDNN's support follows
+ONEDNN_MAX_CPU_ISA; `get_capabilities` names the instructions of the chip, whatever these say. Who
+makes a new CPU behave as an old one by these variables finds an old one here.
 """
 
 import os
@@ -44,29 +44,29 @@ class Processor:
     packs: bool = False
 
     def is_fast(self, dtype: torch.dtype) -> bool:
-        """Whether products in it have instructions of their own, as in float32 they always do."""
+        """True where products in a dtype have instructions of their own, as float32 always has."""
         return dtype not in PRODUCTS or not self.products.isdisjoint(PRODUCTS[dtype])
 
     def multiplies_packed(self, dtype: torch.dtype) -> bool:
-        """Whether products over weights of it that are packed once are faster than torch's own."""
+        """True where products over weights that are packed once are faster than torch's own."""
         return self.packs and dtype in (torch.float32, torch.bfloat16) and self.is_fast(dtype)
 
     @property
     def packs_for_one_row(self) -> bool:
-        """Whether that holds for one row of float32: with AVX2 it takes up to twice as long."""
+        """True where also one row of float32 is faster: AVX2 takes up to twice as long."""
         return self.vectors == "AVX512"
 
     def __str__(self) -> str:
-        amx = any(each.startswith("amx") for each in self.products)
+        amx = any(product.startswith("amx") for product in self.products)
         vectors = {"AVX512": "AVX-512", "DEFAULT": ""}.get(self.vectors, self.vectors)
-        narrow = [str(each).removeprefix("torch.") for each in PRODUCTS if self.is_fast(each)]
-        known = ", ".join(each for each in (self.name, vectors, "AMX" if amx else "") if each)
+        narrow = [str(dtype).removeprefix("torch.") for dtype in PRODUCTS if self.is_fast(dtype)]
+        known = ", ".join(part for part in (self.name, vectors, "AMX" if amx else "") if part)
         return f"{known} with {' and '.join(narrow)}" if narrow else known
 
 
 @lru_cache(maxsize=1)
 def this_processor() -> Processor:
-    """That of this process; variables of the environment count as they were at the first call."""
+    """The CPU of this process; the environment counts as it was at the first call."""
     return read(
         _capabilities(),
         torch.backends.cpu.get_cpu_capability(),
@@ -83,7 +83,7 @@ def read(
     packs: bool,
     limit: str,
 ) -> Processor:
-    """A processor by what is told of it.
+    """A processor by the facts that torch and the environment give.
 
     Args:
         capabilities: of `torch.cpu.get_capabilities`.
@@ -94,18 +94,18 @@ def read(
         limit: of ONEDNN_MAX_CPU_ISA.
     """
     limit = limit.upper()
-    has = {
-        each
+    products = {
+        product
         for dtype in supported
-        for each in PRODUCTS[dtype]
-        if capabilities.get(each)
+        for product in PRODUCTS[dtype]
+        if capabilities.get(product)
         and limit not in WITHOUT_PRODUCTS
-        and ("amx" not in each or "AMX" in limit or limit in ("", "ALL", "DEFAULT"))
+        and ("amx" not in product or "AMX" in limit or limit in ("", "ALL", "DEFAULT"))
     }
     if vectors == "AVX512" and packs and torch.bfloat16 not in supported:
         vectors = "AVX2"  # of oneDNN, whatever torch's own kernels use
     name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
-    return Processor(name, vectors, frozenset(has), packs)
+    return Processor(name, vectors, frozenset(products), packs)
 
 
 def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -135,14 +135,14 @@ def tell_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None
 
 
 def _is_supported(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes it here."""
+    """True where oneDNN takes a dtype here."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", bool)
     return torch.backends.mkldnn.is_available() and ask()
 
 
 def _capabilities() -> dict[str, Any]:
-    """Of the chip; what other versions of torch tell of it, where this one has no list."""
+    """Instructions of the chip; those that older versions of torch tell, which have no list."""
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
     if platform.machine() in ("aarch64", "arm64"):

@@ -17,19 +17,18 @@ from conf.files import here, retried
 from heads.folders import folder_with
 
 
-def locate(path: str, revision: str | None, weights: str | None = None) -> Path:
-    """The local folder of a head: itself, or a snapshot of a Hub repository.
+def locate(path: str, revision: str | None) -> Path:
+    """The local folder of a head with a `config.json`: itself, or a snapshot of a Hub repository.
 
     Args:
         path: folder or Hub id.
         revision: of a Hub id.
-        weights: a file that must be there besides `config.json`.
 
     Raises:
-        InputError: nothing there, or a file is missing.
+        InputError: nothing there, or the file is missing.
     """
     folder = here("head.path", path) or _download(path, revision)
-    return folder_with("head.path", path, folder, *filter(None, ("config.json", weights)))
+    return folder_with("head.path", path, folder, "config.json")
 
 
 def _download(path: str, revision: str | None) -> Path:
@@ -87,23 +86,15 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
-        _sync(temporary)
+        for path in (*(p for p in temporary.rglob("*") if p.is_file()), temporary):
+            _flush(path)
         _swap(temporary, final)
     except SafetensorError as error:
-        raise _system_error(error) from error
+        # safetensors names the system's error in its text alone.
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(*([int(number[1])] if number else []), str(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _system_error(error: SafetensorError) -> OSError:
-    """safetensors names the system's error in its text alone."""
-    number = re.search(r"os error (\d+)", str(error))
-    return OSError(int(number[1]), str(error)) if number else OSError(str(error))
-
-
-def _sync(folder: Path) -> None:
-    for path in (*(p for p in folder.rglob("*") if p.is_file()), folder):
-        _flush(path)
 
 
 def _flush(path: Path) -> None:
@@ -149,12 +140,8 @@ def save_head(
     def fill(staging: Path) -> None:
         for name, content in documents.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
-        stored = {name: _stored(tensor) for name, tensor in tensors.items()}
+        stored = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        stored = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
         save_file(stored, staging / weights, metadata={"format": "pt"})
 
     write_folder(folder, fill)
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor.float() if tensor.is_floating_point() else tensor

@@ -29,7 +29,7 @@ class DraftVocab:
     size: int
 
     def described(self) -> str:
-        """Its size, in words."""
+        """The size of the vocabulary, in words."""
         if self.full:
             return f"vocabulary {self.size}"
         return f"draft vocabulary {len(self.ids)} of the target's {self.size}"
@@ -41,7 +41,7 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, size: int, t2d: Tensor | None = None) -> "DraftVocab":
-        """Taps the mapping of a published head.
+        """The vocabulary of a published head.
 
         Args:
             d2t: [Vd] integers; target id = draft id + d2t[draft id].
@@ -101,12 +101,12 @@ class DraftVocab:
         return DraftVocab(mine.ids[chosen.ids], self.size)
 
     def held(self, target_ids: Iterable[int]) -> list[int]:
-        """Those of some target ids that are in, sorted."""
+        """The target ids among some that are in this vocabulary, sorted."""
         return sorted(set(target_ids) & set(self.ids.tolist()))
 
     @property
     def full(self) -> bool:
-        """Whether every target id is in (Vd = V)."""
+        """True where every target id is in (Vd = V)."""
         return len(self.ids) == self.size
 
     def to(self, device: torch.device | str) -> "DraftVocab":
@@ -133,28 +133,8 @@ class DraftVocab:
         return self.ids - torch.arange(len(self.ids), device=self.ids.device)
 
 
-def coverage(
-    counts: Tensor, sizes: Iterable[int], always: Iterable[int]
-) -> list[tuple[int, float]]:
-    """The share of the counted tokens that a chosen vocabulary of each size covers.
-
-    Args:
-        counts: [V] int64, on the CPU; not all 0.
-        sizes: values of Vd.
-        always: as for `DraftVocab.choose`.
-
-    Returns:
-        (Vd, share from 0 to 1) per size.
-
-    Raises:
-        InputError: a size is too small for `always`.
-    """
-    kept = _emitted(always, len(counts))
-    return [(size, share(counts, DraftVocab.choose(counts, size, kept))) for size in sizes]
-
-
 def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
-    """What `chosen` covers, and what V/16, V/8, V/4, V/2 and V ids would, as lines to print.
+    """Lines to print: the coverage of `chosen`, and of V/16, V/8, V/4, V/2 and V ids.
 
     Args:
         counts: [V] int64, on the CPU; not all 0.
@@ -163,8 +143,11 @@ def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) ->
     """
     kept = _emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
-    possible = [size for size in sizes if size >= max(1, len(kept))]
-    shares = (f"{size:,} {part:.1%}" for size, part in coverage(counts, possible, kept))
+    shares = (
+        f"{size:,} {share(counts, DraftVocab.choose(counts, size, kept)):.1%}"
+        for size in sizes
+        if size >= max(1, len(kept))
+    )
     return [
         f"draft vocabulary: {len(chosen.ids):,} of {chosen.size:,} ids cover "
         f"{share(counts, chosen):.2%} of the learnt tokens",
@@ -189,7 +172,7 @@ def share(counts: Tensor, vocab: DraftVocab) -> float:
 
 
 def _problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
-    """What is wrong with the target ids `[Vd]` int64 read from d2t, or with t2d beside them."""
+    """The fault of target ids `[Vd]` int64 read from d2t, or of t2d beside them; None without."""
     outside = ((ids < 0) | (ids >= size)).nonzero()
     if len(outside):
         i = int(outside[0])

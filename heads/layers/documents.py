@@ -1,4 +1,4 @@
-"""Documents as what attention runs over: packed sequences without a mask of tokens by tokens.
+"""Packed documents for attention without a mask of tokens by tokens.
 
 A batch of packed sequences, read row by row, is one row of documents that lie one after another,
 and padding at the end of a sequence is a document like any other. A kernel for sequences of
@@ -33,7 +33,7 @@ class Documents:
 
     @classmethod
     def of(cls, document_ids: Tensor) -> "Documents":
-        """Those of packed sequences.
+        """The documents of packed sequences.
 
         Args:
             document_ids: [B, T] int64 on the CPU, -1 on padding.
@@ -57,26 +57,26 @@ class Documents:
         return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
 
     def longer_than(self, num_tokens: int) -> Tensor:
-        """[S] bool, whether the document of each token has more tokens."""
+        """[S] bool, True for tokens of longer documents."""
         long = torch.tensor([length > num_tokens for length in self.lengths])
         lengths = self.bounds.diff()
         total = sum(self.lengths)
         return upload(long, lengths.device).repeat_interleave(lengths, output_size=total)
 
     def cut(self, size: int) -> "Documents":
-        """Each in pieces of `size` tokens, the last of what is left."""
+        """Documents cut in pieces of `size` tokens, the last piece of what is left."""
         pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]
         bounds = torch.tensor([0, *pieces]).cumsum(0).int()
         return Documents(tuple(pieces), upload(bounds, self.bounds.device))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
+        """Tokens of the longest document."""
         return max(self.lengths)
 
 
 def fits_flash(query: Tensor) -> bool:
-    """Whether PyTorch's own flash kernel for documents takes such queries [..., d]."""
+    """True where PyTorch's own flash kernel for documents takes such queries [..., d]."""
     size = query.shape[-1]
     fits = query.dtype in FLASH_DTYPES and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
     return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -112,10 +112,10 @@ def flash(
 
 
 def flash_backward(
-    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], found: tuple[Tensor, Tensor],
+    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], forward: tuple[Tensor, Tensor],
     documents: Documents, window: int | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys and values, from what any attention over them and more gave.
+    """Gradients of query, keys and values, from the results of any attention over them and more.
 
     From scores S that it computes anew the kernel takes P = exp(S - L) and
     dS = P (dO v - sum(dO O)), for whatever output O and logsumexp L it is given.
@@ -123,7 +123,7 @@ def flash_backward(
     Args:
         grad: [S, Q, d], of the output.
         text: query, keys and values as `flash` took them.
-        found: O [S, Q, d] and L [Q, S] float32.
+        forward: O [S, Q, d] and L [Q, S] float32.
         documents: of the S tokens.
         window: as of `flash`.
         scale: as of `flash`.
@@ -132,7 +132,7 @@ def flash_backward(
     # Drawn from by dropout only, which there is none of.
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), *text, found[0].contiguous(), found[1].contiguous(), bounds, bounds,
+        grad.contiguous(), *text, *(tensor.contiguous() for tensor in forward), bounds, bounds,
         longest, longest, 0.0, True, unused, unused,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip

@@ -14,18 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from heads.target_model import sizes
 
 LLAMA_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "attention_bias",
-    "mlp_bias",
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size"),
+    *("attention_bias", "mlp_bias"),
 )
 
 
@@ -60,26 +51,27 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
 
 def old_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None:
     """RoPE scaling as before transformers 5, whose first readers took two keys and no more."""
-    kind = rope["rope_type"]
-    if kind == "default":
+    rope_type = rope["rope_type"]
+    if rope_type == "default":
         return None
     if short:
-        return {"type": kind, "factor": float(rope["factor"])}
-    return {"type": kind} | {name: value for name, value in rope.items() if name != "rope_theta"}
+        return {"type": rope_type, "factor": float(rope["factor"])}
+    return {"type": rope_type} | {name: v for name, v in rope.items() if name != "rope_theta"}
 
 
 class RmsNorm(nn.RMSNorm):
     """Llama's norm in float32, by one kernel where there is one.
 
-    Gives what the product after it takes: under autocast its dtype, so that several products of
-    the same states do not round them each anew; otherwise the wider one of states and weight.
+    The result has the dtype of the product after it: under autocast its dtype, so that several
+    products of the same states do not round them each anew; otherwise the wider one of states and
+    weight.
     """
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., size] of the same shape."""
-        kind = states.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        device_type = states.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         else:
             dtype = torch.promote_types(states.dtype, self.weight.dtype)
         weight = self.weight.float()
@@ -91,7 +83,7 @@ class LlamaAttention(nn.Module):
 
     Args:
         config: sizes, biases and RoPE.
-        input_size: of what it reads.
+        input_size: I.
         qk_norm: norms on queries and keys per head.
     """
 

@@ -1,4 +1,4 @@
-"""Output heads that read few numbers of a state: most of what a draft costs is its logits.
+"""Output heads of low rank, for drafts: most of a draft's cost is its logits.
 
 All logits come from the state's part along the `rank` directions that weigh most in the output
 head; those of the likeliest ids are then computed again, exactly. What is drafted is checked as
@@ -76,7 +76,7 @@ def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
 
 
 def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHead:
-    """The ends of a target with an output head of low rank, for drafting.
+    """A target's embedding beside an output head of low rank, for drafting.
 
     Args:
         target: lends its embedding, and the output head that is approximated.
@@ -93,9 +93,13 @@ def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHea
         )
     whole = target.output_head
     head = LowRankHead(whole.weight, rank, getattr(whole, "bias", None))
-    config, generation = target.config, target.generation_config
     return EmbeddingsAndHead(
-        config, target.embedding, head, generation, target.tokenizer, target.name
+        model_config=target.config,
+        embedding=target.embedding,
+        output_head=head,
+        generation_config=target.generation_config,
+        tokenizer=target.tokenizer,
+        name=target.name,
     )
 
 
@@ -108,17 +112,17 @@ def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[L
         rank: directions of a state that all logits are computed from.
 
     Returns:
-        What it drafts with.
+        The output heads that it drafts with.
 
     Raises:
         InputError: the rank is too large, or the output head is quantised.
     """
     check_rank("output_rank", rank, target)
-    own = {id(each) for each in head.output_heads()}
+    own = {id(weight) for weight in head.output_heads()}
     if not own:
-        ends = with_low_rank_head(target, rank)
-        head.attach(ends)
-        return [ends.output_head]
+        lent = with_low_rank_head(target, rank)
+        head.attach(lent)
+        return [lent.output_head]
     made = []
     for parent in [*head.modules()]:
         for name, child in [*parent.named_children()]:

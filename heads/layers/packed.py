@@ -20,9 +20,9 @@ from torch.nn.functional import linear, pad
 from heads.processor import this_processor
 
 NUM_ROWS = 16
-"""Of the products that weights are ordered for; orders for 5 to 512 rows multiply alike."""
+"""Rows of the products that weights are ordered for; orders for 5 to 512 rows multiply alike."""
 FEWEST_ROWS = 4
-"""That are multiplied with a matrix that is not small: 1 to 3 rows take longer."""
+"""Rows that are multiplied with a matrix that is not small: 1 to 3 rows take longer."""
 SMALL = 1 << 19
 """Numbers of a small matrix; of float32, torch's own product with one row is as fast."""
 LARGEST_SHARE = 0.25
@@ -45,8 +45,8 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Te
     if number >= FEWEST_ROWS or weight.numel() <= SMALL:
         return product(rows, packed, bias, "none", [], "")
     filled = pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - number))
-    found = product(filled, packed, bias, "none", [], "")
-    return found[:number].view(*rows.shape[:-1], len(weight))
+    output = product(filled, packed, bias, "none", [], "")
+    return output[:number].view(*rows.shape[:-1], len(weight))
 
 
 def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
@@ -88,8 +88,8 @@ def pack(*modules: nn.Module) -> None:
     Args:
         modules: in eval mode.
     """
-    layers = {each for module in modules for each in module.modules() if _can_be_packed(each)}
-    if sum(each.weight.nbytes for each in layers) > LARGEST_SHARE * _memory_bytes():
+    layers = {layer for module in modules for layer in module.modules() if _can_be_packed(layer)}
+    if sum(layer.weight.nbytes for layer in layers) > LARGEST_SHARE * _memory_bytes():
         return
     for layer in layers:
         weight, key = layer.weight, next(_keys)
@@ -98,20 +98,16 @@ def pack(*modules: nn.Module) -> None:
         finalize(weight, _packed.pop, key)
         layer.__class__ = PackedLinear
         assert isinstance(layer, PackedLinear)
-        layer.key, layer.leaves_one = key, _leaves_one(weight)
+        # Of one row, torch's own product is at least as fast then.
+        small = weight.numel() <= SMALL or not this_processor().packs_for_one_row
+        layer.key, layer.leaves_one = key, small and weight.dtype == torch.float32
 
 
 def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is linear, and no more, on a CPU that multiplies packed weights of its dtype."""
+    """True for a plain linear layer on a CPU that multiplies packed weights of its dtype."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
     return this_processor().multiplies_packed(layer.weight.dtype)
-
-
-def _leaves_one(weight: Tensor) -> bool:
-    """Whether torch's own product of one row with it is at least as fast as a packed one."""
-    small = weight.numel() <= SMALL or not this_processor().packs_for_one_row
-    return small and weight.dtype == torch.float32
 
 
 def _memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""An output projection as numbers: what a fused loss needs to go through it and back.
+"""An output projection as numbers, for fused losses that go through it and back.
 
 Letters: N rows, D hidden, V columns.
 """
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What stands between final hidden states and logits, as configs call it.
+# Scalings between final hidden states and logits, as configs call them.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -39,7 +39,7 @@ class Projection(NamedTuple):
         return self.scaled(logits if self.bias is None else logits.add_(self.bias))
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """What a target makes of h W^T + b."""
+        """Logits of h W^T + b."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
@@ -60,4 +60,4 @@ def scaling_of(model_config: Any) -> tuple[float, float | None]:
         divisor = getattr(config, name, None) or 1.0
         scale = scale * divisor if config.model_type == MULTIPLIED else scale / divisor
     caps = [getattr(config, name, None) for name in CAPS]
-    return scale, next((each for each in caps if each), None)
+    return scale, next((cap for cap in caps if cap), None)

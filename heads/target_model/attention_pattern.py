@@ -1,4 +1,4 @@
-"""What the layers of a target see of a text: all, a window, a chunk, or a state.
+"""The pattern of a target's attention: layers see all of a text, a window, a chunk, or a state.
 
 Letters: B texts, Q queries, S keys.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conf.errors import InputError
 
-# transformers' names for kinds of layers.
+# transformers' names for types of layers.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION = {"attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING}
 RECURRENT = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
@@ -33,17 +33,17 @@ Masks = Tensor | dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """By kind of layer.
+    """Types of layers, and how far they see.
 
     Attributes:
-        kinds: of each layer, as its config names them.
+        layer_types: of each layer, as its config names them.
         window: tokens that a query sees in a sliding layer, its own included.
         chunk: tokens of a chunk; a query sees none of the chunks before its own.
         recurrent: whether any layer may carry a state.
         shares_keys: whether layers attend to the keys of an earlier one.
     """
 
-    kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
     window: int | None
     chunk: int | None
     recurrent: bool
@@ -51,7 +51,7 @@ class AttentionPattern:
 
     @classmethod
     def of(cls, config: Any, name: str) -> "AttentionPattern":
-        """As a config of transformers says.
+        """The pattern that a config of transformers states.
 
         Args:
             config: of the text model.
@@ -62,43 +62,46 @@ class AttentionPattern:
         """
         window = getattr(config, "sliding_window", None)
         named = getattr(config, "layer_types", None)
-        kinds = tuple(named or [SLIDING if window else FULL] * config.num_hidden_layers)
+        types = tuple(named or [SLIDING if window else FULL] * config.num_hidden_layers)
         known = {FULL, SLIDING, CHUNKED, *ATTENTION, *RECURRENT, *NEITHER}
-        for kind in sorted(set(kinds) - known):
-            reason = REFUSED.get(kind, f"is none of {sorted(known)}")
-            raise _refusal(config, name, f"its layer of kind {kind} {reason}")
+        for unknown in sorted(set(types) - known):
+            reason = REFUSED.get(unknown, f"is none of {sorted(known)}")
+            raise _refusal(config, name, f"its layer of type {unknown} {reason}")
         for key, reason in REFUSED_WITH.items():
             # BLOOM, which always has it, has no key for it.
             if getattr(config, key, False) or (key == "alibi" and config.model_type == "bloom"):
                 raise _refusal(config, name, f"{key} in its config: {reason}")
         chunk = getattr(config, "attention_chunk_size", None)
         shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        return cls(kinds, window, chunk, bool(RECURRENT & set(kinds)), shares)
+        return cls(types, window, chunk, bool(RECURRENT & set(types)), shares)
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each layer that attends; None for all that comes before, or a chunk."""
-        attending = [ATTENTION.get(kind, kind) for kind in self.kinds]
-        seen = {FULL: None, SLIDING: self.window, CHUNKED: None}
-        return [seen[kind] for kind in attending if kind in seen]
+        """The window of each layer that attends; None for all that comes before, or a chunk."""
+        windows = {FULL: None, SLIDING: self.window, CHUNKED: None}
+        return [windows[own] for own in self._attending if own in windows]
 
     @property
     def chunks(self) -> dict[int, int]:
         """Tokens of a chunk, by the number of each layer that has them."""
-        found = [number for number, kind in enumerate(self.kinds) if kind == CHUNKED]
-        return dict.fromkeys(found, self.chunk or 0)
+        numbers = [number for number, own in enumerate(self.layer_types) if own == CHUNKED]
+        return dict.fromkeys(numbers, self.chunk or 0)
 
     @property
     def reach(self) -> list[int]:
         """Tokens after which some layer sees less than all before it."""
-        found = {SLIDING: self.window, CHUNKED: self.chunk}
-        kinds = {ATTENTION.get(kind, kind) for kind in self.kinds}
-        return [size for kind, size in found.items() if kind in kinds and size]
+        sizes = {SLIDING: self.window, CHUNKED: self.chunk}
+        return [size for own, size in sizes.items() if own in self._attending and size]
+
+    @property
+    def _attending(self) -> list[str]:
+        """Types of layers, a hybrid's by its attention."""
+        return [ATTENTION.get(own, own) for own in self.layer_types]
 
     def masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
     ) -> Masks | None:
-        """Additive masks [B, 1, Q, S], by kind of layer where attention is of several kinds.
+        """Additive masks [B, 1, Q, S], by type of layer where attention is of several types.
 
         Args:
             allowed: [B, Q, S] bool, True where a query may look; windows and chunks come on top.
@@ -107,18 +110,19 @@ class AttentionPattern:
             dtype: of the mask.
         """
 
-        def seen(kind: str) -> Tensor:
-            window = self.window if kind == SLIDING else None
-            chunk = self.chunk if kind == CHUNKED else None
-            return within(allowed, query_positions, key_positions, window, chunk)
+        def mask(own: str) -> Tensor:
+            window = self.window if own == SLIDING else None
+            chunk = self.chunk if own == CHUNKED else None
+            seen = within(allowed, query_positions, key_positions, window, chunk)
+            return additive(seen, dtype)
 
-        attending = {kind: ATTENTION.get(kind, kind) for kind in self.kinds}
-        kinds = {own for own in attending.values() if own in (FULL, SLIDING, CHUNKED)}
-        made: dict[str, Tensor | None] = {kind: additive(seen(kind), dtype) for kind in kinds}
-        if len(made) < 2:
-            return next(iter(made.values()), None)
+        types = {own for own in self._attending if own in (FULL, SLIDING, CHUNKED)}
+        masks: dict[str, Tensor | None] = {own: mask(own) for own in types}
+        if len(masks) < 2:
+            return next(iter(masks.values()), None)
         recurrent: dict[str, Tensor | None] = dict.fromkeys(RECURRENT)
-        return recurrent | made | {kind: made.get(own) for kind, own in attending.items()}
+        by_layer = zip(self.layer_types, self._attending, strict=True)
+        return recurrent | masks | {stated: masks.get(own) for stated, own in by_layer}
 
 
 def within(

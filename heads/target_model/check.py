@@ -1,11 +1,11 @@
 """The check that a target can be served, before anything is trained or measured with it.
 
-What will be asked of it is run: two texts of unlike length in one batch, past every window and
-chunk; behind them trees and chains, of which each text keeps another part; and packed documents.
-All must agree with what the model gives for each text alone, decoding it where it is recurrent, as
-its reading and its decoding may differ themselves. This catches architectures that
+All that will be asked of the target is run: two texts of unlike length in one batch, past every
+window and chunk; behind them trees and chains, of which each text keeps another part; and packed
+documents. All must agree with what the model gives for each text alone, decoding it where it is
+recurrent, as its reading and its decoding may differ themselves. This catches architectures that
 ignore explicit masks or positions, that keep a state elsewhere, or scale their logits in a way that
-is not known here.
+is not known here. A check that took time is kept for every later start.
 
 Letters: n tokens, V vocabulary.
 """
@@ -46,6 +46,61 @@ NUM_BEHIND = 6  # tokens that are drafted for behind each
 PARENTS = [0, 0, 0, 2, 2]
 RIGHT = [0, 2, 4]
 
+WORTH_S = 2.0
+"""Seconds from which a check is remembered."""
+KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
+
+
+def check_once(target: Target, config: TargetConfig) -> None:
+    """`check_served`, unless this very target passed it here before.
+
+    Args:
+        target: just loaded.
+        config: of the target.
+
+    Raises:
+        InputError: it cannot be served.
+    """
+    file = _remembered(target, config)
+    if file is not None and file.is_file():
+        for name, value in json.loads(file.read_text()).items():
+            setattr(target, name, value)
+        return
+    start = time.monotonic()
+    check_served(target)
+    if file is None or time.monotonic() - start <= WORTH_S:
+        return
+    # Who cannot write checks again.
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(json.dumps({name: getattr(target, name) for name in KEPT}))
+        Path(temporary).replace(file)
+
+
+def _remembered(target: Target, config: TargetConfig) -> Path | None:
+    """The file of a check, named for all that it depends on; None for unknown weights."""
+    identity = identify(config, target.tokenizer, target.dtype)
+    if identity.weights is None:
+        return None
+    heads = Path(__file__).parents[1]
+    folders = ("target_model", "decoding", "layers")
+    code = sorted(file for folder in folders for file in (heads / folder).glob("*.py"))
+    device = f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+    if target.device.type == "cuda":
+        device = torch.cuda.get_device_name(target.device)
+    facts: dict[str, Any] = asdict(identity) | {
+        "name": None,  # the same files may lie in several places
+        "code": code_key(code),
+        "versions": [torch.__version__, transformers.__version__],
+        "attention": target.config._attn_implementation,
+        "device": device,
+        "device_map": config.device_map,
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return cache_dir() / "checks" / f"{key}.json"
+
 
 def check_served(target: Target) -> None:
     """Refuses a target whose passes differ from its own; settles how it reads documents.
@@ -58,36 +113,32 @@ def check_served(target: Target) -> None:
             f"target.path={target.name}: its embedding is offloaded, and all that a target gives "
             "lies beside it; target.device_map has to keep it on a device"
         )
-    text = _text(target)
-    target.needs_masks = _documents(target, text)
-    reason = _behind(target, text)
-    if reason and not target.needs_masks:
-        target.needs_masks = reason
-        reason = _behind(target, text)
-    if reason:
-        raise InputError(
-            f"target.path={target.name}: {target.config.model_type} "
-            f"({type(target.model).__name__}) cannot be served: {reason}"
-        )
-    if target.is_recurrent:
-        given = _decoded_logits(target, text, NUM_BEHIND), _own_logits(target, text, NUM_BEHIND)
-        target.numerical_difference = _difference_of(target, *given)
-
-
-def _behind(target: Target, text: Tensor) -> str:
-    """How prompts and what is drafted behind them differ; empty if they do not."""
-    try:
-        return _Check(target, text).run()
-    except EVERY_WAY as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _text(target: Target) -> Tensor:
-    """[1, n] int64, long enough for every window and chunk that can be tried."""
+    # Long enough for every window and chunk that can be tried.
     sizes = [SHORTEST, *target.attention_pattern.reach, target.rope.switch or 0]
     num_tokens = max(size for size in sizes if size <= LONGEST) + BEYOND + NUM_BEHIND
     drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
-    return (drawn % target.vocab_size).to(target.device)
+    text = (drawn % target.vocab_size).to(target.device)
+    target.needs_masks = reason = _compare_documents(target, text, by_kernel=True)
+    if reason and (with_masks := _compare_documents(target, text, by_kernel=False)):
+        raise _refusal(target, f"packed documents: {with_masks}")
+    reason = _compare_drafts(target, text)
+    if reason and not target.needs_masks:
+        target.needs_masks = reason
+        reason = _compare_drafts(target, text)
+    if reason:
+        raise _refusal(target, reason)
+    if target.is_recurrent:
+        decoded = _decoded_logits(target, text, NUM_BEHIND)
+        target.numerical_difference = _difference(
+            target, decoded, _own_logits(target, text, NUM_BEHIND)
+        )
+
+
+def _refusal(target: Target, reason: str) -> InputError:
+    return InputError(
+        f"target.path={target.name}: {target.config.model_type} "
+        f"({type(target.model).__name__}) cannot be served: {reason}"
+    )
 
 
 @torch.no_grad()
@@ -100,14 +151,14 @@ def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
 
 @torch.no_grad()
 def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
-    """The same with the last tokens read one by one, as `generate` does."""
+    """`_own_logits` with the last tokens read one by one, as `generate` does."""
     model, num_first = target.model, ids.shape[1] - num_last + 1
     known: Any = signature(model.forward).parameters
     cache = DynamicCache(config=target.config)
     name = "past_key_values" if "past_key_values" in known else "cache_params"
     if name == "cache_params":
         known = {}  # Mamba takes a mask of all tokens for that of the new ones
-    found = []
+    logits = []
     for start, end in pairwise([0, *range(num_first, ids.shape[1] + 1)]):
         given = {
             "position_ids": torch.arange(start, end, device=ids.device).unsqueeze(0),
@@ -115,11 +166,67 @@ def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
         }
         given = {key: value for key, value in given.items() if key in known}
         output = model(input_ids=ids[:, start:end], use_cache=True, **{name: cache}, **given)
-        found.append(output.logits[0, -1].float())
-    return torch.stack(found)
+        logits.append(output.logits[0, -1].float())
+    return torch.stack(logits)
 
 
-class _Check:
+def _difference(target: Target, logits: Tensor, expected: Tensor) -> str:
+    """The difference between logits and the model's own, in words; empty if they agree."""
+    if expected.isnan().any():
+        raise InputError(
+            f"target.path={target.name}: its own logits are no numbers: its hidden states are "
+            f"beyond what {str(target.dtype).removeprefix('torch.')} holds; set "
+            "target.dtype=bfloat16, or float32"
+        )
+    # int8 rounds activations by the batch that they come in.
+    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
+    tolerance = 1e-3 if exact else 0.3
+    difference = ((logits - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
+    if difference < tolerance:
+        return ""
+    return (
+        f"differs from its own pass by {difference:.2g} standard deviations of the logits "
+        f"(allowed {tolerance})"
+    )
+
+
+@torch.no_grad()
+def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
+    """The difference of a read of two documents, packed in both orders, from each read alone.
+
+    `by_kernel` each layer must also have asked for the window that it has.
+    """
+    alone = text[:, :-3], text[:, -3:]
+    long, short = alone[0].shape[1], 3
+    packed = torch.cat([torch.cat(alone, 1), torch.cat(alone[::-1], 1)])
+    places = [torch.arange(size, device=text.device) for size in (long, short)]
+    positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
+    numbers = torch.tensor([[0] * long + [1] * short, [0] * short + [1] * long])
+    documents = Documents.of(numbers).on(text.device)
+    try:
+        states = target.read(packed, positions, documents).hidden_states
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
+    windows = [window for window, _ in target.attention_calls]
+    if by_kernel and windows != target.attention_pattern.windows:
+        return f"{type(target.model).__name__} attends in a way of its own"
+    own = [_own_logits(target, document, 3) for document in alone]
+    # The last three tokens of each document.
+    rows = [(0, long - 3), (0, long), (1, 0), (1, long)]
+    last = torch.cat([states[row, start : start + 3] for row, start in rows])
+    difference = _difference(target, target.logits(last).float(), torch.cat([*own, *own[::-1]]))
+    return difference and f"a read by documents {difference}"
+
+
+def _compare_drafts(target: Target, text: Tensor) -> str:
+    """The difference of prompts and of drafts behind them; empty if there is none."""
+    try:
+        return _DraftCheck(target, text).run()
+    except EVERY_WAY as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class _DraftCheck:
     """Two texts, the second a part of the first, drafted for and continued.
 
     Args:
@@ -144,21 +251,21 @@ class _Check:
 
     @torch.no_grad()
     def run(self) -> str:
-        """How what is run differs; empty if it does not."""
+        """The first difference, in words; empty if there is none."""
         cache = self.target.new_cache(2)
         rows = [self.ids[:length].tolist() for length in self.lengths]
         output = prefill(self.target, cache, rows)
         last = output.at(torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1)
-        found = self._compare("a prompt", last, [[0], [0]], [-1])
+        difference = self._compare("a prompt", last, [0], [-1])
         for name, parents, right, kept in (
             ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
             ("a draft behind what was kept of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
         ):
-            found = found or self._draft(cache, name, parents, right, kept)
+            difference = difference or self._draft(cache, name, parents, right, kept)
         cache.keep([1])
         self.target.state_bytes = cache.states.bytes_per_token if cache.states else 0
         self.lengths, self.texts = self.lengths[1:], [1]
-        return found or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
+        return difference or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
 
     def _draft(
         self, cache: TreeCache, name: str, parents: list[int], right: list[int], kept: list[int]
@@ -169,164 +276,25 @@ class _Check:
         for node in range(1, num_nodes):
             mask[node] |= mask[parents[node]]
         depths = mask.sum(-1) - 1
-        rows = []
-        for length in self.lengths:
-            row = self.ids[length + depths]
-            wrong = [node for node in range(num_nodes) if node not in right]
-            row[wrong] = (row[wrong] + 1) % self.target.vocab_size
-            rows.append(row)
-        in_order = parents[1:] == list(range(num_nodes - 1))
-        seen = None if in_order else mask[None]
-        output = self.target.extend(cache, torch.stack(rows), seen, depths[None])
-        found = self._compare(name, output, [right] * len(rows), depths[right].tolist())
+        rows = torch.stack([self.ids[length + depths] for length in self.lengths])
+        wrong = [node for node in range(num_nodes) if node not in right]
+        rows[:, wrong] = (rows[:, wrong] + 1) % self.target.vocab_size
+        is_chain = parents[1:] == list(range(num_nodes - 1))
+        output = self.target.extend(cache, rows, None if is_chain else mask[None], depths[None])
+        difference = self._compare(name, output, right, depths[right].tolist())
         cache.commit([right[:num] for num in kept])
         self.lengths = [length + num for length, num in zip(self.lengths, kept, strict=True)]
-        return found
+        return difference
 
-    def _compare(
-        self, name: str, output: TargetOutput, nodes: list[list[int]], behind: list[int]
-    ) -> str:
-        """Whether states of nodes are the model's own, which stand so far behind the texts."""
-        places = torch.tensor(nodes, device=self.ids.device)
-        found = output.at(places).hidden_states.flatten(0, 1)
+    def _compare(self, name: str, output: TargetOutput, nodes: list[int], depths: list[int]) -> str:
+        """The difference of states of nodes, which stand so far behind the texts."""
+        places = torch.tensor([nodes] * len(self.lengths), device=self.ids.device)
+        states = output.at(places).hidden_states.flatten(0, 1)
         own = [
-            self.expected[text][length + each + 1 - self.prompts[text]]
+            self.expected[text][length + depth + 1 - self.prompts[text]]
             for text, length in zip(self.texts, self.lengths, strict=True)
-            for each in behind
+            for depth in depths
         ]
-        difference = _difference(self.target, found, torch.stack(own))
+        logits = self.target.logits(states).float()
+        difference = _difference(self.target, logits, torch.stack(own))
         return difference and f"{name}, behind texts of {self.lengths} tokens, {difference}"
-
-
-def _difference(target: Target, hidden: Tensor, expected: Tensor) -> str:
-    """How the logits after hidden states differ from the model's own; empty if they do not."""
-    return _difference_of(target, target.logits(hidden).float(), expected)
-
-
-def _difference_of(target: Target, found: Tensor, expected: Tensor) -> str:
-    if expected.isnan().any():
-        raise InputError(
-            f"target.path={target.name}: its own logits are no numbers: its hidden states are "
-            f"beyond what {str(target.dtype).removeprefix('torch.')} holds; set "
-            "target.dtype=bfloat16, or float32"
-        )
-    # int8 rounds activations by the batch that they come in.
-    exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
-    tolerance = 1e-3 if exact else 0.3
-    difference = ((found - expected).abs().max() / expected.std().clamp_min(1e-6)).item()
-    if difference < tolerance:
-        return ""
-    return (
-        f"differs from its own pass by {difference:.2g} standard deviations of the logits "
-        f"(allowed {tolerance})"
-    )
-
-
-@torch.no_grad()
-def _documents(target: Target, text: Tensor) -> str:
-    """Why a target cannot read documents without masks; empty if it can.
-
-    Two documents, packed in both orders, must give what the model gives on each alone, and each
-    layer must have asked for the window that it has.
-
-    Raises:
-        InputError: it cannot read them with masks either.
-    """
-    reason = _reading(target, text, attended=True)
-    if not reason:
-        return ""
-    target.needs_masks = reason
-    with_masks = _reading(target, text, attended=False)
-    if with_masks:
-        raise InputError(
-            f"target.path={target.name}: {target.config.model_type} "
-            f"({type(target.model).__name__}) cannot be served: packed documents: {with_masks}"
-        )
-    return reason
-
-
-def _reading(target: Target, text: Tensor, attended: bool) -> str:
-    """How a read of packed documents differs; empty if it does not."""
-    first, second = text[:, :-3], text[:, -3:]
-    packed = torch.cat([torch.cat([first, second], 1), torch.cat([second, first], 1)])
-    places = [torch.arange(each.shape[1], device=text.device) for each in (first, second)]
-    positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
-    numbers = [[0] * len(places[0]) + [1] * 3, [0] * 3 + [1] * len(places[0])]
-    documents = Documents.of(torch.tensor(numbers)).on(text.device)
-    try:
-        output = target.read(packed, positions, documents)
-    except EVERY_WAY as error:
-        return f"{type(error).__name__}: {error}"
-    windows = [window for window, _ in target.attention_calls]
-    if attended and windows != target.attention_pattern.windows:
-        return f"{type(target.model).__name__} attends in a way of its own"
-    alone = [_own_logits(target, each, 3) for each in (first, second)]
-    ends = [len(places[0]) - 3, len(places[0])]
-    states = [output.hidden_states[0, e : e + 3] for e in ends]
-    states += [output.hidden_states[1, e : e + 3] for e in (0, len(places[0]))]
-    expected = torch.cat([*alone, alone[1], alone[0]])
-    difference = _difference(target, torch.cat(states), expected)
-    return difference and f"a read by documents {difference}"
-
-
-WORTH_S = 2.0
-"""Seconds from which a check is remembered."""
-KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
-
-
-def check_once(target: Target, config: TargetConfig) -> None:
-    """`check_served`, unless this very target passed it here before.
-
-    Args:
-        target: just loaded.
-        config: how.
-
-    Raises:
-        InputError: it cannot be served.
-    """
-    file = _file(target, config)
-    if file is not None and file.is_file():
-        for name, value in json.loads(file.read_text()).items():
-            setattr(target, name, value)
-        return
-    start = time.monotonic()
-    check_served(target)
-    if file is not None and time.monotonic() - start > WORTH_S:
-        # Who cannot write checks again.
-        with suppress(OSError):
-            _write(file, json.dumps({name: getattr(target, name) for name in KEPT}))
-
-
-def _file(target: Target, config: TargetConfig) -> Path | None:
-    """Of a verdict, named for all that it depends on; None where weights cannot be told apart."""
-    identity = identify(config, target.tokenizer, target.dtype)
-    if identity.weights is None:
-        return None
-    heads = Path(__file__).parents[1]
-    folders = ("target_model", "decoding", "layers")
-    code = sorted(file for folder in folders for file in (heads / folder).glob("*.py"))
-    facts: dict[str, Any] = asdict(identity) | {
-        "name": None,  # the same files may lie in several places
-        "code": code_key(code),
-        "versions": [torch.__version__, transformers.__version__],
-        "attention": target.config._attn_implementation,
-        "device": _device(target.device),
-        "device_map": config.device_map,
-    }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return cache_dir() / "checks" / f"{key}.json"
-
-
-def _device(device: torch.device) -> str:
-    """Whose kernels run."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _write(file: Path, content: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(handle, "w") as stream:
-        stream.write(content)
-    Path(temporary).replace(file)

@@ -1,4 +1,4 @@
-"""Which target: checksums of what decides its hidden states, found without loading its weights."""
+"""The identity of a target: checksums of all that decides its hidden states, without loading it."""
 
 import hashlib
 import json
@@ -63,20 +63,25 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
         InputError: there is no config at `config.path` or `config.adapter`.
     """
     assert config.path is not None
-    found = _resolved("target.path", config.path, "config.json", config.revision)
-    stored = json.loads(found.read_text())
+    file = _resolved("target.path", config.path, "config.json", config.revision)
+    stored = json.loads(file.read_text())
     stored.pop("transformers_version", None)  # of whoever saved it last
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = sorted(tokenizer.get_vocab().items())
+    else:  # but for cutting and padding, which callers set
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     template = tokenizer.chat_template
     adapter = config.adapter and _resolved(
         "target.adapter", config.adapter, "adapter_config.json", None
     )
     return Identity(
         name=config.path,
-        revision=extract_commit_hash(found.as_posix(), None),
+        revision=extract_commit_hash(file.as_posix(), None),
         config=_sha256(stored),
-        tokenizer=_sha256(_tokenizer(tokenizer)),
+        tokenizer=_sha256(rules),
         template=None if template is None else _sha256(template),
-        weights=weights_checksum(found.parent, "model"),
+        weights=weights_checksum(file.parent, "model"),
         adapter=config.adapter,
         adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
         quantization=config.quantization.value,
@@ -84,22 +89,22 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     )
 
 
-def other_target_notice(key: str, path: str, revision: str | None, found: Identity) -> str | None:
-    """What to say of a head that was trained for another target; None where nothing is known.
+def other_target_notice(key: str, path: str, revision: str | None, target: Identity) -> str | None:
+    """A line about a head that was trained for another target; None where nothing is known.
 
     Args:
         key: of the head, in messages.
         path: its folder or Hub id.
         revision: of a Hub id.
-        found: the target that it is to draft for.
+        target: that it is to draft for.
     """
     file = locate(path, revision) / PROVENANCE
     noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
     if noted is None:
         return None
-    before, now = stated(target=noted), stated(target=found)
+    before, now = stated(target=noted), stated(target=target)
     # Of what rounds otherwise, no head need know.
-    keys = [each for each in changed(before, now) if each != "target.dtype"]
+    keys = [name for name in changed(before, now) if name != "target.dtype"]
     if not keys:
         return None
     return (
@@ -117,14 +122,6 @@ def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
         raise InputError(f"{key}={path}: {error}") from error
 
 
-def _tokenizer(tokenizer: Any) -> Any:
-    """What a tokenizer does, but for cutting and padding, which its callers set."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return sorted(tokenizer.get_vocab().items())
-    return {**json.loads(backend.to_str()), "truncation": None, "padding": None}
-
-
 def weights_checksum(folder: Path, name: str) -> str | None:
     """Checksum of a sample of every tensor in a folder; None if its files are not all there.
 
@@ -135,21 +132,21 @@ def weights_checksum(folder: Path, name: str) -> str | None:
     files = weight_files(folder, name)
     if files is None:
         return None
-    samples = sorted(each for file in files for each in _samples(file))
+    samples = sorted(sample for file in files for sample in _samples(file))
     return hashlib.sha256(b"".join(samples)).hexdigest()
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """Of every tensor its name, dtype, shape and some bytes of three places."""
+    """Name, dtype, shape and some bytes of three places of every tensor."""
     with file.open("rb") as stream:
         for name, tensor in tensors(file).items():
             begin, end = tensor["data_offsets"]
-            found = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
+            parts = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
             last = max(begin, end - SAMPLE_BYTES)
             for place in sorted({begin, (begin + last) // 2, last}):
                 stream.seek(place)
-                found.append(stream.read(min(SAMPLE_BYTES, end - begin)))
-            yield b"".join(found)
+                parts.append(stream.read(min(SAMPLE_BYTES, end - begin)))
+            yield b"".join(parts)
 
 
 def _sha256(content: Any) -> str:

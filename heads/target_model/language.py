@@ -26,11 +26,11 @@ REFUSED = {"paligemma": "it reads its prompt in both directions, and what follow
 
 
 def language_class(model_config: Any, towers: bool = False) -> Any:
-    """What has a `from_pretrained` that loads the language model of a config.
+    """The class whose `from_pretrained` loads the language model of a config.
 
     Args:
         model_config: of transformers.
-        towers: whether it loads what stands beside the language model, too.
+        towers: whether it loads the modules beside the language model, too.
 
     Raises:
         ValueError: it has none, with the reason.
@@ -45,8 +45,9 @@ def language_class(model_config: Any, towers: bool = False) -> Any:
 
 
 def _class_in(tables: tuple[str, ...], model_config: Any) -> Any:
-    found = (getattr(modeling_auto, name) for name in tables)
-    return next((table[type(model_config)] for table in found if type(model_config) in table), None)
+    mappings = (getattr(modeling_auto, name) for name in tables)
+    own = type(model_config)
+    return next((mapping[own] for mapping in mappings if own in mapping), None)
 
 
 def _reason(model_config: Any, whole: Any) -> str:
@@ -56,22 +57,19 @@ def _reason(model_config: Any, whole: Any) -> str:
     if _class_in((ENCODER,), model_config) and not getattr(model_config, "is_decoder", False):
         return "an encoder, whose tokens see those behind them (its config has no is_decoder=true)"
     if whole is None:
-        return f"transformers writes no text with it{_uses(model_config)}"
+        # Tables of classes are called by what transformers does with them.
+        start, end = "MODEL_FOR_", "_MAPPING"
+        names = [n for n in dir(modeling_auto) if n.startswith(start) and n.endswith(end)]
+        tables = [name for name in names if _class_in((name,), model_config)]
+        uses = [name.removeprefix(start).removesuffix(end).lower() for name in tables]
+        listed = ", ".join(use.replace("_", " ") for use in uses)
+        known = f"; it has it for {listed}" if uses else ", but knows it as a part of other models"
+        return f"transformers writes no text with it{known}"
     if not issubclass(whole, GenerationMixin):
         return f"{whole.__name__} does not write token after token"
     if "pixel_values" in inspect.signature(whole.generate).parameters:
         return f"{whole.__name__} writes about an image, and nothing without"
     return ""
-
-
-def _uses(model_config: Any) -> str:
-    """What transformers has a config for, as its tables of classes are called."""
-    start, end = "MODEL_FOR_", "_MAPPING"
-    names = [n for n in dir(modeling_auto) if n.startswith(start) and n.endswith(end)]
-    found = [name for name in names if _class_in((name,), model_config)]
-    uses = [name.removeprefix(start).removesuffix(end).lower() for name in found]
-    readable = ", ".join(use.replace("_", " ") for use in uses)
-    return f"; it has it for {readable}" if uses else ", but knows it as a part of other models"
 
 
 @cache
@@ -106,30 +104,30 @@ class _TextOnly:
 
     def get_decoder(self: Any) -> Any:
         """The embedding and the layers, for which transformers may stop at a causal model."""
-        found: Any = super().get_decoder()  # type: ignore[misc]
-        if not isinstance(found, PreTrainedModel):
-            found = self  # ModernBERT calls its output head a decoder
+        decoder: Any = super().get_decoder()  # type: ignore[misc]
+        if not isinstance(decoder, PreTrainedModel):
+            decoder = self  # ModernBERT calls its output head a decoder
         while True:
-            if found.get_output_embeddings() is None:
-                inner = found.get_decoder()
+            if decoder.get_output_embeddings() is None:
+                inner = decoder.get_decoder()
             else:
-                inner = next(each for each in found.children() if isinstance(each, PreTrainedModel))
-            if inner is found:
-                return found
-            found = inner
+                inner = next(m for m in decoder.children() if isinstance(m, PreTrainedModel))
+            if inner is decoder:
+                return decoder
+            decoder = inner
 
     def get_output_embeddings(self: Any) -> Any:
         """The output head, also that of a causal model inside."""
-        found = super().get_output_embeddings()  # type: ignore[misc]
-        if found is not None:
-            return found
-        inner = [each for each in self.modules() if isinstance(each, PreTrainedModel)][1:]
-        heads = (each.get_output_embeddings() for each in inner)
+        own = super().get_output_embeddings()  # type: ignore[misc]
+        if own is not None:
+            return own
+        inner = [module for module in self.modules() if isinstance(module, PreTrainedModel)][1:]
+        heads = (module.get_output_embeddings() for module in inner)
         return next((head for head in heads if head is not None), None)
 
 
 def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> list[str]:
-    """Drops what stands beside the language model; returns what it was called."""
+    """Drops the modules beside the language model; returns their names."""
     dropped = []
     for name, child in list(model.named_children()):
         inside = set(child.modules())
@@ -153,14 +151,14 @@ def _drop_inside(decoder: nn.Module) -> list[str]:
 
 
 def _serves_text(module: nn.Module) -> bool:
-    """Whether text needs what stands beside the language model: scalings, other embeddings.
+    """True where text needs a module beside the language model: scalings, other embeddings.
 
     Those of Gemma 3n look up tokens in ranges of the vocabulary that are theirs.
     """
     if isinstance(module, PreTrainedModel):
         return False
     has_weights = next(module.parameters(), None) is not None
-    return not has_weights or any(isinstance(each, nn.Embedding) for each in module.children())
+    return not has_weights or any(isinstance(part, nn.Embedding) for part in module.children())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Loading a target."""
+"""Loading a target: its config, tokenizer, weights and adapter."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     """Loads, freezes and checks a target; says so where its dtype is slow here.
 
     Args:
-        config: where it is and how to load it; `path` is set.
+        config: of the target; `path` is set.
         device: where it goes, unless `device_map` says otherwise.
 
     Raises:
@@ -44,7 +44,11 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
     tell_if_slow("target.dtype", dtype, device)
-    attentions = _attentions(config, model_config, device)
+    if config.attention is None:
+        attentions = attentions_for(model_config)
+    else:
+        _check_attention(config.attention, device)
+        attentions = [config.attention]
     for attention in attentions:
         model = load_model(config, model_config, dtype, device, attention)
         if config.adapter is not None:
@@ -61,20 +65,17 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     raise AssertionError
 
 
-def _attentions(config: TargetConfig, model_config: Any, device: torch.device) -> list[str]:
-    if config.attention is None:
-        return attentions_for(model_config)
+def _check_attention(attention: str, device: torch.device) -> None:
     # FlexAttention's kernel for CPUs ends the process with a segmentation fault.
     allowed = ["sdpa", "eager"] + (["flex_attention"] if device.type != "cpu" else [])
-    if config.attention not in allowed:
+    if attention not in allowed:
         raise InputError(
-            f"target.attention={config.attention}: allowed on {device.type}: {', '.join(allowed)}"
+            f"target.attention={attention}: allowed on {device.type}: {', '.join(allowed)}"
         )
-    if config.attention == "flex_attention" and (lacking := missing(device.type)):
+    if attention == "flex_attention" and (lacking := missing(device.type)):
         raise InputError(
             f"target.attention=flex_attention is compiled, which needs {lacking}; or set sdpa"
         )
-    return [config.attention]
 
 
 def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
@@ -102,10 +103,10 @@ def load_config(config: TargetConfig) -> Any:
     with naming_target(config):
         whole = AutoConfig.from_pretrained(config.path, **hub_options(config))
         # Of a model that also speaks, what thinks; its class finds its weights among the others.
-        found = getattr(whole, "thinker_config", whole)
-        found.architectures = whole.architectures
-        language_class(found)
-    return found
+        model_config = getattr(whole, "thinker_config", whole)
+        model_config.architectures = whole.architectures
+        language_class(model_config)
+    return model_config
 
 
 def tokenizer_of(config: TargetConfig) -> Any:
@@ -121,23 +122,19 @@ def tokenizer_of(config: TargetConfig) -> Any:
     """
     assert config.path is not None
     if config.adapter is not None:
-        return _of_adapter(config)
+        return _adapter_tokenizer(config, config.adapter)
     with naming_target(config):
         tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
         if tokenizer.chat_template is None:
-            file = cached_file(
-                config.path,
-                LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
-                revision=config.revision,
-                _raise_exceptions_for_missing_entries=False,
-            )
+            name = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+            file = _file_if_there(config.path, name, config.revision)
             if file is not None:
                 tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
     return tokenizer
 
 
 def generation_config(config: TargetConfig) -> dict[str, Any] | None:
-    """What the file beside a target says of how it answers; None without one.
+    """The content of `generation_config.json` beside a target; None without one.
 
     Args:
         config: where it is; `path` is set.
@@ -147,26 +144,24 @@ def generation_config(config: TargetConfig) -> dict[str, Any] | None:
     """
     assert config.path is not None
     with naming_target(config):
-        found = cached_file(
-            config.path, "generation_config.json", revision=config.revision,
-            _raise_exceptions_for_missing_entries=False,
-        )  # fmt: skip
-    if found is None:
+        file = _file_if_there(config.path, "generation_config.json", config.revision)
+    if file is None:
         return None
-    stored: dict[str, Any] = json.loads(Path(found).read_text())
+    stored: dict[str, Any] = json.loads(Path(file).read_text())
     stored.pop("transformers_version", None)  # of whoever saved it last
     return stored
 
 
-def _of_adapter(config: TargetConfig) -> Any:
+def _file_if_there(path: str, name: str, revision: str | None = None) -> str | None:
+    return cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+def _adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
     """The tokenizer of a target with an adapter; what does not lie beside that is the target's."""
     assert config.path is not None
-    assert config.adapter is not None
     with naming_target(config, "adapter"):
-        own, template = (
-            cached_file(config.adapter, name, _raise_exceptions_for_missing_entries=False)
-            for name in ("tokenizer_config.json", "chat_template.jinja")
-        )
+        own = _file_if_there(adapter, "tokenizer_config.json")
+        template = _file_if_there(adapter, "chat_template.jinja")
     base = replace(config, adapter=None)
     if own is None:
         tokenizer = tokenizer_of(base)
@@ -175,7 +170,7 @@ def _of_adapter(config: TargetConfig) -> Any:
             model_config = AutoConfig.from_pretrained(config.path, **hub_options(config))
         with naming_target(config, "adapter"):
             tokenizer = AutoTokenizer.from_pretrained(
-                config.adapter, config=model_config, trust_remote_code=config.trust_remote_code
+                adapter, config=model_config, trust_remote_code=config.trust_remote_code
             )
     if own is None and template is not None:
         tokenizer.chat_template = Path(template).read_text()
@@ -201,7 +196,7 @@ def attentions_for(model_config: Any) -> list[str]:
 
 @contextmanager
 def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]:
-    """Says of what transformers raises which setting it is about.
+    """Inside, errors of transformers name the setting that they are about.
 
     Args:
         config: of the target.
@@ -221,7 +216,7 @@ def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]
 
 
 def hub_options(config: TargetConfig) -> dict[str, Any]:
-    """What every `from_pretrained` of a target is told."""
+    """Options of every `from_pretrained` of a target."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
@@ -236,12 +231,12 @@ def load_model(
     """The transformers model of a target, without its adapter.
 
     Args:
-        config: where it is and how to load it; `path` is set.
+        config: of the target; `path` is set.
         model_config: of `load_tokenizer`.
         dtype: of its parameters; `auto` takes that of its files.
         device: where it goes, unless `device_map` says otherwise.
-        attention: how its layers attend; unset leaves it to transformers.
-        towers: whether what stands beside its language model is loaded, too.
+        attention: implementation of attention; unset leaves it to transformers.
+        towers: whether the modules beside its language model are loaded, too.
 
     Raises:
         InputError: nothing there, or it does not load.
@@ -284,26 +279,27 @@ def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
     Raises:
         InputError: with those for which there were none; transformers draws them.
     """
-    missing = sorted(info["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise InputError(
             f"target.path={config.path}: its files lack weights of {type(model).__name__}: "
-            f"{missing[0]}{more}"
+            f"{lacking[0]}{more}"
         )
     return model
 
 
-def _quantization(kind: Quantization, dtype: torch.dtype | str) -> Any:
+def _quantization(quantization: Quantization, dtype: torch.dtype | str) -> Any:
     from transformers import BitsAndBytesConfig
 
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"target.quantization={kind.value} needs bitsandbytes: pip install -e '.[quantize]'"
+            f"target.quantization={quantization.value} needs bitsandbytes: "
+            "pip install -e '.[quantize]'"
         ) from error
-    if kind is Quantization.int8:
+    if quantization is Quantization.int8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype

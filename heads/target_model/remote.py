@@ -1,4 +1,4 @@
-"""What of a target lies outside its layers, for when another process runs those."""
+"""The parts of a target outside its layers, for layers that a serving engine runs."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,25 +29,31 @@ FINAL_NORMS = (
     "embedding_norm",  # of LFM, which names it after what it is tied to
 )
 BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
-"""What makes one state of several streams, or a narrower one: Hyper-connections, AltUp, residuals
-that look back, OPT-350m."""
+"""Modules that make one state of several streams, or a narrower one: hyper-connections, AltUp,
+residuals that look back, OPT-350m."""
 
 
 class RemoteTarget(EmbeddingsAndHead):
-    """The ends of a target and its final norm, for states that another process gives.
+    """A target's embedding, final norm and output head, for states that a serving engine gives.
 
     Attributes:
-        final_norm: what makes final hidden states of the last layer's output.
+        final_norm: makes final hidden states of the last layer's output.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        ends = model.get_input_embeddings(), model.get_output_embeddings()
-        super().__init__(model.config, *ends, model.generation_config, tokenizer, name)
+        super().__init__(
+            model_config=model.config,
+            embedding=model.get_input_embeddings(),
+            output_head=model.get_output_embeddings(),
+            generation_config=model.generation_config,
+            tokenizer=tokenizer,
+            name=name,
+        )
         self.final_norm = final_norm(model)
 
     @classmethod
     def of(cls, config: TargetConfig, device: torch.device) -> "RemoteTarget":
-        """The same from where the target is; see `load_remote`."""
+        """Loads the parts of a target; see `load_remote`."""
         model = load_remote(config, device)
         return cls(model, tokenizer_of(config), str(config.path))
 
@@ -66,10 +72,21 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
         InputError: nothing there, a part is missing, or a setting that would have no effect.
     """
     assert config.path is not None
-    _check_settings(config)
+    quantized = config.quantization is not Quantization.none
+    settings = {
+        "adapter": config.adapter,
+        "device_map": config.device_map,
+        "quantization": config.quantization.value if quantized else None,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise InputError(
+                f"target.{name}={value}: says how layers are run, and the engine runs those; "
+                "unset it, and give the engine what it needs"
+            )
     whole, bare = load_config(config), load_config(config)
     _empty(bare)
-    with naming_target(config), _without_report():
+    with naming_target(config), _quiet():
         loaded: Any = language_class(bare).from_pretrained(
             config.path,
             config=bare,
@@ -81,10 +98,10 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
         )
     model, info = loaded
     modules = dict(model.named_modules())
-    of_ends = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
-    check_used(config, model, of_ends)
-    ends = {_last(name) for name, _ in model.named_parameters()}
-    check_codes(config, lambda name: _last(name) in ends)
+    unexpected = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
+    check_used(config, model, unexpected)
+    parameters = {_last(name) for name, _ in model.named_parameters()}
+    check_codes(config, lambda name: _last(name) in parameters)
     complete(config, model, info)
     _check_shapes(config, model, info["mismatched_keys"])
     model.config = whole
@@ -97,7 +114,7 @@ def _last(name: str) -> str:
 
 
 def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
-    """Refuses ends and a final norm of another size in the files; transformers draws them."""
+    """Refuses parts of another size in the files; transformers draws them."""
     decoder = decoder_of(model)
     norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
     read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
@@ -134,26 +151,11 @@ def _needs_more(who: str, parts: list[str]) -> InputError:
     )
 
 
-def _check_settings(config: TargetConfig) -> None:
-    quantized = config.quantization is not Quantization.none
-    settings = {
-        "adapter": config.adapter,
-        "device_map": config.device_map,
-        "quantization": config.quantization.value if quantized else None,
-    }
-    for name, value in settings.items():
-        if value is not None:
-            raise InputError(
-                f"target.{name}={value}: says how layers are run, and the engine runs those; "
-                "unset it, and give the engine what it needs"
-            )
-
-
 def _empty(config: Any) -> None:
     """Takes the layers out, and with them how their weights are quantised.
 
     Raises:
-        InputError: a model whose ends do not load without them.
+        InputError: a model whose other parts do not load without them.
     """
     text = config.get_text_config()
     if getattr(text, "altup_num_inputs", None):
@@ -169,7 +171,7 @@ def _empty(config: Any) -> None:
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keeps transformers from listing each weight of a layer as one it has no use for."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -60,7 +60,7 @@ class Attention(NamedTuple):
 
 
 def hidden_size(config: Any) -> int:
-    """Of what decoder layers hand on.
+    """Size of the states that decoder layers hand on.
 
     Raises:
         InputError: the config does not say.
@@ -69,7 +69,7 @@ def hidden_size(config: Any) -> int:
 
 
 def embedding_size(config: Any) -> int:
-    """Of what the embedding gives and the output head reads; OPT-350m projects it in between."""
+    """Size of embedded tokens and of final hidden states; OPT-350m projects both."""
     return _size(config, "word_embed_proj_dim", hidden_size(config))
 
 
@@ -83,7 +83,7 @@ def num_layers(config: Any) -> int:
 
 
 def mlp_size(config: Any) -> int:
-    """Of a gated MLP that does as much for a token as the target's.
+    """Inner size of a gated MLP that does as much for a token as the target's.
 
     A mixture whose width is missing, or below twice the hidden size and so an expert's, counts
     with all experts that a token meets; without any width it is 4 hidden sizes, as in GPT-2.
@@ -129,19 +129,19 @@ def num_positions(config: Any) -> int:
 
 
 def norm_epsilon(config: Any) -> float:
-    """That the norms add to a variance."""
-    return _found(config, "rms_norm_eps") or USUAL_EPSILON
+    """The number that norms add to a variance."""
+    return _first_value(config, "rms_norm_eps") or USUAL_EPSILON
 
 
 def rope(config: Any) -> dict[str, Any]:
-    """The target's RoPE over the whole head; kinds that depend on the length become plain.
+    """The target's RoPE over the whole head; one that depends on the length becomes plain.
 
-    Of several kinds of layers it is that of full attention, or else the slowest.
+    Of several types of layers it is that of full attention, or else the slowest.
     """
     stated = getattr(config, "rope_parameters", None) or {}
-    each = [kind for kind in stated.values() if isinstance(kind, dict)]
-    if each:
-        slowest = max(each, key=lambda kind: kind.get("rope_theta") or 0)
+    by_layer_type = [rope for rope in stated.values() if isinstance(rope, dict)]
+    if by_layer_type:
+        slowest = max(by_layer_type, key=lambda rope: rope.get("rope_theta") or 0)
         stated = stated.get("full_attention") or slowest
     theta = stated.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     if stated.get("rope_type", "default") not in ("linear", "yarn", "llama3"):
@@ -158,36 +158,31 @@ def _size(config: Any, key: str, default: int | None = None) -> int:
     Raises:
         InputError: something else stands there, or nothing and there is no default.
     """
-    found = _found(config, key)
-    if found is None and default is not None:
+    size = _first_value(config, key)
+    if size is None and default is not None:
         return default
-    if not isinstance(found, int) or found < 1:
+    if not isinstance(size, int) or size < 1:
         raise InputError(
-            f"target.path: the config.json of this {config.model_type} has {found!r} for {key} "
+            f"target.path: the config.json of this {config.model_type} has {size!r} for {key} "
             f"(looked for {', '.join(NAMES[key])}): set {key} there to a whole number above 0"
         )
-    return found
+    return size
 
 
-def _found(config: Any, key: str) -> Any:
-    """What stands under the first of a key's names that is there."""
+def _first_value(config: Any, key: str) -> Any:
+    """The value under the first of a key's names that is there."""
     for name in NAMES[key]:
-        found = _value(config, name)
-        if found not in (None, 0, -1):  # -1 where XLNet knows no limit
-            return found
+        *outer, last = name.split(".")
+        place = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
+        value: Any
+        # transformers raises where a key that layers do not share is read of the whole.
+        if last in (getattr(place, "per_layer_attributes", None) or ()):
+            value = [getattr(layer, last, None) for layer in place.per_layer_config]
+        else:
+            value = getattr(place, last, None)
+        if isinstance(value, (list, tuple)):
+            ranked = Counter(size for size in value if size is not None).most_common(1)
+            value = ranked[0][0] if ranked else None
+        if value not in (None, 0, -1):  # -1 where XLNet knows no limit
+            return value
     return None
-
-
-def _value(config: Any, name: str) -> Any:
-    *outer, last = name.split(".")
-    place = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
-    found: Any
-    # transformers raises where a key that layers do not share is read of the whole.
-    if last in (getattr(place, "per_layer_attributes", None) or ()):
-        found = [getattr(layer, last, None) for layer in place.per_layer_config]
-    else:
-        found = getattr(place, last, None)
-    if not isinstance(found, (list, tuple)):
-        return found
-    ranked = Counter(each for each in found if each is not None).most_common(1)
-    return ranked[0][0] if ranked else None

@@ -1,4 +1,4 @@
-"""The weight files of a model, and what their headers say of the tensors in them.
+"""The weight files of a model: their tensors, and which of them the model would leave out.
 
 Format: safetensors, https://github.com/huggingface/safetensors.
 """
@@ -18,6 +18,14 @@ from conf.settings.target import TargetConfig
 
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader has it."""
+CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
+"""Dtypes of quantised weights, as safetensors calls them."""
+OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
+CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
+"""Of older versions of transformers, which kept them among the weights."""
+OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
+"""Of caches that serving engines quantise, and of layers that trained in FP8; no weight needs
+one."""
 
 
 def weight_files(folder: Path, name: str) -> list[Path] | None:
@@ -33,7 +41,7 @@ def weight_files(folder: Path, name: str) -> list[Path] | None:
     names = {one.name}
     if index.is_file() and not one.is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
-    files = [folder / each for each in sorted(names)]
+    files = [folder / file_name for file_name in sorted(names)]
     return files if all(file.is_file() for file in files) else None
 
 
@@ -46,29 +54,20 @@ def tensors(file: Path) -> dict[str, dict[str, Any]]:
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         try:
-            found = json.loads(stream.read(min(size, MAX_HEADER_BYTES)))
-            found.pop("__metadata__", None)
-            for each in found.values():
-                each["data_offsets"] = [8 + size + place for place in each["data_offsets"]]
+            header = json.loads(stream.read(min(size, MAX_HEADER_BYTES)))
+            header.pop("__metadata__", None)
+            for tensor in header.values():
+                tensor["data_offsets"] = [8 + size + place for place in tensor["data_offsets"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{file}: not a safetensors file ({error!r})") from error
-    return found
-
-
-CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
-"""Dtypes of quantised weights, as safetensors calls them."""
-OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
-CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
-"""Of older versions of transformers, which kept them among the weights."""
-OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
-"""Of caches that engines quantise, and of layers that trained in FP8; no weight needs one."""
+    return header
 
 
 def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
-    """Refuses weights that would change what a model computes; says which others are left out.
+    """Refuses weights that would change what a model computes; prints which others are left out.
 
-    What belongs to a module that computes, to one of the layers or to an adapter changes that;
-    whole layers and modules beside them, such as those for multi-token prediction, do not.
+    A weight of a module that computes, of one of the layers or of an adapter changes that; whole
+    layers and modules beside them, such as those for multi-token prediction, do not.
 
     Args:
         config: where the model is.
@@ -88,16 +87,23 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
         depth = max(n for n in range(len(parts)) if ".".join(parts[:n]) in modules)
         within = [modules[".".join(parts[:n])] for n in range(depth + 1)]
         # A whole layer that the model does not have ends at the list of those that it has.
-        in_layer = any(isinstance(each, nn.ModuleList) for each in within[:-1])
+        in_layer = any(isinstance(module, nn.ModuleList) for module in within[:-1])
         if in_layer or not list(within[-1].children()) or "lora_" in key:
             computing.append(key)
         else:
             beside.add(".".join(parts[: depth + 1]))
     if computing:
-        more = f" and {len(computing) - 1} more" if len(computing) > 1 else ""
+        first, more = computing[0], f" and {len(computing) - 1} more" if len(computing) > 1 else ""
+        advice = "Its config.json is that of another model: name the right one"
+        if "lora_" in first:
+            advice = "They are of an adapter: merge it, or name its folder as target.adapter"
+        elif any(word in first for word in OF_QUANTISATION):
+            advice = (
+                "They are of a quantisation that transformers does not read: name the model without"
+            )
         raise InputError(
             f"target.path={config.path}: its files hold weights that {type(model).__name__} would "
-            f"leave out and compute something else: {computing[0]}{more}. {_advice(computing[0])}"
+            f"leave out and compute something else: {first}{more}. {advice}"
         )
     if beside:
         print(  # noqa: T201
@@ -107,16 +113,8 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
         )
 
 
-def _advice(key: str) -> str:
-    if "lora_" in key:
-        return "They are of an adapter: merge it, or name its folder as target.adapter"
-    if any(word in key for word in OF_QUANTISATION):
-        return "They are of a quantisation that transformers does not read: name the model without"
-    return "Its config.json is that of another model: name the right one"
-
-
 def reads_codes(model_config: Any) -> bool:
-    """Whether transformers knows what quantised weights in a model's files stand for.
+    """True where transformers knows what quantised weights in a model's files stand for.
 
     Args:
         model_config: of transformers, before the model is loaded, which may take it away.
@@ -138,11 +136,11 @@ def check_codes(config: TargetConfig, is_read: Callable[[str], bool]) -> None:
         InputError: naming the first of them.
     """
     assert config.path is not None
-    found = cached_file(
+    config_file = cached_file(
         config.path, "config.json", revision=config.revision, local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
     )  # fmt: skip
-    files = found and weight_files(Path(str(found)).parent, "model")
+    files = config_file and weight_files(Path(str(config_file)).parent, "model")
     for file in files or ():
         for name, tensor in tensors(file).items():
             if tensor["dtype"] in CODES and is_read(name):

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.vocab import DraftVocab, coverage, coverage_lines, share
+from heads.vocab import DraftVocab, coverage_lines, share
 
 # 16 target ids; 100 tokens. Ids 4, 7, 9 and 10 tie, 1, 2, 3 and the last five are unseen.
 COUNTS = torch.tensor([2, 0, 0, 0, 5, 50, 20, 5, 8, 5, 5, 0, 0, 0, 0, 0])
@@ -123,12 +123,6 @@ def test_choose_reads_its_input_only() -> None:
     counts = COUNTS.clone()
     DraftVocab.choose(counts, 4, [15])
     assert torch.equal(counts, COUNTS)
-
-
-def test_coverage_is_the_share_of_counted_tokens() -> None:
-    assert coverage(COUNTS, [1, 2, 3, 16], []) == [(1, 0.5), (2, 0.7), (3, 0.78), (16, 1.0)]
-    # One place goes to the unseen id 15; an iterator is read once for all sizes.
-    assert coverage(COUNTS, [1, 2, 3], iter([15])) == [(1, 0.0), (2, 0.5), (3, 0.7)]
 
 
 def test_coverage_lines_show_the_choice_and_other_sizes() -> None:

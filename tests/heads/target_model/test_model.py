@@ -63,10 +63,10 @@ def test_a_layer_that_is_not_there_is_named() -> None:
         target.forward(ids, ids * 0, ids[None] > 0, ids * 0, taps=Taps(layers=(3,)))
 
 
-def test_layers_of_a_kind_that_is_not_served_are_refused_with_the_reason() -> None:
+def test_layers_of_a_type_that_is_not_served_are_refused_with_the_reason() -> None:
     model = random_model()
     model.config.layer_types = ["full_attention", "indexed_attention"]
-    with pytest.raises(InputError, match=r"llama.*kind indexed_attention chooses the keys"):
+    with pytest.raises(InputError, match=r"llama.*type indexed_attention chooses the keys"):
         Target(model, None, "t")
 
 
