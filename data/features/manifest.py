@@ -1,4 +1,4 @@
-"""What a feature store holds, in JSON: `capture.json` before it is whole, `manifest.json` after."""
+"""Describes a feature store in JSON: `capture.json` before it is whole, `manifest.json` after."""
 
 import json
 from collections.abc import Mapping
@@ -122,7 +122,7 @@ class Manifest:
 
     @property
     def report(self) -> DataReport:
-        """What became of the data."""
+        """The report on the data that were captured."""
         stored = self.provenance["data"]
         return DataReport(**{**stored, "form": Form(stored["form"])})
 

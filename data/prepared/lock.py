@@ -89,7 +89,7 @@ def _created(path: Path, mine: str) -> bool:
 
 
 def _holder(path: Path) -> tuple[str, int]:
-    """Who holds it and its last beat; nobody where the file has just gone."""
+    """The holder and its last beat; nobody where the file has just gone."""
     with suppress(FileNotFoundError):
         return path.read_text(), path.stat().st_mtime_ns
     return "", 0

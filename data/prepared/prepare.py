@@ -1,4 +1,4 @@
-"""Prepares training and held-out sequences, and reports what became of the data."""
+"""Prepares training and held-out sequences, and counts what was used of the data."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ from data.rows.records import counted, malformed
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of the data, training and held-out records together."""
+    """Counts of the data, training and held-out records together."""
 
     path: str
     eval_path: str | None
@@ -51,7 +51,7 @@ class DataReport:
     """Files of a folder that are not read, and why."""
 
     def lines(self) -> list[str]:
-        """Returns the report as lines to print."""
+        """The report as lines to print."""
         share = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
         lines: list[str] = []
@@ -96,7 +96,7 @@ def prepare(
         progress: whether to say that another process is waited for.
 
     Returns:
-        The training set, the held-out set and what became of the data.
+        The training set, the held-out set and the report.
 
     Raises:
         InputError: bad data, or nothing to learn in either set.

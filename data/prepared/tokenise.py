@@ -48,7 +48,7 @@ NUM_SMALL = 2
 
 @dataclass(frozen=True)
 class Rule:
-    """How rows become samples.
+    """The rule by which rows become samples.
 
     Attributes:
         tokenizer: the target's.

@@ -73,7 +73,7 @@ class FormSpec:
 
 
 def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
-    """Returns the form of the first rows.
+    """Tells the form of the first rows.
 
     Args:
         rows: some rows from the start.
@@ -206,7 +206,7 @@ def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
 
 
 def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
-    """Returns a row under our names, and its fields that are hidden behind them."""
+    """A row under our names, and its fields that are hidden behind them."""
     if not isinstance(value, dict):
         return {}, []
     if not columns:

@@ -237,7 +237,7 @@ class HiddenStatesServer(Connection):
         return self.taps.named(written)
 
     def _wait_for_writer(self, path: Path) -> None:
-        """Returns once the file is closed: until then the server holds the lock beside it."""
+        """Waits until the file is closed: until then the server holds the lock beside it."""
         start = time.monotonic()
         while True:
             passed_s = time.monotonic() - start

@@ -44,12 +44,15 @@ TEMPLATE_FAULTS = (
 
 @dataclass(frozen=True)
 class Ending:
-    """How a template closes a turn that is the last."""
+    """The end of a turn that is the last.
+
+    Attributes:
+        closing: text that the model writes there: the end-of-turn token.
+        rendered: text that the template renders there: more, less or something else.
+    """
 
     closing: str
-    """Text that the model writes after its own: the end-of-turn token."""
     rendered: str
-    """Text that the template renders there: more, less or something else."""
 
 
 class ChatTemplate:
@@ -139,7 +142,7 @@ class ChatTemplate:
 
     @cached_property
     def _notation(self) -> dict[str, bool]:
-        """How this template reads a message.
+        """The notation in which this template reads a message.
 
         Contents may be lists of parts (vision models), thinking a part among them (Mistral),
         arguments of tools JSON text (DeepSeek).

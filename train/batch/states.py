@@ -1,4 +1,4 @@
-"""What a batch holds of the target: from a pass of it, or from a feature store."""
+"""Adds the target's states to a batch: from a pass of it, or from a feature store."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Training from a feature store: whether it fits the settings, and what it gives in their place."""
+"""Opens a feature store to train from, and checks that settings and heads fit it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -85,8 +85,8 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
     if target.path is None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
-    found = identify(target, load_tokenizer(target)[1], getattr(torch, dtype))
-    before, now = stated(target=identity_of(plan)), stated(target=found)
+    given = identify(target, load_tokenizer(target)[1], getattr(torch, dtype))
+    before, now = stated(target=identity_of(plan)), stated(target=given)
     differ = changed(before, now)
     if differ:
         raise InputError(

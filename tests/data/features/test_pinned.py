@@ -1,4 +1,4 @@
-"""What a capture asks of torch's allocator of pinned memory."""
+"""A capture asks little more pinned memory of torch than it fills."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

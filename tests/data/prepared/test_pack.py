@@ -129,7 +129,7 @@ def test_every_sample_lies_in_exactly_one_sequence():
 
 
 def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
-    """What heads have been trained on since the first version."""
+    """Sequences as heads have been trained on since the first version."""
     generator = random.Random(seed)
     order = list(range(len(lengths)))
     generator.shuffle(order)

@@ -1,4 +1,4 @@
-"""What a path may hold, and what of it is read."""
+"""Kinds of files and folders, and the rows that are read of them."""
 
 import gzip
 import hashlib
@@ -18,6 +18,7 @@ from data.rows.records import load_records
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROW = {"messages": CHAT}
 LINE = json.dumps(ROW).encode() + b"\n"
+GZIP = gzip.compress(LINE * 99, mtime=0)
 QUOTED = b'"' + json.dumps(CHAT).replace('"', '""').encode() + b'"'
 CSV = b'prompt,response\nHi,"Hello, you"\n\n"Two\nlines",x\nlast,y\n'
 
@@ -103,6 +104,9 @@ def test_a_row_with_more_cells_than_names(tmp_path):
         ("a.txt", b"x", r"a.txt: ends in '.txt'; allowed: .jsonl, .ndjson, .json, .csv, .tsv, "),
         ("a.jsonl.xz", b"x", r"a.jsonl.xz: ends in '.xz'; .*the first 5 also in .gz or .zst"),
         ("a.parquet.gz", b"x", r"a.parquet.gz: ends in '.gz'"),
+        *(("a.jsonl.gz", content, r"a.jsonl.gz: not a readable gzip file: ")
+          for content in (b"not gzip", GZIP[:-9], GZIP[:10] + b"\xff" * 9,
+                          GZIP[:-8] + b"crc, size")),
         ("a.jsonl.zst", b"nonsense", r"a.jsonl.zst: cannot be read: ZSTD"),
         ("a.jsonl.zst", zstd(LINE * 9)[:-9], r"a.jsonl.zst: cannot be read: Truncated"),
         ("a.arrow", b"nonsense", r"a.arrow: not a readable Arrow file: "),

@@ -1,4 +1,4 @@
-"""What each published shape of a row becomes: a record, a field that is named, or a refusal."""
+"""Each published form of a row becomes a record, a field that is named, or a refusal."""
 
 import copy
 import json
@@ -76,6 +76,8 @@ def chat(*messages: Any, **fields: Any) -> dict:
          [{"role": "developer", "content": "Be kind"}, USER]),
         (chat(USER | {"name": "Ann"}), [USER | {"name": "Ann"}]),
         ({"conversation": [{"input": "Hi", "output": "Hello"}]}, CHAT),
+        ({"turns": ["Hi", "And you?"]}, [USER, {"role": "user", "content": "And you?"}]),
+        (chat(USER, ASSISTANT | {"tool_calls": None}), CHAT),
         # Any order that a template may take.
         (chat(ASSISTANT, USER, ASSISTANT), [ASSISTANT, USER, ASSISTANT]),
         (chat(USER, USER, ASSISTANT, ASSISTANT), [USER, USER, ASSISTANT, ASSISTANT]),
@@ -158,6 +160,25 @@ def test_messages_of_every_shape(row, messages):
 
 
 @pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"messages": [USER], "prompt": "x", "text": "y"}, Form.messages),
+        ({"conversations": SHAREGPT, "turns": ["Hi"]}, Form.conversations),
+        ({"turns": ["Hi"], "chosen": "x"}, Form.turns),
+        ({"chosen": CHAT, "instruction": "Hi", "prompt": "x"}, Form.preference),
+        ({"messages": None, "instruction": "Hi", "prompt": "x", "text": "y"}, Form.alpaca),
+        ({"prompt": "Hi", "input_ids": [1]}, Form.prompt),
+        ({"input_ids": [1], "text": "x"}, Form.tokens),
+        ({"text": "Hi", "question": "x"}, Form.text),
+        ({"question": "Hi"}, Form.question),
+    ],
+)
+def test_the_first_form_that_a_row_has_a_key_of(row, form):
+    for more in ({}, {"question": "x"}):
+        assert detect([Row("rows.jsonl:1", value=row | more)], "rows.jsonl") is form
+
+
+@pytest.mark.parametrize(
     ("row", "fields"),
     [
         *((chat(*CHAT, **{key: tools}), {"tools": [TOOL]})
@@ -225,7 +246,39 @@ def test_what_is_not_read_is_named(row, unread):
     [
         (chat(USER, {"role": "moderator", "content": "x"}),
          rf"'messages\[1\].role': found 'moderator' \(str\); allowed: {', '.join(ROLES)}"),
-        ({"conversations": [{"from": "nobody", "value": "x"}]}, r"'conversations\[0\].from'"),
+        ({"conversations": [{"from": "nobody", "value": "x"}]},
+         r"'conversations\[0\].from': found 'nobody' \(str\); allowed: system, user, assistant"),
+        ({"messages": "Hi"}, r"'messages': found 'Hi' \(str\); allowed: a non-empty list"),
+        (chat("Hi"), r"'messages\[0\]': .*an object with 'role' and 'content'"),
+        (chat({"role": ["user"], "content": "x"}), r"'messages\[0\].role': found \['user'\]"),
+        (chat({"content": "x"}), r"'messages\[0\].role': found nothing"),
+        (chat(*assistant()), r"'messages\[1\].content': found nothing; allowed: a string"),
+        (chat(*assistant(content=" \n")),
+         r"'messages\[1\].content': found empty text; allowed: a non-empty string"),
+        (chat(*assistant(content="\ud83d")),
+         r"'messages\[1\].content': found half of a surrogate pair"),
+        ({"instruction": "", "output": "x"}, r"'instruction': found empty text"),
+        ({"instruction": "x", "output": ""}, r"'output': found empty text"),
+        ({"instruction": "x", "input": 3, "output": "y"}, r"'input': found 3 \(int\)"),
+        ({"prompt": ["x"]}, r"'prompt': found \['x'\] \(list\); allowed: a string"),
+        ({"prompt": "x", "response": 1}, r"'response': found 1 \(int\)"),
+        ({"turns": ["x", None]}, r"'turns\[1\]': found nothing; allowed: a string"),
+        ({"turns": []}, r"'turns': found \[\] \(list\); allowed: a non-empty list of strings"),
+        ({"text": 3}, r"'text': found 3 \(int\); allowed: a string"),
+        ({"question": "Who?", "answer": ["Ann", "Anna"]},
+         r"'answer': found \['Ann', 'Anna'\] \(list\); allowed: a string"),
+        ({"question": "Who?", "answer": {"value": "Ann"}},
+         r"'answer': found \{'value': 'Ann'\} \(dict\); allowed: a string"),
+        ({"question": {"stem": "Which?"}, "answer": "a"},
+         r"'question': found \{'stem': 'Which\?'\} \(dict\); allowed: a string"),
+        # Images, sounds and films: a target reads text alone.
+        (chat(USER | {"content": [{"audio_url": {"url": "a.wav"}}]}, ASSISTANT),
+         r"'messages\[0\].content\[0\].audio_url': found \{'url': 'a.wav'\} \(dict\)"),
+        (chat(USER | {"images": ["a.png"]}, ASSISTANT),
+         r"'messages\[0\].images': found \['a.png'\] \(list\); allowed: text alone"),
+        ({"image": "a.png", "conversations": SHAREGPT},
+         r"'image': found 'a.png' \(str\); allowed: text alone, without this field"),
+        ({"prompt": "What is said?", "audio": {"bytes": "x"}}, r"'audio': found \{'bytes': 'x'\}"),
         (chat({"role": "tool", "content": "2"}, ASSISTANT),
          r"'messages\[0\].role': found a tool's result before any call"),
         (chat(USER, ASSISTANT | {"content": [{"type": "image_url", "image_url": {}}]}),

@@ -1,4 +1,4 @@
-"""Where rendering is rewritten, repeated or refused: exact masks and exact words."""
+"""Renderings that are rewritten, repeated or refused: exact masks and exact words."""
 
 import pytest
 from tokenizers import normalizers, pre_tokenizers, processors
@@ -74,24 +74,38 @@ def test_words_of_a_missing_template() -> None:
         assert str(caught.value) == f"target {named} {rest}"
 
 
-def test_words_of_a_tokenizer_without_offsets() -> None:
+@pytest.mark.parametrize(("name", "named"), [("", r"\(unnamed\)"), ("old/model", "old/model")])
+def test_words_of_a_tokenizer_without_offsets(name: str, named: str) -> None:
     class Slow:
-        chat_template, is_fast, name_or_path = CHATML, False, ""
+        chat_template, is_fast, name_or_path = CHATML, False, name
 
-    said = r"^chats.jsonl:7: target \(unnamed\): Slow gives no character offsets,"
+    said = rf"^chats.jsonl:7: target {named}: Slow gives no character offsets,"
     with pytest.raises(InputError, match=said):
         Encoder(Slow()).encode(chat("Hi", "Hello"))  # type: ignore[arg-type]
 
 
-def test_words_of_a_template_that_refuses() -> None:
-    template = TAGGED.replace("<s>", "<s>{{ raise_exception('No more') }}", 1)
-    said = refused(template, "Hi", "Hello")
-    assert said == "chats.jsonl:7: the target's chat template refuses the conversation: No more"
-
-
-def test_a_template_that_fails_as_programs_do_refuses() -> None:
-    said = refused(CHATML.replace("m.content", "1 + m.content"), "Hi", "Yes")
-    assert said.startswith("chats.jsonl:7: the target's chat template refuses the conversation: un")
+@pytest.mark.parametrize(
+    ("template", "contents", "said"),
+    [
+        (TAGGED.replace("<s>", "<s>{{ raise_exception('No more') }}", 1), ["Hi", "Hello"],
+         "refuses the conversation: No more"),
+        # A template fails as programs do.
+        (CHATML.replace("m.content", "1 + m.content"), ["Hi", "Yes"],
+         "refuses the conversation: unsupported operand type(s) for +: 'int' and 'str'"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else '-' }}"),
+         ["Hi", "Hello"], "does not render an assistant's text"),
+        (CHATML.replace("m.content", "m.content.replace('b', '?')"), ["Hi", "b" * 79 + "cd"],
+         f"does not render the text '{'b' * 79}c' of the assistant; it renders '{'?' * 79}c'"),
+        (CHATML.replace("<|im_end|>", "{{ '<|im_end|>' if m.content != 'Yes' else '!' }}"),
+         ["Hi", "Yes"], "closes the turn with 'Yes!\\n', others with '<|im_end|>\\n'"),
+        (CHATML.replace("<|im_start|>assistant", "<|im_start|>model"), ["Hi", "Yes"],
+         "renders an answer elsewhere than after its generation prompt "
+         "'<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>model\\n': "
+         "'assistant\\nYes<|im_end|>\\n'"),
+    ],
+)  # fmt: skip
+def test_words_of_a_conversation_that_is_refused(template, contents, said) -> None:
+    assert refused(template, *contents) == f"chats.jsonl:7: the target's chat template {said}"
 
 
 def test_a_template_knows_the_special_tokens() -> None:
@@ -101,35 +115,10 @@ def test_a_template_knows_the_special_tokens() -> None:
     ]
 
 
-def test_words_of_an_answer_that_is_not_rendered() -> None:
-    template = CHATML.replace("m.content", "m.content.replace('b', '?')")
-    assert refused(template, "Hi", "b" * 79 + "cd") == (
-        "chats.jsonl:7: the target's chat template does not render the text "
-        f"'{'b' * 79}c' of the assistant; it renders '{'?' * 79}c'"
-    )
-
-
 def test_every_turn_is_checked() -> None:
     """The second is wrong, the first and the third are not."""
     template = CHATML.replace("m.content", "m.content.replace('No', '?')")
     assert "does not render the text 'No'" in refused(template, "a", "Yes", "b", "No", "c", "Yes")
-
-
-def test_words_of_a_turn_that_is_closed_as_no_other_is() -> None:
-    closing = "{{ '<|im_end|>' if m.content != 'Yes' else '!' }}"
-    assert refused(CHATML.replace("<|im_end|>", closing), "Hi", "Yes") == (
-        "chats.jsonl:7: the target's chat template closes the turn with 'Yes!\\n', others with "
-        "'<|im_end|>\\n'"
-    )
-
-
-def test_words_of_an_answer_elsewhere() -> None:
-    template = CHATML.replace("<|im_start|>assistant", "<|im_start|>model")
-    assert refused(template, "Hi", "Yes") == (
-        "chats.jsonl:7: the target's chat template renders an answer elsewhere than after its "
-        "generation prompt '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>model\\n': "
-        "'assistant\\nYes<|im_end|>\\n'"
-    )
 
 
 def test_only_a_final_eos_of_the_text_is_left_out() -> None:
@@ -174,7 +163,7 @@ def test_turns_are_found_after_a_system_message_that_quotes_them() -> None:
 
 
 def test_thinking_that_speaks_of_thinking() -> None:
-    """What remains of a stripped turn begins behind the last end of thinking."""
+    """The rest of a stripped turn begins behind the last end of thinking."""
     record = chat("Hi", "<think>a</think>b</think>Yes", "So?", "No")
     assert marked(record, STRIPS) == [
         "<|user|>Hi<|end|><|assistant|>[[<think>a</think>b</think>Yes<|end|>]]",

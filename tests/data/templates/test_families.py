@@ -1,4 +1,4 @@
-"""What is learnt of 18 conversations by every family of chat templates, in literal strings.
+"""The learnt text of 18 conversations by every family of chat templates, in literal strings.
 
 Expectations follow from a conversation and its family's notation (`templates.Family`), never from
 the code under test; a cell is right, or refused for the family's own reason.
@@ -106,7 +106,7 @@ def encoder(family: str) -> Encoder:
 
 
 def thinking(notes: Family, turn: Says) -> str:
-    """How the family writes the thinking of a turn; empty where there is none."""
+    """The family's notation of the thinking of a turn; empty where there is none."""
     shown = notes.inline if turn.inline else notes.think
     if turn.calls and notes.call_think is not None:
         shown = notes.call_think
@@ -114,7 +114,7 @@ def thinking(notes: Family, turn: Says) -> str:
 
 
 def written(notes: Family, turn: Says) -> str:
-    """What the model writes in a turn, from the family's notation alone."""
+    """The text that the model writes in a turn, from the family's notation alone."""
     shown = thinking(notes, turn).replace("{}", turn.thought)
     close = notes.close
     if turn.calls:
@@ -126,7 +126,7 @@ def written(notes: Family, turn: Says) -> str:
 
 
 def turns_of(samples: list[Sample], family: str) -> list[tuple[str, str]]:
-    """What stands before each learnt run, and the run, decoded."""
+    """The text before each learnt run, and the run, decoded."""
     tokenizer, turns = encoder(family).tokenizer, []
     for sample in samples:
         place = 0
