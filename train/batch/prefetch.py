@@ -26,11 +26,9 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """Number of sequences."""
-        ...
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         """One sequence, as [T] tensors."""
-        ...
 
 
 def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:

@@ -69,8 +69,8 @@ def estimate(objective: Objective, setting: Setting) -> Parts | None:
 
 def target_bytes(target: EmbeddingsAndHead) -> int:
     """Bytes of a target's weights, or of those beside a feature store, on the head's device."""
-    ends = {end.weight.data_ptr(): end.weight for end in (target.embedding, target.output_head)}
-    weights: Any = ends.values()
+    modules = (target.embedding, target.output_head)  # which may share their weight
+    weights: Any = {module.weight.data_ptr(): module.weight for module in modules}.values()
     if isinstance(target, Target):
         model: Any = target.model
         weights = [weight for weight in model.parameters() if weight.device == target.device]

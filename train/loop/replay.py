@@ -80,13 +80,13 @@ class StoredReplay(Replay):
 
     def __init__(
         self,
-        ends: EmbeddingsAndHead,
+        target: EmbeddingsAndHead,
         stored: StoredDataset,
         num_prompts: int,
         depth: int,
         taps: Taps,
     ) -> None:
-        self.ends = ends
+        self.target = target
         self.rows = [stored.read(index) for index in range(min(num_prompts, len(stored)))]
         prompts = [row["input_ids"][~row["loss_mask"]].tolist() for row in self.rows]
         super().__init__(prompts, depth, taps)
@@ -101,7 +101,7 @@ class StoredReplay(Replay):
     def _output(self, row: dict[str, Tensor]) -> TargetOutput:
         """States [1, S, D] of all tokens but the last; without the last state it has no columns."""
         states = {
-            name: tensor[None, :-1].to(self.ends.device, self.ends.dtype)
+            name: tensor[None, :-1].to(self.target.device, self.target.dtype)
             for name, tensor in restore(row).items()
             if name == HIDDEN or name.startswith("layers.")
         }

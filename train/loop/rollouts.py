@@ -93,8 +93,8 @@ class AnsweredPrompts(NamedTuple):
         for ids, prompt in zip(texts, self.prompts.tolist(), strict=True):
             yield Sample(ids.tolist(), [place >= prompt for place in range(len(ids))])
 
-    def answer(self, prompts: Sequence[list[int]]) -> bool:
-        """Tell whether these are the prompts."""
+    def are_answers_to(self, prompts: Sequence[list[int]]) -> bool:
+        """Compare with prompts."""
         texts = self.token_ids.split(self.lengths.tolist())
         return [ids[:n].tolist() for ids, n in zip(texts, self.prompts, strict=True)] == prompts
 
@@ -205,7 +205,7 @@ class Rollouts:
         if made is not None and changed(json.loads(made), self._statement()):
             return None
         texts = AnsweredPrompts(**load_tensors(file))
-        return texts if texts.answer(prompts) else None
+        return texts if texts.are_answers_to(prompts) else None
 
     def _make(
         self, number: int, prompts: list[list[int]], head: DraftHead

@@ -58,7 +58,6 @@ class Scales(Protocol):
 
     def __getitem__(self, rows: Where, /) -> Tensor:
         """[m] float32 of m rows."""
-        ...
 
 
 class LowRank(NamedTuple):
@@ -103,16 +102,13 @@ class Teacher(Protocol):
     @property
     def num_rows(self) -> int:
         """P."""
-        ...
 
     @property
     def row_bytes(self) -> int:
         """Bytes that `chunk` keeps of a row."""
-        ...
 
     def chunk(self, begin: int, end: int) -> Any:
         """Compute, once, what `Criterion` needs of rows begin..end."""
-        ...
 
 
 class RowLosses(NamedTuple):
@@ -136,7 +132,6 @@ class Criterion(Protocol):
             student: their softmax; may be written over, all but the logits.
             want_grad: whether the gradient is needed.
         """
-        ...
 
 
 def compared(

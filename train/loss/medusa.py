@@ -47,15 +47,12 @@ class MedusaHeads(Protocol):
     @property
     def num_heads(self) -> int:
         """K."""
-        ...
 
     def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
         """Input [N, D] of the projection of head k, from 0, for final hidden states [N, D]."""
-        ...
 
     def projection(self, k: int, /) -> Projection:
         """Projection of head k, from 0."""
-        ...
 
 
 def medusa_weights(num_heads: int, decay: float) -> Tensor:

@@ -20,12 +20,11 @@ MIN_MASS = 1e-6
 
 
 class Distribution(Protocol):
-    """The target's distribution after c tokens."""
+    """Distribution of the target after c tokens."""
 
     @property
     def best(self) -> Tensor:
         """[c] int64, the likeliest id of the whole vocabulary."""
-        ...
 
     def pair(self, at: Tensor, student: Softmax) -> Pair:
         """Pair the distribution with those of students, over the draft vocabulary.
@@ -34,7 +33,6 @@ class Distribution(Protocol):
             at: [r] int64, rows of the chunk.
             student: r rows.
         """
-        ...
 
 
 @dataclass(frozen=True)

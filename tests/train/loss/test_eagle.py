@@ -18,7 +18,7 @@ from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.supervision import DOCUMENTS, NOISE_SEEDS
 from train.eagle import EagleObjective, main
-from train.loss.divergences import Pair, Softmax, divergence, top_k, total_variation
+from train.loss.divergences import Pair, Softmax, divergence, top_k
 from train.loss.eagle import step_weights
 from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher, TargetProbs
@@ -64,16 +64,6 @@ def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float)
     found = divergence(kind, pair(P, q), eta=3.0, want_grad=False)
     assert found.loss.item() == pytest.approx(expected, abs=1e-6)
     assert found.grad is None
-
-
-def test_the_mix_of_the_hybrid_loss_has_no_gradient() -> None:
-    found = divergence(Divergence.hybrid, pair(P, R), eta=3.0, want_grad=True)
-    mix = exp(-3 * R_ALPHA)
-    q, p = R.exp(), P.exp() / 0.8
-    below = (q <= P.exp()).float()
-    of_tv = -q * (below - (q * below).sum())  # d(1 - alpha) / d logits
-    torch.testing.assert_close(found.grad, mix * (q - p) + (1 - mix) * of_tv)
-    torch.testing.assert_close(total_variation(pair(P, R), True).grad, of_tv)
 
 
 def test_top_k_loss_by_hand() -> None:
