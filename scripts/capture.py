@@ -60,7 +60,7 @@ from scripts.store.states import (
 )
 from train.loop.replay import greedy_answer
 
-ENDS_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
+TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
 
 def main(config: CaptureRun) -> None:
@@ -117,15 +117,15 @@ def write_shards(work: Work, state: PartialState) -> None:
     quiet = not state.is_main_process
     checked = tqdm(mine, desc="checking what is there", disable=quiet, unit="shard", leave=False)
     todo = [shard for shard in checked if not is_whole(work.folder, shard.name)]
-    ends = work.folder / ENDS_FOLDER
-    lacks_head = state.is_main_process and not ends.is_dir()
+    of_target = work.folder / TARGET_FOLDER
+    lacks_head = state.is_main_process and not of_target.is_dir()
     if not todo and not lacks_head:
         return
     target = target_of(work.config, state.device)
     for packed in work.sets.values():
         packed.check_ids(target)
     if lacks_head:
-        save_embeddings_and_head(target, ends)
+        save_embeddings_and_head(target, of_target)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
     source: AbstractContextManager[StatesOf]
     if isinstance(target, RemoteTarget):
@@ -238,8 +238,10 @@ def finish(work: Work, state: PartialState) -> None:
             f"out_dir={folder}: {len(missing)} of {len(work.shards)} shards are not here, e.g. "
             f"{missing[0]}: name a folder that all machines see"
         )
-    ends = EmbeddingsAndHead.load(folder / ENDS_FOLDER, torch.device("cpu"))
-    counts = {name: each.token_counts(ends.vocab_size) for name, each in work.sets.items()}
+    stored_target = EmbeddingsAndHead.load(folder / TARGET_FOLDER, torch.device("cpu"))
+    counts = {
+        name: packed.token_counts(stored_target.vocab_size) for name, packed in work.sets.items()
+    }
     retried(partial(write_whole, folder / TOKEN_COUNTS, save(counts)))
     entries = []
     for shard in work.shards:
@@ -249,7 +251,7 @@ def finish(work: Work, state: PartialState) -> None:
         name: retried(partial(file_checksum, folder / name))
         for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS)
     }
-    origin = provenance(work.config, ends.name, work.report)
+    origin = provenance(work.config, stored_target.name, work.report)
     tokenizer = load_tokenizer(work.config.target)[1]
     target = target_json(work.config, tokenizer, state.device, loaded=True)
     Manifest(replace(work.plan, target=target), entries, files, origin).write(folder)

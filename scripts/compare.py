@@ -109,8 +109,10 @@ def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
-    figure, ends = tau_difference(first["prompts"], second["prompts"], seed=0)
-    return f"{figure:+.3f} ({'-' if ends is None else ' to '.join(f'{e:+.3f}' for e in ends)})"
+    figure, interval = tau_difference(first["prompts"], second["prompts"], seed=0)
+    return (
+        f"{figure:+.3f} ({'-' if interval is None else ' to '.join(f'{e:+.3f}' for e in interval)})"
+    )
 
 
 def main(config: CompareRun) -> None:

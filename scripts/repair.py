@@ -73,13 +73,13 @@ class Variant:
 
     def beats(self, other: "Variant") -> bool:
         """True if it is better beyond doubt, and by enough to care."""
-        more, ends = self.than(other)
-        return ends is not None and ends[0] > 0 and more >= WORTH * tau(other.prompts)
+        more, interval = self.than(other)
+        return interval is not None and interval[0] > 0 and more >= WORTH * tau(other.prompts)
 
     def row(self, declared: "Variant") -> dict[str, Any]:
         """The line of this variant in the results file."""
-        more, ends = self.than(declared)
-        return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": ends}
+        more, interval = self.than(declared)
+        return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": interval}
 
 
 @torch.no_grad()
@@ -138,9 +138,9 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for column in ("read", "tau", "more", "95% interval"):
         table.add_column(column, justify="left" if column == "read" else "right")
     for row in rows:
-        ends = row["more_ci95"]
-        interval = "-" if ends is None else f"{ends[0]:+.3f} to {ends[1]:+.3f}"
-        table.add_row(row["reading"], f"{row['tau']:.3f}", f"{row['more']:+.3f}", interval)
+        interval = row["more_ci95"]
+        words = "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+        table.add_row(row["reading"], f"{row['tau']:.3f}", f"{row['more']:+.3f}", words)
     console.print(table)
 
 

@@ -136,9 +136,9 @@ class LocalAnswers:
         seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = self.target.device
         noise = LogitsProcessorList([AskedFor(self.target, prompts)])
-        ends = StoppingCriteriaList()
+        stops = StoppingCriteriaList()
         if self.target.stop_strings:
-            ends.append(StopTexts(self.target, length, len(prompts)))
+            stops.append(StopTexts(self.target, length, len(prompts)))
         if self.temperature > 0:
             noise.append(GumbelNoise(self.temperature, seeds, device))
         try:
@@ -146,7 +146,7 @@ class LocalAnswers:
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(seen, device=device),
                 logits_processor=noise,
-                stopping_criteria=ends,
+                stopping_criteria=stops,
             )
         except torch.OutOfMemoryError as error:
             raise InputError(

@@ -30,6 +30,7 @@ NUM_LAYERS = 3
 IGNORED = -100
 LEARNING_RATE = 1e-4
 LARGEST_NORM = 1.0
+FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
 NUM_BLOCK_LAYERS, NUM_ANCHORS, GAMMA, MASK = 5, 128, 4.0, 0
 
 
@@ -265,9 +266,11 @@ def speculators(job: StepJob, inputs: StepInputs) -> Training:
         Eagle3SpeculatorConfig(transformer_layer_config=llama, draft_vocab_size=job.draft_vocab)
     )
     rows = inputs.output_head[inputs.draft_ids]
-    ends = {"lm_head.weight": rows, "verifier_lm_head.weight": rows}
-    ends["embed_tokens.weight"] = inputs.embedding
-    _fill(model, "layers.0.", inputs.weights | ends)
+    frozen = {
+        "lm_head.weight": rows, "verifier_lm_head.weight": rows,
+        "embed_tokens.weight": inputs.embedding,
+    }  # fmt: skip
+    _fill(model, "layers.0.", inputs.weights | frozen)
     model.to(inputs.last.device).train()
     implementation = "fused" if on_cuda else "eager"
     settings, _validation = model.get_trainer_kwargs(
@@ -370,10 +373,9 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> Training:
             aux_hidden_state_layer_ids=[*range(1, NUM_LAYERS + 1)], mask_token_id=MASK,
         )
     )  # fmt: skip
-    ends = {"lm_head.weight": inputs.output_head, "verifier_lm_head.weight": inputs.output_head}
-    ends["embed_tokens.weight"] = inputs.embedding
     _fill_alike(model)
-    for name, weight in ends.items():
+    for name in FROZEN:
+        weight = inputs.embedding if name == "embed_tokens.weight" else inputs.output_head
         model.get_parameter(name).requires_grad_(False).copy_(weight)
     model.to(inputs.last.device).train()
     anchors = _anchors(job).to(inputs.last.device)
@@ -406,9 +408,8 @@ def _anchors(job: StepJob) -> Tensor:
 def _fill_alike(head: nn.Module) -> None:
     """Gives all trained matrices the same numbers, by their names."""
     generator = torch.Generator().manual_seed(0)
-    frozen = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
     for name, matrix in sorted(head.named_parameters()):
-        if matrix.dim() == 2 and name not in frozen:
+        if matrix.dim() == 2 and name not in FROZEN:
             matrix.data.copy_(torch.randn(matrix.shape, generator=generator) * 0.02)
 
 

@@ -258,8 +258,8 @@ def _page(
         lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     cells = [cell for row in figures.values() for cell in row["sizes"].values()]
-    ends = [end for cell in cells for end in cell["speedup_ci95"] or ()]
-    axis = Axis.around([1.0, *ends, *(cell["speedup"] for cell in cells)], 150, 380)
+    bounds = [bound for cell in cells for bound in cell["speedup_ci95"] or ()]
+    axis = Axis.around([1.0, *bounds, *(cell["speedup"] for cell in cells)], 150, 380)
     return environment.get_template("page.html.j2").render(
         words=words, tables=tables, found=figures, axis=axis,
         sizes=list(next(iter(figures.values()))["sizes"]),

@@ -55,7 +55,7 @@ _MIN_FILES = 50
 
 
 @dataclass(frozen=True)
-class Piece:
+class CodeChat:
     """One chat: the beginning of a piece of source, and how it goes on."""
 
     category: str
@@ -141,7 +141,7 @@ def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
     return texts
 
 
-def cut_pieces(file: str, text: str, max_chars: int) -> Iterator[Piece]:
+def cut_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
     """Cut a file into chats: at every def and class, and where one exceeds `max_chars`.
 
     Dropped are blocks of fewer than three lines, tables, and lines that are only a comment:
@@ -164,7 +164,7 @@ def cut_pieces(file: str, text: str, max_chars: int) -> Iterator[Piece]:
             table = len(code) >= 200 and 10 * len(zlib.compress(code)) < _FEWEST_BYTES * len(code)
             if len(clean) > max(cut, 2) and not table:
                 prompt, continuation = "\n".join(clean[:cut]), "\n".join(clean[cut:])
-                yield Piece(category, file, prompt.rstrip(), continuation)
+                yield CodeChat(category, file, prompt.rstrip(), continuation)
             category = "body"
 
 
@@ -190,12 +190,12 @@ def _split(lines: list[str], max_chars: int) -> Iterator[list[str]]:
 
 
 def choose(
-    pieces: list[Piece],
+    pieces: list[CodeChat],
     count: int,
     tokenizer: PreTrainedTokenizerFast,
     max_prompt_tokens: int,
     rng: random.Random,
-) -> list[Piece]:
+) -> list[CodeChat]:
     """Choose prompts in equal shares of the categories, in turn, short enough and distinct."""
     lengths = tokenizer([p.prompt for p in pieces], add_special_tokens=False)["input_ids"]
     unique = {
@@ -240,6 +240,6 @@ def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTr
     )
 
 
-def render(piece: Piece, bos: str) -> str:
+def render(piece: CodeChat, bos: str) -> str:
     """The text that the chat template makes of a piece; a test holds the two together."""
     return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"

@@ -34,14 +34,14 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
     library = corpus.find_source_files(recipe.num_files)
     texts = corpus.read_source(library, library.train)
     learnt, held_out = (
-        [p for text in side.items() for p in corpus.cut_pieces(*text, recipe.max_piece_chars)]
+        [p for text in side.items() for p in corpus.cut_chats(*text, recipe.max_piece_chars)]
         for side in (texts, corpus.read_source(library, library.held_out))
     )
     trained, place = folder / "trained", folder / "target"
     if not trained.is_dir():
         packages = corpus.find_packages(recipe.num_files)
         others = corpus.read_source(packages, packages.train).items()
-        pieces = [p for text in others for p in corpus.cut_pieces(*text, recipe.max_piece_chars)]
+        pieces = [p for text in others for p in corpus.cut_chats(*text, recipe.max_piece_chars)]
         tokenizer = corpus.train_tokenizer(
             list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
         )

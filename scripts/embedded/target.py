@@ -63,7 +63,10 @@ class Recipe:
 
 
 def train_target(
-    pieces: list[corpus.Piece], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: bool
+    pieces: list[corpus.CodeChat],
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+    progress: bool,
 ) -> LlamaForCausalLM:
     """Train a Llama-type model from scratch on packed chats, loss on every token."""
     torch.manual_seed(recipe.seed)
@@ -118,7 +121,7 @@ def train_target(
 def unlearn_loops(
     target: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    pieces: list[corpus.Piece],
+    pieces: list[corpus.CodeChat],
     recipe: Recipe,
     progress: bool,
 ) -> None:
@@ -158,13 +161,13 @@ def unlearn_loops(
             places = {"attention_mask": real[:, :-1], "position_ids": positions[:, :-1]}
             with _autocast():
                 with torch.no_grad():
-                    taught = teacher(ids[:, :-1], **places, use_cache=False).logits.float()
+                    teacher_logits = teacher(ids[:, :-1], **places, use_cache=False).logits.float()
                 logits = target(ids[:, :-1], **places, use_cache=False).logits.float()
             if loops:
-                taught[tuple(torch.tensor(loops).T)] = -math.inf
+                teacher_logits[tuple(torch.tensor(loops).T)] = -math.inf
             loss = kl_div(
                 logits[answered[:, 1:]].log_softmax(-1),
-                taught[answered[:, 1:]].softmax(-1),
+                teacher_logits[answered[:, 1:]].softmax(-1),
                 reduction="batchmean",
             )
             loss.backward()
@@ -201,7 +204,7 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 
 
 def _batches(
-    pieces: list[corpus.Piece], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
+    pieces: list[corpus.CodeChat], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[Tensor]:
     """Yield `num_steps` batches [B, T + 1], shuffling the chats anew for every epoch."""
     bos = str(tokenizer.bos_token)
@@ -222,7 +225,7 @@ def _batches(
 def respond(
     target: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    pieces: list[corpus.Piece],
+    pieces: list[corpus.CodeChat],
     recipe: Recipe,
     progress: bool,
 ) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from scripts.embedded.corpus import CATEGORIES, Piece, cut_pieces, find_source_files, render
+from scripts.embedded.corpus import CATEGORIES, CodeChat, cut_chats, find_source_files, render
 from scripts.embedded.make import make
 from scripts.embedded.target import Recipe, repeating
 
@@ -60,7 +60,7 @@ def test_assistant_mask_marks_the_answer_and_its_end(made):
 
 def test_training_text_is_what_the_template_renders(made):
     tokenizer = AutoTokenizer.from_pretrained(made / "target")
-    piece = Piece("function", "a.py", "def f():\n    x = 1", "    return x")
+    piece = CodeChat("function", "a.py", "def f():\n    x = 1", "    return x")
     messages = [
         {"role": "user", "content": piece.prompt},
         {"role": "assistant", "content": piece.continuation},
@@ -91,7 +91,7 @@ def test_rows(made):
 def test_pieces_keep_the_code_and_name_their_construct():
     text = '"""Doc."""\nimport os\n# why\nimport re\n\n@deco\ndef f(a,\n      b):\n    return a\n\n'
     text += "class C:\n    x = 1\n    y = 2\n    def g(self):\n        a = 1\n        return a\n"
-    pieces = list(cut_pieces("a.py", text, max_chars=500))
+    pieces = list(cut_chats("a.py", text, max_chars=500))
     assert [(p.category, p.prompt, p.continuation) for p in pieces] == [
         ("module", '"""Doc."""', "import os\nimport re"),
         ("function", "@deco\ndef f(a,", "      b):\n    return a"),
@@ -99,12 +99,12 @@ def test_pieces_keep_the_code_and_name_their_construct():
         ("method", "def g(self):", "    a = 1\n    return a"),
     ]
     long = "def f():\n" + "".join(f"    value = {n}\n" for n in range(20))
-    assert {p.category for p in cut_pieces("a.py", long, max_chars=60)} == {"function", "body"}
+    assert {p.category for p in cut_chats("a.py", long, max_chars=60)} == {"function", "body"}
 
 
 def test_tables_are_left_out():
     table = "".join(f"    'name_{n}': 'name_{n}',\n" for n in range(24))
-    assert list(cut_pieces("a.py", "NAMES = {\n" + table + "}\n", max_chars=700)) == []
+    assert list(cut_chats("a.py", "NAMES = {\n" + table + "}\n", max_chars=700)) == []
 
 
 def test_a_second_start_takes_the_target_that_is_there(made, monkeypatch):
