@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from conf.errors import InputError
-from conf.settings.eagle import EagleConfig, OutputHead, TokenNormalizer
+from conf.settings.eagle import FeatureHeadConfig, OutputHead, TokenNormalizer
 from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
@@ -47,7 +47,9 @@ class EagleObjective(Objective):
 
     measures = MEASURES
 
-    def __init__(self, head: EagleHead, target: EmbeddingsAndHead, config: EagleConfig) -> None:
+    def __init__(
+        self, head: EagleHead, target: EmbeddingsAndHead, config: FeatureHeadConfig
+    ) -> None:
         super().__init__()
         self.head = head
         self.target = target

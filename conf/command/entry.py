@@ -1,6 +1,7 @@
 """The door of every command: command line in, checked dataclass out, before heavy imports."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ HYDRA = {
 }
 """It writes nothing of its own: rank 0 saves the resolved configuration beside the results."""
 HELP, SWEEP = {"--help", "-h"}, {"--multirun", "-m"}
+KEY = re.compile(r"(?:\+\+)?([a-z_]+(?:\.\w+)*)=")
+"""Of what is typed to set a setting."""
 Config = TypeVar("Config")
 
 
@@ -65,6 +68,7 @@ class Command(Generic[Config]):
         looked = []
         jobs = _jobs(argv)
         for number, job in enumerate(jobs):
+            _refusing(partial(self._check_keys, job))
 
             def look(composed: DictConfig, number: int | None = number) -> None:
                 looked.append(_checked(composed, number if SWEEP & set(argv) else None))
@@ -127,6 +131,12 @@ class Command(Generic[Config]):
         defaults = [f"{self.name}_schema", "_self_", *head, *silent]
         settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
         store.store(name=self._node, node=settings)
+
+    def _check_keys(self, job: list[str]) -> None:
+        """Refuses settings that the command lacks, and tells which commands have them."""
+        for key in filter(None, (KEY.match(override) for override in job)):
+            if key[1] != "head" and not key[1].startswith("hydra"):
+                words.check_known(self.schema, key[1])
 
     def _help(self, argv: list[str]) -> None:
         """Prints all settings, or those that argv names; overrides beside them show in values."""

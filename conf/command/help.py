@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import shutil
 import sys
 import textwrap
@@ -10,12 +11,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
+from pkgutil import iter_modules
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+import conf.settings
 from conf.errors import InputError
 
 FIRST, LAST = ("target", "data", "prompts", "head"), ("out_dir", "seed")
@@ -94,11 +98,7 @@ def explained(found: list[Setting], name: str) -> str:
     chosen = [each for each in found if name in (each.name, each.section)]
     if not chosen:
         names = {each.name for each in found} | {each.section for each in found if each.section}
-        parts = {each.rpartition(".")[2]: each for each in sorted(names)}
-        near = get_close_matches(name, names, cutoff=0.7)
-        near += [parts[part] for part in get_close_matches(name.rpartition(".")[2], parts)]
-        told = f": near are {', '.join(dict.fromkeys(near))}" if near else ", see --help"
-        raise InputError(f"{name}: no setting and no section has this name{told}")
+        raise InputError(f"{name}: no setting and no section has this name{_near(name, names)}")
     lines = _heading(chosen[0]) if chosen[0].section == name else []
     for each in chosen:
         lines += [f"{each.name}={each.value}", *_indented(f"{each.kind}."), *_indented(each.words)]
@@ -106,6 +106,48 @@ def explained(found: list[Setting], name: str) -> str:
             lines += textwrap.wrap(f"{value}: {words}" if words else value, _width(),
                                    initial_indent=" " * 4, subsequent_indent=" " * 6)  # fmt: skip
     return "\n".join(lines)
+
+
+def check_known(schema: type[Any], key: str) -> None:
+    """Refuses a setting that a command lacks.
+
+    Args:
+        schema: of the command.
+        key: as it is typed; below a setting that may hold anything, anything.
+
+    Raises:
+        InputError: with the settings that are near, or the commands that have this one.
+    """
+    names = {*_names(schema)}
+    if any(f"{key}.".startswith(f"{n}.") or f"{n}.".startswith(f"{key}.") for n in names):
+        return
+    having = [script for script, other in _commands() if key in _names(other)]
+    told = f"; {', '.join(having)} have it" if having else _near(key, names)
+    raise InputError(f"{key}: this command has no such setting{told}")
+
+
+def _names(schema: type[Any], section: str = "") -> Iterator[str]:
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind):
+            yield from _names(kind, f"{section}{name}.")  # type: ignore[arg-type]
+        else:
+            yield section + name
+
+
+def _commands() -> Iterator[tuple[str, type[Any]]]:
+    """The scripts that have settings, by the first words of those."""
+    for module in iter_modules(conf.settings.__path__, "conf.settings."):
+        for schema in vars(import_module(module.name)).values():
+            script = re.match(r"`(\w+/[\w/]+\.py)`", getattr(schema, "__doc__", None) or "")
+            if script and schema.__module__ == module.name:
+                yield script[1], schema
+
+
+def _near(name: str, names: set[str]) -> str:
+    parts = {each.rpartition(".")[2]: each for each in sorted(names)}
+    near = get_close_matches(name, names, cutoff=0.7)
+    near += [parts[part] for part in get_close_matches(name.rpartition(".")[2], parts)]
+    return f": near are {', '.join(dict.fromkeys(near))}" if near else ", see --help"
 
 
 def _settings(schema: type[Any], composed: Any, section: str, about: str) -> Iterator[Setting]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import not_negative, positive
+from conf.settings.checks import ABSENT, not_negative, positive
 from conf.settings.eagle import Divergence
 from conf.settings.training import TrainRun
 
@@ -19,6 +19,8 @@ class SlotWeights(Enum):
 @dataclass
 class BlockConfig:
     """A block drafter and its losses; defaults are DFlash's (arXiv 2602.06036) unless said."""
+
+    own_output_head, draft_vocab_size = False, ABSENT
 
     path: str | None = None
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
@@ -41,10 +43,6 @@ class BlockConfig:
     """Tokens of the text and of its block that a row sees; unset for all."""
     mask_token_id: int | None = None
     """What rows hold whose token is not known; unset takes one that no text uses."""
-    own_output_head: bool = False
-    """Train an output head of its own, from the target's rows; engines know it as `lm_head`."""
-    draft_vocab_size: int | None = None
-    """Ids that a head with an output head of its own can draft; unset for all."""
     num_anchors: int = 512
     """Blocks of a packed sequence that learn in a step, behind tokens drawn anew in each."""
     slot_weights: SlotWeights = SlotWeights.decay
@@ -88,7 +86,17 @@ class BlockConfig:
 
 
 @dataclass
-class DFlashConfig(BlockConfig):
+class OwnOutputHead:
+    """Settings of block drafters that engines allow an output head of their own."""
+
+    own_output_head: bool = False
+    """Train an output head of its own, from the target's rows; engines know it as `lm_head`."""
+    draft_vocab_size: int | None = None
+    """Ids that a head with an output head of its own can draft; unset for all."""
+
+
+@dataclass
+class DFlashConfig(OwnOutputHead, BlockConfig):
     """A DFlash head."""
 
 
@@ -122,11 +130,6 @@ class DFlash2Config(BlockConfig):
         not_negative("head", self, "selector_weight")
         if self.selector_top_k < 2:
             raise InputError(f"head.selector_top_k={self.selector_top_k}: must be at least 2")
-        if self.own_output_head:
-            raise InputError(
-                "head.own_output_head=true: no engine has a place for one in DFlash-2; allowed: "
-                "false"
-            )
 
 
 @dataclass
@@ -149,7 +152,7 @@ class Markov(Enum):
 
 
 @dataclass
-class DSparkConfig(BlockConfig):
+class DSparkConfig(OwnOutputHead, BlockConfig):
     """A DSpark head (arXiv 2607.05147)."""
 
     markov_head_type: Markov = Markov.vanilla

@@ -7,6 +7,8 @@ from conf.errors import InputError
 
 AUTO = "auto"
 """A setting that is chosen once the target is known."""
+ABSENT: Any = None
+"""A setting that a class lacks and some of its children have; without a type it is no field."""
 
 
 def positive(prefix: str, config: object, *names: str) -> None:
@@ -44,14 +46,3 @@ def _refuse(
         if value is not None and bad(value):
             key = f"{prefix}.{name}".lstrip(".")
             raise InputError(f"{key}={value}: must be {allowed}")
-
-
-def unset(settings: dict[str, Any], why: str) -> None:
-    """Refuses settings that are set.
-
-    Raises:
-        InputError: with the value and why.
-    """
-    for name, value in settings.items():
-        if value is not None:
-            raise InputError(f"{name}={value}: {why}; leave it unset")

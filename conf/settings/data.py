@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.checks import positive
+from conf.settings.checks import ABSENT, positive
 from conf.settings.target import TargetConfig
 
 
@@ -60,8 +60,10 @@ class TeacherKind(Enum):
 
 
 @dataclass
-class DataConfig:
-    """Conversations to train or measure on."""
+class RowsConfig:
+    """Conversations to measure on."""
+
+    eval_path = features = ABSENT
 
     path: str | None = None
     """A file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of them, or a Hub dataset id; unset
@@ -76,31 +78,15 @@ class DataConfig:
     form: Form = Form.auto
     columns: Any = None
     """Fields of other names, e.g. `{messages: my_chat}` or `{prompt: ask, response: reply}`."""
-    eval_path: str | None = None
-    """Held-out conversations; unset takes `eval_fraction` of `path`."""
-    eval_fraction: float = 0.02
-    """Share of conversations held out when `eval_path` is unset."""
-    max_length: int = 1024
-    """Tokens of a packed sequence; longer conversations are truncated and counted."""
     on_bad_row: OnBadRow = OnBadRow.error
     chat_template_kwargs: Any = None
     """What the target's chat template is told besides messages, as at serving, e.g.
     `{enable_thinking: false}`; a row's own come before."""
     num_prompts: int | None = None
     """Use only the first so many prompts (measuring) or conversations (training)."""
-    num_proc: int | None = None
-    """Processes that tokenise data at their first use; unset means the cores of this one."""
-    prepared_dir: str | None = None
-    """Where tokenised data are kept for every later start and read by all processes; unset means
-    `prepared` in `~/.cache/headsmith`. On several nodes name a folder that all of them see."""
-    features: str | None = None
-    """Train from this folder of `scripts/capture.py`, without the target; it settles `path` and
-    every other setting here."""
 
     def __post_init__(self) -> None:
-        positive("data", self, "max_length", "num_prompts", "num_proc")
-        if not 0 < self.eval_fraction < 1:
-            raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
+        positive("data", self, "num_prompts")
         _check_columns(self.columns)
         # Hydra adds nothing to a typed dict, so types of both are looked at here.
         if not isinstance(self.chat_template_kwargs, dict | None):
@@ -108,6 +94,38 @@ class DataConfig:
                 f"data.chat_template_kwargs={self.chat_template_kwargs}: must be like "
                 "{enable_thinking: false}"
             )
+
+
+@dataclass
+class PackedConfig(RowsConfig):
+    """Conversations to learn from, packed to sequences."""
+
+    eval_path: str | None = None
+    """Held-out conversations; unset takes `eval_fraction` of `path`."""
+    eval_fraction: float = 0.02
+    """Share of conversations held out when `eval_path` is unset."""
+    max_length: int = 1024
+    """Tokens of a packed sequence; longer conversations are truncated and counted."""
+    num_proc: int | None = None
+    """Processes that tokenise data at their first use; unset means the cores of this one."""
+    prepared_dir: str | None = None
+    """Where tokenised data are kept for every later start and read by all processes; unset means
+    `prepared` in `~/.cache/headsmith`. On several nodes name a folder that all of them see."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("data", self, "max_length", "num_proc")
+        if not 0 < self.eval_fraction < 1:
+            raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
+
+
+@dataclass
+class DataConfig(PackedConfig):
+    """Conversations to train on, or features of them."""
+
+    features: str | None = None
+    """Train from this folder of `scripts/capture.py`, without the target; it settles `path` and
+    every other setting here."""
 
 
 def _check_columns(columns: object) -> None:
@@ -122,7 +140,14 @@ def _check_columns(columns: object) -> None:
 
 @dataclass
 class DataRun:
-    """What every run over data takes."""
+    """A run over data: with them a target that they are prepared for."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: RowsConfig = field(default_factory=RowsConfig)
+
+
+@dataclass
+class PackedRun(DataRun):
+    """A run over packed sequences."""
+
+    data: PackedConfig = field(default_factory=PackedConfig)

@@ -1,6 +1,6 @@
 """Settings of EAGLE and P-EAGLE heads and of their training; recipes are in `conf/head/`."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
@@ -62,15 +62,19 @@ class TokenNormalizer(Enum):
 
 
 @dataclass
-class EagleConfig:
-    """An EAGLE head and its losses; defaults are EAGLE-3's (arXiv 2503.01840) unless said."""
+class FeatureHeadConfig:
+    """A head over the target's hidden states: the settings that EAGLE and P-EAGLE share."""
+
+    # Of a head without such settings.
+    form, norm_output, detach_features = EagleForm.eagle3, False, False
+    step_normalizer, token_normalizer = StepNormalizer.sum, TokenNormalizer.all
+    regression_weight = 0.0
 
     path: str | None = None
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
     vocabulary are kept."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
-    form: EagleForm = EagleForm.eagle3
     layers: list[int] | None = None
     """Target features that EAGLE-3 fuses, as indices of `output_hidden_states`; unset takes
     2, L/2 and L-3 of L layers."""
@@ -78,8 +82,6 @@ class EagleConfig:
     """A bias in the fusion layer; the original EAGLE-1 has one, vLLM has no place for it."""
     fc_norm: bool = False
     """A norm for each target feature (EAGLE-3.1)."""
-    norm_output: bool = False
-    """Feed back the normed output (EAGLE-3.1)."""
     norm_before_residual: bool = False
     """Take the residual after the feature's norm."""
     draft_vocab_size: int | None = 32000
@@ -92,13 +94,9 @@ class EagleConfig:
     the same tokens 3 gave as long drafts in less than half the time (heads/README.md)."""
     step_decay: float = 0.8
     """Step j weighs step_decay ** j."""
-    step_normalizer: StepNormalizer = StepNormalizer.sum
-    token_normalizer: TokenNormalizer = TokenNormalizer.all
     learn_prompts: bool = True
     """Learn what the target says after every token, the user's too; not the papers' answers
     alone. Evaluations look at answers either way."""
-    detach_features: bool = False
-    """No gradient through the features that a step takes from the one before (HASS)."""
     divergence: Divergence = Divergence.kl
     lk_eta: float = 3.0
     """How fast `hybrid` turns from KL to acceptance as alpha grows."""
@@ -107,8 +105,6 @@ class EagleConfig:
     first, which is what they draft; not the papers' 1 (heads/README.md)."""
     divergence_weight: float = 1.0
     """Of `divergence` from the target's distribution."""
-    regression_weight: float = 0.0
-    """Of SmoothL1 between drafted and true features (EAGLE-1)."""
     top_k_weight: float = 0.0
     """Of -sum of p log q over the target's `top_k` likeliest tokens (HASS)."""
     top_k: int = 10
@@ -123,6 +119,24 @@ class EagleConfig:
         not_negative("head", self, *names)
         if not self.divergence_weight + self.regression_weight + self.top_k_weight:
             raise InputError("head.divergence_weight: every loss has weight 0")
+
+
+@dataclass
+class EagleConfig(FeatureHeadConfig):
+    """An EAGLE head and its losses; defaults are EAGLE-3's (arXiv 2503.01840) unless said."""
+
+    form: EagleForm = EagleForm.eagle3
+    norm_output: bool = False
+    """Feed back the normed output (EAGLE-3.1)."""
+    step_normalizer: StepNormalizer = StepNormalizer.sum
+    token_normalizer: TokenNormalizer = TokenNormalizer.all
+    detach_features: bool = False
+    """No gradient through the features that a step takes from the one before (HASS)."""
+    regression_weight: float = 0.0
+    """Of SmoothL1 between drafted and true features (EAGLE-1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("layers", "fc_norm", "norm_output", "norm_before_residual"):
             if self.form is EagleForm.eagle1 and getattr(self, name):
                 raise InputError(f"head.{name}: an EAGLE-1 head has none; allowed: unset")
@@ -141,16 +155,9 @@ class EagleRun(TrainRun):
     out_dir: str = "outputs/eagle"
 
 
-OTHERS = (
-    "form", "norm_output", "step_normalizer", "token_normalizer", "detach_features",
-    "regression_weight",
-)  # fmt: skip
-"""Settings of EAGLE heads that feed on their own outputs, one token after another."""
-
-
 @dataclass
-class PEagleConfig(EagleConfig):
-    """A P-EAGLE head (arXiv 2602.01469): EAGLE-3's settings, but for those in `OTHERS`."""
+class PEagleConfig(FeatureHeadConfig):
+    """A P-EAGLE head (arXiv 2602.01469), which drafts all tokens in one pass, and its losses."""
 
     num_layers: int = 4
     """Transformer layers of the head."""
@@ -178,13 +185,6 @@ class PEagleConfig(EagleConfig):
         for name in ("kept_share", "least_share", "off_path_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"head.{name}={getattr(self, name)}: must be from 0 to 1")
-        usual = {each.name: each.default for each in fields(EagleConfig)}
-        for name in OTHERS:
-            if getattr(self, name) != usual[name]:
-                raise InputError(
-                    f"head.{name}={getattr(self, name)}: a P-EAGLE head drafts all tokens in one "
-                    f"pass and has no such setting; allowed: {usual[name]}"
-                )
 
 
 @dataclass

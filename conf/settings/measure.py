@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.checks import below_one, not_negative, positive, unset
+from conf.settings.checks import ABSENT, below_one, not_negative, positive
 from conf.settings.data import DataRun
 from conf.settings.drafting import (
     DraftModelConfig,
@@ -29,37 +29,18 @@ class Mode(Enum):
 
 @dataclass
 class MeasureRun(DataRun):
-    """What `eval/acceptance.py` and `eval/speedup.py` share."""
+    """A measurement of a head over prompts."""
+
+    # Of commands without such settings: greedy text up to the target's stop tokens.
+    temperature, top_p, top_k, min_p = 0.0, 1.0, ABSENT, 0.0
+    stop, ignore_eos, plain = ABSENT, False, False
+    depth = tree = output_rank = ABSENT
+    dynamic_tree = DynamicTreeConfig()
 
     head: HeadRef = field(default_factory=HeadRef)
     max_new_tokens: int = 128
     """Tokens of an answer at most."""
-    temperature: float = 0.0
-    """0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
-    top_k: int | None = None
-    """Likeliest tokens kept; unset keeps all."""
-    min_p: float = 0.0
-    """Least probability of a token kept, as a share of the likeliest's; 0 keeps all."""
-    stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, besides the target's stop tokens; empty takes those that its
-    generation config names."""
-    ignore_eos: bool = False
-    """Answers go on behind stop tokens, to `max_new_tokens` or a text of `stop`."""
-    plain: bool = False
-    """Leave out what the target's generation config asks of its logits, e.g. a repetition penalty;
-    every method and `generate` follow it otherwise."""
-    depth: int | None = None
-    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
-    tree: list[list[int]] | None = None
-    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
-    `eval/tree_search.py` wrote beside the head, else the 8 likeliest nodes on CPU, 32 on CUDA."""
-    dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
-    output_rank: int | None = None
-    """Draft through output heads of this rank, the likeliest ids exactly; unset computes every
-    logit from the whole state. Texts stay the same."""
-    num_turns: int = 2
+    num_turns: int = 1
     """Questions of a dialogue that are asked; each follows the target's own greedy answers to
     those before it."""
     out_dir: str = "outputs/measure"
@@ -73,14 +54,77 @@ class MeasureRun(DataRun):
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
         below_one("", self, "min_p")
-        if "" in self.stop:
+        if "" in (self.stop or []):
             raise InputError(f"stop={self.stop}: an empty text is in every answer; leave it out")
 
 
 @dataclass
-class AcceptanceRun(MeasureRun):
+class SamplingSettings:
+    """How tokens are chosen."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
+    top_k: int | None = None
+    """Likeliest tokens kept; unset keeps all."""
+    min_p: float = 0.0
+    """Least probability of a token kept, as a share of the likeliest's; 0 keeps all."""
+
+
+@dataclass
+class AnswerSettings:
+    """What an answer follows, and where it ends."""
+
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, besides the target's stop tokens; empty takes those that its
+    generation config names."""
+    ignore_eos: bool = False
+    """Answers go on behind stop tokens, to `max_new_tokens` or a text of `stop`."""
+    plain: bool = False
+    """Leave out what the target's generation config asks of its logits, e.g. a repetition penalty;
+    every method and `generate` follow it otherwise."""
+
+
+@dataclass
+class ChainSettings:
+    """Chains of draft tokens."""
+
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+
+
+@dataclass
+class TreeSettings:
+    """Trees of draft tokens."""
+
+    tree: list[list[int]] | None = None
+    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
+    `eval/tree_search.py` wrote beside the head, else the 8 likeliest nodes on CPU, 32 on CUDA."""
+    dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
+
+
+@dataclass
+class OutputSettings:
+    """Output heads that draft."""
+
+    output_rank: int | None = None
+    """Draft through output heads of this rank, the likeliest ids exactly; unset computes every
+    logit from the whole state. Texts stay the same."""
+
+
+@dataclass
+class DecodingSettings(
+    SamplingSettings, AnswerSettings, ChainSettings, TreeSettings, OutputSettings
+):
+    """All that decoding with a head may be told."""
+
+
+@dataclass
+class AcceptanceRun(DecodingSettings, MeasureRun):
     """`eval/acceptance.py`."""
 
+    num_turns: int = 2
     mode: Mode = Mode.replay
     out_dir: str = "outputs/acceptance"
 
@@ -94,9 +138,10 @@ class AcceptanceRun(MeasureRun):
 
 
 @dataclass
-class SpeedupRun(MeasureRun):
+class SpeedupRun(DecodingSettings, MeasureRun):
     """`eval/speedup.py`."""
 
+    num_turns: int = 2
     methods: Any = "all"
     """A name or a list of them, see `eval/compare/names.py`; or `all` that are possible. The
     baselines `vanilla` and `generate` always run."""
@@ -146,7 +191,7 @@ class SpeedupRun(MeasureRun):
 
 
 @dataclass
-class TreeSearchRun(MeasureRun):
+class TreeSearchRun(AnswerSettings, OutputSettings, MeasureRun):
     """`eval/tree_search.py`."""
 
     max_nodes: int = 64
@@ -162,37 +207,25 @@ class TreeSearchRun(MeasureRun):
     """Batch sizes to give advice for."""
     num_repeats: int = 3
     """Timed passes over the checking half of the prompts."""
-    num_turns: int = 1
     out_dir: str = "outputs/tree_search"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("", self, "max_nodes", "num_repeats")
-        if self.temperature:
-            raise InputError(f"temperature={self.temperature}: greedy decoding is searched; set 0")
-        unset({"depth": self.depth, **tree_settings(self)}, "the shape is searched for")
         for name in ("top_ks", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
                 raise InputError(f"{name}={values}: must be numbers above 0, rising")
 
 
-def tree_settings(run: MeasureRun) -> dict[str, Any]:
-    """What a run says of trees, by key."""
-    dynamic = {f"dynamic_tree.{name}": n for name, n in vars(run.dynamic_tree).items()}
-    return {"tree": run.tree, **dynamic}
-
-
 @dataclass
-class CalibrateRun(MeasureRun):
+class CalibrateRun(SamplingSettings, AnswerSettings, ChainSettings, OutputSettings, MeasureRun):
     """`eval/calibrate.py`."""
 
     num_repeats: int = 3
     """Timed passes over the checking half of the prompts."""
-    num_turns: int = 1
     out_dir: str = "outputs/calibrate"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("", self, "num_repeats")
-        unset(tree_settings(self), "chains are calibrated")

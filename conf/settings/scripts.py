@@ -4,14 +4,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import below_one, not_negative, positive, unset
-from conf.settings.data import DataConfig, DataRun, StateFormat, TeacherKind
+from conf.settings.checks import below_one, not_negative, positive
+from conf.settings.data import (
+    DataRun,
+    PackedRun,
+    RowsConfig,
+    StateFormat,
+    TeacherKind,
+)
 from conf.settings.drafting import HeadRef
-from conf.settings.measure import MeasureRun, tree_settings
+from conf.settings.measure import AnswerSettings, ChainSettings, MeasureRun
 
 
 @dataclass
-class ShowMaskRun(DataRun):
+class ShowMaskRun(PackedRun):
     """`scripts/show_mask.py`."""
 
     num_samples: int = 3
@@ -19,7 +25,7 @@ class ShowMaskRun(DataRun):
 
 
 @dataclass
-class CaptureRun(DataRun):
+class CaptureRun(PackedRun):
     """`scripts/capture.py`."""
 
     layers: list[int] | None = None
@@ -45,8 +51,6 @@ class CaptureRun(DataRun):
     def __post_init__(self) -> None:
         positive("", self, "top_k", "micro_batch_size")
         not_negative("", self, "num_replay_prompts")
-        if self.data.features is not None:
-            raise InputError(f"data.features={self.data.features}: a store is written; unset it")
         if self.teacher is TeacherKind.top_k and self.layers == []:
             raise InputError(
                 "layers=[]: with teacher=top_k there would be nothing for a head to read; name "
@@ -105,7 +109,7 @@ class RegenerateRun(DataRun):
 
 
 @dataclass
-class PruneRun(DataRun):
+class PruneRun(ChainSettings, PackedRun):
     """`scripts/prune.py`."""
 
     head: HeadRef = field(default_factory=HeadRef)
@@ -119,8 +123,6 @@ class PruneRun(DataRun):
     """Held-out prompts on which tau is replayed, over the target's own text."""
     max_new_tokens: int = 128
     """Of that text, per prompt."""
-    depth: int | None = None
-    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
     out_dir: str = "outputs/pruned"
     """Folder for the pruned heads and the table."""
     seed: int = 0
@@ -132,30 +134,20 @@ class PruneRun(DataRun):
             values = getattr(self, name)
             if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
                 raise InputError(f"{name}={values}: must be numbers above 0, rising")
-        if self.data.features is not None:
-            raise InputError(
-                f"data.features={self.data.features}: the target's own text is needed here; "
-                "leave it unset and set data.path"
-            )
 
 
 @dataclass
-class RepairRun(MeasureRun):
-    """`scripts/repair.py`."""
+class RepairRun(AnswerSettings, ChainSettings, MeasureRun):
+    """`scripts/repair.py`, which replays chains over greedy text."""
 
-    num_turns: int = 1
     out_dir: str = "outputs/repair"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.temperature:
-            raise InputError(f"temperature={self.temperature}: greedy texts are replayed; set 0")
-        unset({**tree_settings(self), "output_rank": self.output_rank}, "chains are replayed")
-
 
 @dataclass
-class ServeCheckRun(MeasureRun):
+class ServeCheckRun(ChainSettings, MeasureRun):
     """`scripts/serve_check.py`."""
+
+    plain = True  # the server is told so
 
     endpoint: str = "???"
     """Base URL of a vLLM or SGLang server that serves the target with the head, e.g.
@@ -165,9 +157,6 @@ class ServeCheckRun(MeasureRun):
     tolerance: float = 0.0
     """Share of the texts that may differ, and share by which drafts and accepted tokens of a
     depth may; 0 fits float32 on both sides."""
-    num_turns: int = 1
-    plain: bool = True
-    """The server is told to do so."""
     depth: int | None = None
     """Draft tokens of a chain; unset takes the server's."""
     out_dir: str = "outputs/serve_check"
@@ -175,15 +164,6 @@ class ServeCheckRun(MeasureRun):
     def __post_init__(self) -> None:
         super().__post_init__()
         below_one("", self, "tolerance")
-        if self.temperature:
-            raise InputError(f"temperature={self.temperature}: greedy texts are compared; set 0")
-        unset(tree_settings(self), "chains are compared")
-        if not self.plain or self.stop or self.ignore_eos:
-            raise InputError(
-                f"plain={self.plain}, stop={self.stop}, ignore_eos={self.ignore_eos}: the server "
-                "is asked for greedy text up to its stop tokens; leave them unset"
-            )
-        unset({"output_rank": self.output_rank}, "the server computes all logits")
 
 
 @dataclass
@@ -220,10 +200,10 @@ class ContestTrainConfig:
 
 
 @dataclass
-class ContestRun(DataRun):
+class ContestRun(PackedRun):
     """`scripts/contest/run.py`; `data` is what is learnt, `prompts` what is measured on."""
 
-    prompts: DataConfig = field(default_factory=DataConfig)
+    prompts: RowsConfig = field(default_factory=RowsConfig)
     """Unset `prompts.path` means the embedded default's."""
     recipes: list[str] = field(default_factory=lambda: ["medusa", "eagle3_1", "dspark"])
     """Heads to train: `medusa`, or a recipe of `conf/head`; settings may follow, as in
@@ -265,8 +245,6 @@ class ContestRun(DataRun):
             raise InputError("recipes=[]: name at least one")
         if not self.concurrency or min(self.concurrency) < 1:
             raise InputError(f"concurrency={self.concurrency}: must be numbers above 0")
-        if self.data.features is not None:
-            raise InputError(f"data.features={self.data.features}: unset it and set data.path")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from enum import Enum
 
 from conf.errors import InputError
 from conf.settings.checks import AUTO, below_one, not_negative, positive
-from conf.settings.data import DataRun
+from conf.settings.data import DataConfig, DataRun
 from conf.settings.target import Dtype
 
 
@@ -153,6 +153,7 @@ class RolloutConfig:
 class TrainRun(DataRun):
     """What every training command is told; beside it comes `head`, of its own kind."""
 
+    data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -30,7 +30,7 @@ from conf.command.provenance import code_key
 from conf.command.statement import plain
 from conf.errors import InputError
 from conf.files import cache_dir
-from conf.settings.data import DataConfig, Form, OnBadRow
+from conf.settings.data import Form, OnBadRow, PackedConfig
 from data.features.format import READ_BYTES, SUFFIX
 from data.prepared import tokenise
 from data.prepared.lock import held
@@ -103,7 +103,7 @@ class Index:
 
 
 def open_prepared(
-    path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
+    path: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
 ) -> PreparedFolder:
     """Opens the prepared data at a path; if there are none, one process makes them.
 
@@ -209,7 +209,7 @@ def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> 
         )
 
 
-def _key(contents: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _key(contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     code = code_key(Path(str(module.__file__)) for module in RULE)
     settings = [plain(getattr(config, name)) for name in DECIDING]
     libraries = [version(name) for name in LIBRARIES]
@@ -234,7 +234,7 @@ def _sha256(content: Any) -> str:
 
 
 def _prepare(
-    folder: Path, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    folder: Path, source: Source, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Makes the shards that are missing, and the index."""
     path, facts, digest = source.path, _facts(source), hashlib.sha256()

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig, Form
+from conf.settings.data import Form, PackedConfig
 from data.prepared.folder import PreparedFolder, open_prepared
 from data.prepared.pack import PackedDataset, Samples
 from data.rows.records import counted, malformed
@@ -83,7 +83,7 @@ class DataReport:
 
 
 def prepare(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
+    config: PackedConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
     """Opens the prepared data, making them if need be, and packs training and held-out sequences.
 
@@ -176,7 +176,7 @@ class Selection:
 
 
 def _report(
-    config: DataConfig,
+    config: PackedConfig,
     folders: list[PreparedFolder],
     selections: list[Selection],
     sets: list[PackedDataset],

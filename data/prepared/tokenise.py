@@ -31,7 +31,7 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig, Form
+from conf.settings.data import Form, PackedConfig
 from data.features.format import SUFFIX, file_checksum
 from data.rows.files import Row
 from data.rows.forms import to_record
@@ -59,7 +59,7 @@ class Rule:
 
     tokenizer: PreTrainedTokenizerBase
     form: Form
-    config: DataConfig
+    config: PackedConfig
     root: str
 
 

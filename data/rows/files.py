@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from conf.errors import InputError
 from conf.files import here
-from conf.settings.data import DataConfig
+from conf.settings.data import RowsConfig
 from data.rows.values import parse_json, show
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -85,7 +85,7 @@ def find_source(
     return Source(path, (local,))
 
 
-def check_data(config: DataConfig, section: str = "data") -> None:
+def check_data(config: RowsConfig, section: str = "data") -> None:
     """Refuses data that are not there, and files that are none of `SUFFIXES`.
 
     Args:

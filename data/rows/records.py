@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig, Form, OnBadRow
+from conf.settings.data import Form, OnBadRow, RowsConfig
 from data.rows.files import find_source, read_rows
 from data.rows.forms import NUM_LOOKED_AT, Record, detect, to_record
 from data.rows.messages import Messages
@@ -55,7 +55,7 @@ def counted(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
     return [f"{what}: {names}"] if names else []
 
 
-def load_records(path: str, config: DataConfig | None = None) -> Records:
+def load_records(path: str, config: RowsConfig | None = None) -> Records:
     """Loads and checks every row of a file, a folder or a Hub dataset.
 
     Args:
@@ -65,7 +65,7 @@ def load_records(path: str, config: DataConfig | None = None) -> Records:
     Raises:
         InputError: nothing at `path`, no rows, mixed forms, or a malformed row.
     """
-    config = config or DataConfig()
+    config = config or RowsConfig()
     source = find_source(path, subset=config.subset, split=config.split, streaming=config.streaming)
     digest = hashlib.sha256()
     rows = read_rows(source, digest)

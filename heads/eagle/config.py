@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.settings.eagle import EagleConfig, EagleForm
+from conf.settings.eagle import EagleForm, FeatureHeadConfig
 from heads.layers.llama import LLAMA_KEYS, llama_like
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
@@ -74,7 +74,7 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
     return 2, num_layers // 2, num_layers - 3
 
 
-def eagle_config(settings: EagleConfig, target: EmbeddingsAndHead) -> EagleHeadConfig:
+def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> EagleHeadConfig:
     """Of a fresh head for a target, with a layer of the target's sizes.
 
     Raises:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from conf.command.journal import write_whole
 from conf.command.statement import check_unchanged, flat, plain
 from conf.errors import InputError
-from conf.settings.data import DataConfig
+from conf.settings.data import RowsConfig
 from conf.settings.scripts import ContestRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
@@ -98,7 +98,7 @@ def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
     return methods
 
 
-def overrides(prefix: str, config: TargetConfig | DataConfig) -> list[str]:
+def overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
     """The settings of a group that differ from the schema's, for a command line."""
     usual = plain(type(config)())
     return [

@@ -12,7 +12,7 @@ import torch
 from toys import eagle_head
 
 from conf.errors import InputError
-from conf.settings.drafting import DynamicTreeConfig, HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import CalibrateRun, SpeedupRun
 from conf.settings.target import TargetConfig
@@ -260,8 +260,6 @@ def test_it_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tree": [[0]]}, r"tree=\[\[0\]\]: chains are calibrated; leave it unset"),
-        ({"dynamic_tree": DynamicTreeConfig(top_k=2)}, r"dynamic_tree\.top_k=2: chains are"),
         ({"num_repeats": 0}, r"num_repeats=0"),
         ({"depth": 4}, r"depth=4: this head drafts at most 3"),
         ({"max_new_tokens": 1}, r"data\.path: every answer ends with its first token"),

@@ -15,7 +15,7 @@ from peagle_heads import peagle_head
 from toys import eagle_head, noisy_head, random_target, save_target
 
 from conf.errors import InputError
-from conf.settings.drafting import DynamicTreeConfig, HeadRef
+from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
@@ -347,10 +347,6 @@ def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.5}, r"temperature=0\.5: greedy decoding is searched"),
-        ({"tree": [[0]]}, r"tree=\[\[0\]\]: the shape is searched for"),
-        ({"depth": 2}, r"depth=2: the shape .*leave it unset"),
-        ({"dynamic_tree": DynamicTreeConfig(top_k=2)}, r"dynamic_tree\.top_k=2: the shape"),
         ({"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, rising"),
         ({"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, rising"),
         ({"max_nodes": 0}, r"max_nodes=0"),

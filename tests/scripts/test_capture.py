@@ -20,7 +20,7 @@ from stores import SHARD_BYTES, captured, files, save_inputs, settings
 
 from conf import files as places
 from conf.errors import InputError
-from conf.settings.data import DataConfig, StateFormat, TeacherKind
+from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype
 from data.features import writer
@@ -378,7 +378,6 @@ def test_layers_that_the_target_does_not_have_are_refused(inputs: Path, tmp_path
     [
         ({"top_k": 0}, "top_k=0: must be above 0"),
         ({"num_replay_prompts": -1}, "num_replay_prompts=-1: must be at least 0"),
-        ({"data": DataConfig(features="here")}, r"data\.features=here: a store is written"),
         ({"layers": [], "teacher": TeacherKind.top_k}, r"layers=\[\]: with teacher=top_k"),
     ],
 )

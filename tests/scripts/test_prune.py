@@ -162,8 +162,6 @@ def test_settings_are_checked() -> None:
         PruneRun(sizes=[4, 2])
     with pytest.raises(InputError, match=r"ranks=\[0\]: must be numbers above 0, rising"):
         PruneRun(ranks=[0])
-    with pytest.raises(InputError, match=r"data\.features=x: the target's own text"):
-        PruneRun(data=DataConfig(features="x"))
 
 
 def test_an_earlier_result_is_not_written_over(setting, tmp_path) -> None:

@@ -252,7 +252,3 @@ def test_what_cannot_be_repaired_is_refused(folder: Path, target: Target, tmp_pa
     noisy_head(target).save(tmp_path / "medusa")
     with pytest.raises(InputError, match="Medusa head has no setting that its files could get"):
         repair.main(settings(folder, tmp_path / "medusa", tmp_path / "out"))
-    with pytest.raises(InputError, match=r"temperature=0\.5: greedy texts are replayed; set 0"):
-        settings(folder, tmp_path / "medusa", tmp_path / "out", temperature=0.5)
-    with pytest.raises(InputError, match=r"tree=.*: chains are replayed; leave it unset"):
-        settings(folder, tmp_path / "medusa", tmp_path / "out", tree=[[0]])

@@ -11,6 +11,7 @@ from commands import ROOT
 from doors import COMMANDS, WORKERS
 from omegaconf import OmegaConf
 
+from conf.command import help as words
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.measure import AcceptanceRun, SpeedupRun
@@ -82,9 +83,43 @@ def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path
 def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None:
     refused = command("train/medusa.py", "train.max_step=3", cwd=tmp_path)
     assert refused.returncode != 0
-    assert "train.max_step" in refused.stderr
-    assert "not in 'TrainConfig'" in refused.stderr
+    assert refused.stderr.startswith("error: train.max_step: this command has no such setting: ")
+    assert "near are train.max_steps, " in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "key", "told"),
+    [
+        ("eval/tree_search.py", "depth", "; eval/acceptance.py, eval/speedup.py, eval/calibrate.p"),
+        ("eval/tree_search.py", "temperature", "; eval/acceptance.py, "),
+        (
+            "eval/calibrate.py",
+            "dynamic_tree.top_k",
+            "; eval/acceptance.py, eval/speedup.py have it",
+        ),
+        ("scripts/repair.py", "temperature", "; eval/acceptance.py, "),
+        ("scripts/serve_check.py", "tree", "; eval/acceptance.py, eval/speedup.py have it"),
+        ("scripts/serve_check.py", "plain", "; eval/acceptance.py, "),
+        ("scripts/capture.py", "data.features", "; train/dflash.py, "),
+        ("scripts/prune.py", "data.features", "; train/dflash.py, "),
+        ("train/peagle.py", "head.form", "; train/eagle.py have it"),
+        ("train/dflash2.py", "head.own_output_head", "; train/dflash.py, train/dspark.py have it"),
+        ("train/eagle.py", "head.qqq", ", see --help"),
+        ("train/eagle.py", "head", None),
+        ("train/medusa.py", "train", None),
+        ("train/medusa.py", "data.columns.prompt", None),
+    ],
+)
+def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(
+    entry: str, key: str, told: str | None
+) -> None:
+    if told is None:
+        words.check_known(COMMANDS[entry].schema, key)
+        return
+    with pytest.raises(InputError) as refused:
+        words.check_known(COMMANDS[entry].schema, key)
+    assert str(refused.value).startswith(f"{key}: this command has no such setting{told}")
 
 
 def test_a_wrong_value_exits_with_one_line(tmp_path: Path) -> None:
