@@ -6,7 +6,7 @@ from enum import Enum
 from conf.errors import InputError
 from conf.settings.checks import ABSENT, not_negative, positive
 from conf.settings.eagle import Divergence
-from conf.settings.training import TrainRun
+from conf.settings.training import FrozenTargetRun
 
 
 class SlotWeights(Enum):
@@ -101,7 +101,7 @@ class DFlashConfig(OwnOutputHead, BlockConfig):
 
 
 @dataclass
-class DFlashRun(TrainRun):
+class DFlashRun(FrozenTargetRun):
     """`train/dflash.py`."""
 
     head: DFlashConfig = field(default_factory=DFlashConfig)
@@ -133,7 +133,7 @@ class DFlash2Config(BlockConfig):
 
 
 @dataclass
-class DFlash2Run(TrainRun):
+class DFlash2Run(FrozenTargetRun):
     """`train/dflash2.py`."""
 
     head: DFlash2Config = field(default_factory=DFlash2Config)
@@ -171,7 +171,7 @@ class DSparkConfig(OwnOutputHead, BlockConfig):
 
 
 @dataclass
-class DSparkRun(TrainRun):
+class DSparkRun(FrozenTargetRun):
     """`train/dspark.py`."""
 
     head: DSparkConfig = field(default_factory=DSparkConfig)

@@ -5,7 +5,7 @@ from enum import Enum
 
 from conf.errors import InputError
 from conf.settings.checks import not_negative, positive
-from conf.settings.training import TrainRun
+from conf.settings.training import FrozenTargetRun
 
 
 class EagleForm(Enum):
@@ -148,7 +148,7 @@ class EagleConfig(FeatureHeadConfig):
 
 
 @dataclass
-class EagleRun(TrainRun):
+class EagleRun(FrozenTargetRun):
     """`train/eagle.py`."""
 
     head: EagleConfig = field(default_factory=EagleConfig)
@@ -188,7 +188,7 @@ class PEagleConfig(FeatureHeadConfig):
 
 
 @dataclass
-class PEagleRun(TrainRun):
+class PEagleRun(FrozenTargetRun):
     """`train/peagle.py`."""
 
     head: PEagleConfig = field(default_factory=PEagleConfig)

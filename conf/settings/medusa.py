@@ -5,7 +5,7 @@ from enum import Enum
 
 from conf.errors import InputError
 from conf.settings.checks import below_one, not_negative, positive
-from conf.settings.training import TrainConfig, TrainRun
+from conf.settings.training import FrozenTargetRun, TrainConfig, TrainRun
 
 
 class Labels(Enum):
@@ -46,7 +46,7 @@ class MedusaConfig:
 
 
 @dataclass
-class MedusaRun(TrainRun):
+class MedusaRun(FrozenTargetRun):
     """`train/medusa.py`."""
 
     head: MedusaConfig = field(default_factory=MedusaConfig)
@@ -130,16 +130,6 @@ class Medusa2Run(TrainRun):
             raise InputError(
                 f"joint.heads_only_steps={self.joint.heads_only_steps} leaves no joint step of "
                 f"train.max_steps={self.train.max_steps}: lower it, or use train/medusa.py"
-            )
-        if self.data.features is not None:
-            raise InputError(
-                f"data.features={self.data.features}: the target changes, so stored states of it "
-                "do not serve; leave it unset"
-            )
-        if self.rollout.steps is not None:
-            raise InputError(
-                f"rollout.steps={self.rollout.steps}: the target changes from step to step, and "
-                "its words with it; leave it unset, or make them with scripts/regenerate.py"
             )
         if self.target.adapter is not None:
             raise InputError(

@@ -5,7 +5,7 @@ from enum import Enum
 
 from conf.errors import InputError
 from conf.settings.checks import AUTO, below_one, not_negative, positive
-from conf.settings.data import DataConfig, DataRun
+from conf.settings.data import DataConfig, PackedRun
 from conf.settings.target import Dtype
 
 
@@ -150,17 +150,26 @@ class RolloutConfig:
 
 
 @dataclass
-class TrainRun(DataRun):
-    """What every training command is told; beside it comes `head`, of its own kind."""
+class TrainRun(PackedRun):
+    """A training; beside these settings comes `head`, of its own kind."""
 
-    data: DataConfig = field(default_factory=DataConfig)
+    # Of a target that changes: neither its answers nor its stored states would last.
+    rollout = RolloutConfig()
+
     train: TrainConfig = field(default_factory=TrainConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     log: LogConfig = field(default_factory=LogConfig)
     out_dir: str = "outputs/head"
     """Folder for the head, its checkpoints and metrics."""
     seed: int = 0
     """Of new weights, the order of data, noise and draws."""
+
+
+@dataclass
+class FrozenTargetRun(TrainRun):
+    """A training beside a target that stays as it is."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
         if self.rollout.steps is not None and self.data.features is not None:

@@ -8,7 +8,7 @@ from toy_head.head import ToyHead
 
 from conf.command.entry import Command
 from conf.settings.drafting import HeadRef
-from conf.settings.training import TrainRun
+from conf.settings.training import FrozenTargetRun
 from data.features.format import HIDDEN
 from train.batch.supervision import SUPERVISION, labels_of
 from train.loop import command
@@ -17,7 +17,7 @@ from train.objective import Objective
 
 
 @dataclass
-class ToyRun(TrainRun):
+class ToyRun(FrozenTargetRun):
     head: HeadRef = field(default_factory=HeadRef)
 
 

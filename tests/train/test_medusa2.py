@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy, kl_div
 from toys import noisy_head, packed, random_target, save_target
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig
 from conf.settings.medusa import (
     AdapterConfig,
     HeadsSchedule,
@@ -248,7 +247,6 @@ def test_modules_that_cannot_be_adapted(modules: list[str], message: str) -> Non
             lambda: Medusa2Run(joint=JointConfig(heads_only_steps=1000)),
             r"joint\.heads_only_steps=1000 leaves no joint step of train\.max_steps=1000",
         ),
-        (lambda: Medusa2Run(data=DataConfig(features="store")), r"data\.features=store: the"),
         (lambda: Medusa2Run(target=TargetConfig(adapter="lora")), r"scripts/merge_adapter\.py"),
         (lambda: Medusa2Run(target=TargetConfig(device_map="auto")), r"device_map=auto: .*one dev"),
     ],

@@ -62,8 +62,6 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm_output": True}, "head.norm_output=True: a P-EAGLE head drafts all tokens"),
-        ({"regression_weight": 0.1}, "regression_weight"),
         ({"kept_share": 1.2}, "head.kept_share=1.2: must be from 0 to 1"),
         ({"off_path_weight": -0.1}, "head.off_path_weight=-0.1"),
         ({"num_layers": 0}, "head.num_layers"),

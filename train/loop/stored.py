@@ -9,7 +9,7 @@ import torch
 
 from conf.command.statement import changed, differences, plain, stated
 from conf.errors import InputError
-from conf.settings.data import DataConfig, TeacherKind
+from conf.settings.data import DataConfig, PackedConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig
 from data.features.format import EMBEDDINGS_AND_HEAD
 from data.features.manifest import StorePlan
@@ -21,7 +21,7 @@ from heads.target_model.load import load_tokenizer
 from heads.target_model.model import Taps
 
 
-def open_store(data: DataConfig, target: TargetConfig) -> FeatureStore:
+def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
     """Opens the store that `data.features` names, if it is whole and nothing contradicts it.
 
     A setting that has its default value was not given, as far as one can see from here.

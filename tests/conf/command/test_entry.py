@@ -103,6 +103,8 @@ def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None
         ("scripts/serve_check.py", "plain", "; eval/acceptance.py, "),
         ("scripts/capture.py", "data.features", "; train/dflash.py, "),
         ("scripts/prune.py", "data.features", "; train/dflash.py, "),
+        ("train/medusa2.py", "data.features", "; train/dflash.py, "),
+        ("train/medusa2.py", "rollout.steps", "; train/dflash.py, "),
         ("train/peagle.py", "head.form", "; train/eagle.py have it"),
         ("train/dflash2.py", "head.own_output_head", "; train/dflash.py, train/dspark.py have it"),
         ("train/eagle.py", "head.qqq", ", see --help"),
