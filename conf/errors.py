@@ -1,4 +1,4 @@
-"""What commands print without a traceback."""
+"""Errors that commands print without a traceback."""
 
 
 class InputError(ValueError):

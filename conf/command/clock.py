@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 CPU = torch.device("cpu")
 PART = "part: "
-"""What the names of parts begin with in a profile."""
+"""Prefix of the names of parts in a profile."""
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Stopwatch:
-    """Runs from the moment at which a device has done what it was given before."""
+    """A clock that starts once a device has done all earlier work."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
@@ -29,16 +29,16 @@ class Stopwatch:
         self._started, self._busy = time.perf_counter(), time.process_time()
 
     def seconds(self) -> float:
-        """So far, what the device was given meanwhile included."""
+        """Seconds so far, the work given to the device included."""
         _synchronize(self.device)
         return time.perf_counter() - self._started
 
     def host_seconds(self) -> float:
-        """So far, without waiting for the device."""
+        """Seconds so far, without waiting for the device."""
         return time.perf_counter() - self._started
 
     def processor_seconds(self) -> float:
-        """So far, of all threads of this process: other programs do not add to it."""
+        """Seconds so far of all threads of this process: other programs do not add to them."""
         return time.process_time() - self._busy
 
 
@@ -72,7 +72,7 @@ class Times:
 
     @property
     def host(self) -> float:
-        """What is left when the named parts are taken away."""
+        """Seconds of decoding outside the named parts."""
         return self.decode - self.draft - self.verify - self.accept - self.step
 
 
@@ -113,7 +113,7 @@ class PartClock:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What the block takes belongs to no text; waits for the device before and after it."""
+        """Counts the block for no text; waits for the device before and after it."""
         begun = self._watch.seconds()
         yield
         self._aside += self._watch.seconds() - begun
@@ -126,7 +126,7 @@ class PartClock:
         return now
 
     def stop(self, texts: Sequence[int] = (0,)) -> None:
-        """The last lap; waits for the device."""
+        """Ends the last lap; waits for the device."""
         self._watch.seconds()
         self.lap(texts)
         for name, among, start, end in self._events:
@@ -138,24 +138,6 @@ class PartClock:
         for text in texts:
             times = self.times[text]
             setattr(times, name, getattr(times, name) + seconds / len(texts))
-
-
-class Traced(NamedTuple):
-    """Something that a profile shows; nanoseconds.
-
-    Attributes:
-        kind: as Kineto calls it.
-        name: of a part, a call or a kernel.
-        start: when it began.
-        end: when it was done.
-        launch: the same number for a call and what it launched.
-    """
-
-    kind: str
-    name: str
-    start: int
-    end: int
-    launch: int
 
 
 def busy_seconds(run: Callable[[], object]) -> dict[str, float]:
@@ -172,35 +154,38 @@ def busy_seconds(run: Callable[[], object]) -> dict[str, float]:
         # Events as objects lack their kind before torch 2.12.
         path = Path(folder) / "trace.json"
         traced.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return busy_by_part(_traced(event) for event in events if event["ph"] == "X")
+        return busy_by_part(json.loads(path.read_text())["traceEvents"])
 
 
-def busy_by_part(traced: Iterable[Traced]) -> dict[str, float]:
-    """Adds up the device's work by the part whose block launched it."""
-    events = list(traced)
-    parts = sorted(
-        (each.start, each.end, each.name.removeprefix(PART))
-        for each in events
-        if each.kind == "user_annotation" and each.name.startswith(PART)
-    )
-    launched = {each.launch: each.start for each in events if each.kind in LAUNCHES}
+def busy_by_part(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Adds up the seconds of the device's work by the part whose block launched it.
+
+    Args:
+        events: of a profile in Chrome's format, whose times are microseconds.
+    """
+    parts: list[tuple[float, float, str]] = []
+    launched: dict[int, float] = {}
+    work: list[tuple[int, float]] = []
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        category, correlation = event.get("cat", ""), event.get("args", {}).get("correlation", 0)
+        if category == "user_annotation" and event["name"].startswith(PART):
+            part = event["name"].removeprefix(PART)
+            parts.append((event["ts"], event["ts"] + event["dur"], part))
+        elif category in LAUNCHES:
+            launched[correlation] = event["ts"]
+        elif category in WORK:
+            work.append((correlation, event["dur"]))
+    parts.sort()
     busy: dict[str, float] = {}
-    for each in events:
-        if each.kind in WORK and each.launch in launched:
-            place = bisect_right(parts, launched[each.launch], key=lambda part: part[0]) - 1
-            if place >= 0 and launched[each.launch] <= parts[place][1]:
+    for correlation, duration in work:
+        if correlation in launched:
+            place = bisect_right(parts, launched[correlation], key=lambda part: part[0]) - 1
+            if place >= 0 and launched[correlation] <= parts[place][1]:
                 name = parts[place][2]
-                busy[name] = busy.get(name, 0.0) + (each.end - each.start) / 1e9
+                busy[name] = busy.get(name, 0.0) + duration / 1e6
     return busy
-
-
-def _traced(event: dict[str, Any]) -> Traced:
-    """Of an event in Chrome's format, whose times are microseconds."""
-    start = round(1000 * event["ts"])
-    end = start + round(1000 * event["dur"])
-    launch = event.get("args", {}).get("correlation", 0)
-    return Traced(event.get("cat", ""), event["name"], start, end, launch)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What torch.compile needs besides torch, which comes without compilers.
+"""The compilers that torch.compile needs, with which torch does not come.
 
 On a CPU its kernels are C++; on CUDA they are Triton's, which compiles in C what launches them.
 Both go through Python.h, which many images of a cluster lack.
@@ -12,19 +12,17 @@ from shutil import which
 
 from conf.errors import InputError
 
-_HEADER = "Python.h"
-
 
 def missing(device_type: str) -> str:
-    """What is not here of what torch.compile needs on `cuda` or `cpu`, and how to get it.
+    """Name what torch.compile lacks on this machine for `cuda` or `cpu`, and how to get it.
 
     Source: `triton/runtime/build.py` and `torch/_inductor/cpp_builder.py`, which look where this
     does.
     """
-    found = [_toolchain(device_type), _header()]
+    lacking = [_toolchain(device_type), _header()]
     if device_type == "cuda" and find_spec("triton") is None:
-        found.append("Triton (pip install triton)")
-    return ", ".join(filter(None, found))
+        lacking.append("Triton (pip install triton)")
+    return ", ".join(filter(None, lacking))
 
 
 def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
@@ -43,7 +41,7 @@ def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
 
 
 def _toolchain(device_type: str) -> str:
-    """Empty where there is one; a name in the environment counts alone."""
+    """The compiler that is missing, or nothing; one that the environment names counts alone."""
     on_cpu = device_type == "cpu"
     variable, language = ("CXX", "C++") if on_cpu else ("CC", "C")
     names = ["g++"] if on_cpu else ["gcc", "clang"]
@@ -57,13 +55,13 @@ def _toolchain(device_type: str) -> str:
 
 
 def _header() -> str:
-    """Empty where a compiler finds it."""
+    """The header that is missing, or nothing."""
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme names a folder that it leaves empty.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     include = sysconfig.get_paths(scheme)["include"]
     searched = (os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))
     folders = [include, *(each for paths in searched for each in paths.split(os.pathsep) if each)]
-    if any((Path(folder) / _HEADER).is_file() for folder in folders):
+    if any((Path(folder) / "Python.h").is_file() for folder in folders):
         return ""
-    return f"{_HEADER} (in {include}; e.g. apt-get install python3-dev)"
+    return f"Python.h (in {include}; e.g. apt-get install python3-dev)"

@@ -49,7 +49,8 @@ class Journal:
         with contextlib.ExitStack() as unless_opened:
             unless_opened.callback(self._lock.release)
             _check_manifest(self.path, manifest)
-            self._recover()
+            if self.path.exists():
+                self._recover()
             write_whole(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
             unless_opened.pop_all()
 
@@ -75,9 +76,9 @@ class Journal:
         self.done.update(row["id"] for row in fresh)
 
     def rows(self) -> list[dict]:
-        """All that is on disk, in the order of the ids."""
-        found = (row for _, row in _lines(self.path)) if self.path.exists() else ()
-        return sorted(found, key=lambda row: row["id"])
+        """All rows on disk, in the order of the ids."""
+        rows = (row for _, row in _lines(self.path)) if self.path.exists() else ()
+        return sorted(rows, key=lambda row: row["id"])
 
     def finish(self) -> list[dict]:
         """Rewrites the file in the order of the ids, at once, and returns its rows."""
@@ -88,8 +89,6 @@ class Journal:
 
     def _recover(self) -> None:
         """Effects: cuts a torn last line off the file; fills `done`."""
-        if not self.path.exists():
-            return
         size = self.path.stat().st_size
         end = 0
         for end, row in _lines(self.path):  # noqa: B007  the last value is used below
@@ -110,8 +109,10 @@ def _lines(path: Path) -> Iterator[tuple[int, dict]]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            row = _parsed(line)
-            if row is None:
+            row = None
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+            if not (isinstance(row, dict) and isinstance(row.get("id"), int)):
                 if offset + len(line) == size:
                     return
                 raise InputError(
@@ -119,14 +120,6 @@ def _lines(path: Path) -> Iterator[tuple[int, dict]]:
                 )
             offset += len(line)
             yield offset, row
-
-
-def _parsed(line: bytes) -> dict | None:
-    with contextlib.suppress(ValueError):
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("id"), int):
-            return row
-    return None
 
 
 def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:

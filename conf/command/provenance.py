@@ -1,4 +1,4 @@
-"""Where a head or a result comes from: settings, versions, git; and checksums of code."""
+"""Provenance of heads and results: settings, versions, git; and checksums of code."""
 
 import ast
 import hashlib
@@ -16,7 +16,7 @@ _PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
 
 
 def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
-    """Everything needed to make the head again.
+    """Collects everything needed to make a head or a result again.
 
     Args:
         config: the resolved configuration, a dataclass.
@@ -50,8 +50,8 @@ def git_revision() -> str | None:
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    return found.stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
 
 
 def _version(name: str) -> str | None:
@@ -67,8 +67,8 @@ def code_key(files: Iterable[Path]) -> str:
     Args:
         files: in an order of their own.
     """
-    found = [_checksum(file.read_text(encoding="utf-8")) for file in files]
-    return hashlib.sha256(" ".join(found).encode()).hexdigest()
+    checksums = [_checksum(file.read_text(encoding="utf-8")) for file in files]
+    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()
 
 
 @cache
@@ -76,14 +76,11 @@ def _checksum(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [each for each in node.body if not _is_text(each)]
+            node.body = [part for part in node.body if not _is_docstring(part)]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    """A docstring, or words below an attribute."""
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+def _is_docstring(statement: ast.stmt) -> bool:
+    """Also of those below attributes."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

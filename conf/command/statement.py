@@ -1,4 +1,4 @@
-"""What something was made of, as flat JSON: stored with all that a run leaves, compared here.
+"""Statements of what an artefact was made of, as flat JSON: stored with it, and compared here.
 
 A statement holds values by dotted key: `target.*` of `heads.target_model.identity`, `data.*`, and
 the settings. Checkpoints, heads, feature stores, answers and results keep one; whoever goes on from
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, enums and paths as what JSON holds; anything that looks like a key masked."""
+    """Makes JSON of dataclasses, enums and paths; masks anything that looks like a secret key."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Enum):
@@ -41,39 +41,39 @@ def plain(value: Any) -> Any:
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Nested settings by dotted keys."""
+    """Lays out nested settings by dotted keys."""
     if not isinstance(value, Mapping):
         return {key: value}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, item in value.items():
-        found |= flat(item, f"{key}.{name}" if key else name)
-    return found
+        settings |= flat(item, f"{key}.{name}" if key else name)
+    return settings
 
 
 def stated(**parts: Any) -> dict[str, Any]:
-    """The statement of some parts, e.g. `target` and `data`, each a dataclass or a mapping."""
+    """States some parts, e.g. `target` and `data`, each a dataclass or a mapping."""
     return flat(plain(parts))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Keys of which two statements say something else, in their order.
+    """Lists the keys whose values differ in two statements, in their order.
 
     Args:
         before: of what was made.
         now: of what would be made.
     """
     keys = dict.fromkeys([*before, *now])
-    found = [key for key in keys if before.get(key) != now.get(key)]
+    differing = [key for key in keys if before.get(key) != now.get(key)]
     unknown = [k for k in keys if k in _UNKNOWN and None in (before.get(k), now.get(k))]
     known = {key for key in keys if key in _UNKNOWN} - set(unknown)
     for name, better in _NAMES.items():
         if known & set(better) and before.get(name) and now.get(name):
             unknown.append(name)
-    return [key for key in found if key not in unknown]
+    return [key for key in differing if key not in unknown]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """What two statements say under some keys, for people."""
+    """Words the values of two statements under some keys, for people."""
     return "; ".join(f"{k} was {_shown(before.get(k))}, is {_shown(now.get(k))}" for k in keys)
 
 
@@ -97,5 +97,5 @@ def check_unchanged(holds: str, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _shown(value: Any) -> str:
-    """A value, of a checksum as much as can be compared by eye."""
+    """Shortens a checksum to what can be compared by eye."""
     return value[:12] if isinstance(value, str) and _CHECKSUM.fullmatch(value) else repr(value)

@@ -7,8 +7,6 @@ from conf.command.clock import (
     PART,
     PartClock,
     Stopwatch,
-    Traced,
-    _traced,
     busy_by_part,
     busy_seconds,
     timed,
@@ -92,25 +90,22 @@ def test_processor_time_is_that_of_this_process_alone(monkeypatch) -> None:
 
 def test_the_devices_work_belongs_to_the_part_that_launched_it() -> None:
     """A kernel of 2 s in a part of 5; what runs late, and what no part launched."""
-    second = 1_000_000_000
+
+    def event(category: str, name: str, start: float, end: float, correlation: int = 1) -> dict:
+        times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        return {"ph": "X", "cat": category, "name": name, **times,
+                "args": {"correlation": correlation}}  # fmt: skip
+
     parts = [("draft", 0, 5), ("verify", 6, 10), ("draft", 11, 12)]
-    found = [Traced("user_annotation", PART + n, a * second, b * second, 1) for n, a, b in parts]
+    events = [event("user_annotation", PART + n, a, b) for n, a, b in parts]
     # An operation of torch counts from 1 as well, and is no launch.
-    found.append(Traced("cpu_op", "aten::add", 7 * second, 8 * second, 1))
+    events.append(event("cpu_op", "aten::add", 7, 8))
     launches = [(1, 1), (2, 4), (3, 6), (4, 10.5), (5, 11.5)]
-    found += [
-        Traced("cuda_runtime", "cudaLaunchKernel", int(t * second), int(t * second), n)
-        for n, t in launches
-    ]
+    events += [event("cuda_runtime", "cudaLaunchKernel", t, t, n) for n, t in launches]
     kernels = [(1, 1, 3), (2, 8, 9), (3, 9, 13), (4, 13, 20), (5, 20, 21)]
-    found += [Traced("kernel", "gemm", a * second, b * second, n) for n, a, b in kernels]
-    shown = Traced("gpu_user_annotation", PART + "draft", 0, 21 * second, 1)
-    assert busy_by_part([*found, shown]) == {"draft": 4.0, "verify": 4.0}
-
-
-def test_a_traced_event_is_read_in_nanoseconds() -> None:
-    event = {"cat": "kernel", "name": "gemm", "ts": 1.5, "dur": 2.25, "args": {"correlation": 7}}
-    assert _traced(event) == Traced("kernel", "gemm", 1500, 3750, 7)
+    events += [event("kernel", "gemm", a, b, n) for n, a, b in kernels]
+    events.append(event("gpu_user_annotation", PART + "draft", 0, 21))
+    assert busy_by_part([{"ph": "M"}, *events]) == {"draft": 4.0, "verify": 4.0}
 
 
 def test_a_profile_shows_the_parts(monkeypatch) -> None:
@@ -123,7 +118,8 @@ def test_a_profile_shows_the_parts(monkeypatch) -> None:
             torch.ones(2)
 
     assert busy_seconds(run) == {}
-    assert (seen[0].kind, seen[0].name) == ("user_annotation", "part: draft")
+    shown = [each["name"] for each in seen if each.get("cat") == "user_annotation"]
+    assert shown == ["part: draft"]
 
 
 @pytest.mark.gpu
