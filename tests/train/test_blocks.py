@@ -357,7 +357,7 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
 )
 def test_settings_that_make_no_head_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        BlockConfig(**changes, divergence=Divergence.kl)
+        DFlashConfig(**changes, divergence=Divergence.kl)
 
 
 @pytest.mark.parametrize("name", KINDS)
