@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
 from conf.settings.export import ExportFormat
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
@@ -78,7 +78,7 @@ class EagleHead(EagleNetwork):
 
     @classmethod
     def untrained(
-        cls, target: EmbeddingsAndHead, settings: EagleConfig, vocab: DraftVocab, seed: int
+        cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
     ) -> Self:
         """Sized like a layer of the target; EAGLE-1 drafts through its output head, so all ids."""
         if settings.form is EagleForm.eagle1:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from conf.settings.eagle import EagleConfig, EagleForm, PEagleConfig
+from conf.settings.eagle import EagleForm, FeatureHeadConfig, PEagleConfig
 from conf.settings.export import ExportFormat
 from heads.blocks.readings import masks
 from heads.decoding.chains import Calibration
@@ -58,7 +58,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
 
     @classmethod
     def untrained(
-        cls, target: EmbeddingsAndHead, settings: EagleConfig, vocab: DraftVocab, seed: int
+        cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
     ) -> Self:
         """With layers of the target's sizes."""
         config = peagle_config(settings, target)
