@@ -1,10 +1,10 @@
-"""How sure a head is of its chains, made into chances, and the chance from which they are cut.
+"""Calibrates how sure a head is of its chains, and finds the chance from which cutting them pays.
 
 `python eval/calibrate.py head.path=outputs/eagle/head data.path=prompts.jsonl`
 
-Half of the dialogues show what became of drafts of which the head was so sure, the other half
-checks what was found, in real decoding. What is found is written into the head's folder, where
-the methods `eagle_cut`, `medusa_cut` and so on look for it.
+Half of the dialogues show what became of drafts by how sure the head was of them, the other half
+checks the calibration in real decoding. It is written into the head's folder, where the methods
+`eagle_cut`, `medusa_cut` and so on look for it.
 """
 
 import sys
@@ -32,23 +32,17 @@ from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.errors import InputError
-from conf.settings.measure import SpeedupRun
-from eval.compare.figures import summarise
-from eval.compare.methods import Method
-from eval.compare.names import VANILLA
-from eval.compare.timing import time_methods
-from eval.decode.engine import Generation, NoDraft, Step, decode, decode_batch
-from eval.measure import processes
-from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
-from eval.measure.heads import CONFIDENCE_FILE, BenchHead, device_name, write_beside
-from eval.measure.prompts import Prompt
+from eval.decode.engine import Step, decode
+from eval.measure.bench import Bench, open_journal, seed_of, write_result
+from eval.measure.heads import CONFIDENCE_FILE, device_name, write_beside
 from eval.report.figures import plot_calibration
+from eval.tune.check import decode_with, open_halves
 from eval.tune.confidence import (
     THRESHOLDS,
-    Costs,
-    Expected,
-    Told,
-    Until,
+    ChainCosts,
+    ChainForecast,
+    ChainSteps,
+    FixedLength,
     bins,
     by_depth,
     ece,
@@ -64,8 +58,8 @@ COSTS = -1
 WHOLE, SHORTER, CUT = "whole", "shorter", "cut"
 
 
-class _Recorder:
-    """Keeps what a chain says of itself."""
+class ConfidenceRecorder:
+    """A drafter that keeps how sure the head was of its chains."""
 
     static_nodes = None
 
@@ -75,26 +69,26 @@ class _Recorder:
         self.logits: list[list[float]] = []
 
     def propose(self, roots: Roots) -> Draft:
-        """The drafter's own, of one text."""
+        """Drafts for one text."""
         draft = self.drafter.propose(roots)
         if draft.confidence is None:
             raise InputError("head.path: such a head does not say how sure it is of its drafts")
         self.logits.append(draft.confidence[0].tolist())
         return draft
 
-    def take(self, row: int, other: "_Recorder") -> None:
+    def take(self, row: int, other: "ConfidenceRecorder") -> None:
         """Nobody waits for its place."""
         self.drafter.take(row, other.drafter)
 
 
 def record(bench: Bench, config: CalibrateRun, journal: Journal) -> list[dict[str, Any]]:
-    """Decodes with whole chains; per prompt its text, and per step what its chain was told by."""
+    """Decodes with whole chains; a row per prompt, with how sure the head was in every step."""
     whole = replace(bench.head, calibration=Calibration.none(bench.head.chain.depth))
     for number, prompt in enumerate(tqdm(bench.prompts, desc="whole chains", unit="prompt")):
         if number in journal.done:
             continue
         seed = seed_of(prompt, config.seed)
-        recorder = _Recorder(whole.drafter(CUT, bench.sampling, [seed]))
+        recorder = ConfidenceRecorder(whole.drafter(CUT, bench.sampling, [seed]))
         length = config.max_new_tokens
         text = decode(bench.target, recorder, prompt.token_ids, length, bench.sampling, seed)
         row = {"steps": [asdict(step) for step in text.steps], "drafted": text.drafted}
@@ -103,7 +97,7 @@ def record(bench: Bench, config: CalibrateRun, journal: Journal) -> list[dict[st
     return [row for row in journal.rows() if 0 <= row["id"] < len(bench.prompts)]
 
 
-def told(rows: Sequence[dict[str, Any]], depth: int) -> Told:
+def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
     """All steps of some prompts, with chains of so many tokens.
 
     Raises:
@@ -112,88 +106,63 @@ def told(rows: Sequence[dict[str, Any]], depth: int) -> Told:
     steps = [Step(**step) for row in rows for step in row["steps"]]
     if not steps:
         raise InputError("data.path: every answer ends with its first token; nothing is drafted")
-    logits = [each for row in rows for each in row["logits"]]
-    return Told.of(logits, steps, [number for row in rows for number in row["drafted"]], depth)
+    logits, drafted = ([x for row in rows for x in row[name]] for name in ("logits", "drafted"))
+    return ChainSteps.of(logits, steps, drafted, depth)
 
 
-def measure_costs(bench: Bench, context: list[int], journal: Journal) -> Costs:
+def measure_costs(bench: Bench, context: list[int], journal: Journal) -> ChainCosts:
     """Times passes, and chains that have any number of tokens or end after it."""
     if COSTS not in journal.done:
         head, depth = bench.head, bench.head.chain.depth
         whole, cut = range(1, depth + 1), range(depth + 1)
-        heads = {(WHOLE, n): replace(head, chain=Tree.chain(n)) for n in whole}
-        heads |= {(CUT, n): replace(head, calibration=Until.after(n)) for n in cut}
+        sampling = bench.sampling
         drafters = {
-            key: each.drafter("chain" if key[0] == WHOLE else CUT, bench.sampling, [0])
-            for key, each in heads.items()
+            (WHOLE, n): replace(head, chain=Tree.chain(n)).drafter("chain", sampling, [0])
+            for n in whole
+        } | {
+            (CUT, n): replace(head, calibration=FixedLength.after(n)).drafter(CUT, sampling, [0])
+            for n in cut
         }
         curve, drafts = time_steps(bench.target, drafters, context, sizes=range(2, depth + 2))
-        costs = Costs(curve, [drafts[WHOLE, n] for n in whole], [drafts[CUT, n] for n in cut])
+        costs = ChainCosts(curve, [drafts[WHOLE, n] for n in whole], [drafts[CUT, n] for n in cut])
         journal.append([{"id": COSTS, **asdict(costs)}])
     (row,) = (row for row in journal.rows() if row["id"] == COSTS)
-    return Costs(CostCurve(**row["curve"]), row["whole"], row["cut"])
+    return ChainCosts(CostCurve(**row["curve"]), row["whole"], row["cut"])
 
 
-def measure(
-    bench: Bench,
-    config: CalibrateRun,
-    prompts: list[Prompt],
-    heads: dict[str, BenchHead],
-    journal: Journal,
-) -> dict[str, Any]:
-    """Real decoding with each head's chains, interleaved with the engine without drafts."""
-
-    def method(name: str) -> Method:
-        def decoded(
-            ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
-        ) -> list[Generation]:
-            own, shape = list(seeds), CUT if name == CUT else "chain"
-            drafter: Drafter = NoDraft()
-            if name in heads:
-                drafter = heads[name].drafter(shape, bench.sampling, own)
-            return decode_batch(
-                bench.target, drafter, ids, config.max_new_tokens, bench.sampling, own
-            )
-
-        return Method(decoded, heads[name].chain if name in heads else None)
-
-    methods = {name: method(name) for name in (VANILLA, *heads)}
-    settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
-    checked = replace(bench, prompts=prompts)
-    runs = time_methods(checked, settings, methods, journal=journal)
-    return summarise(checked, settings, methods, runs)
-
-
-def report(fitted: Told, checked: Told, costs: Costs) -> dict[str, Any]:
+def report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[str, Any]:
     """Temperatures and threshold by one half, and what they do on the other."""
-    own, found = Calibration.none(fitted.logits.shape[1]), fit(fitted)
-    before, alone, after = (by_depth(checked, by) for by in (own, fit(fitted, [0.0]), found))
     depth = fitted.logits.shape[1]
-    whole = [Expected.whole(fitted, n, costs) for n in range(1, depth + 1)]
-    cut = [Expected.cut(fitted, found, each, costs) for each in THRESHOLDS]
-    shorter, best = (max(each, key=lambda of: of.tokens_per_s) for each in (whole, cut))
+    calibration, without_offsets = fit(fitted), fit(fitted, [0.0])
+    before, alone, after = (
+        by_depth(checked, tried)
+        for tried in (Calibration.none(depth), without_offsets, calibration)
+    )
+    whole = [ChainForecast.whole(fitted, n, costs) for n in range(1, depth + 1)]
+    cut = [ChainForecast.cut(fitted, calibration, chance, costs) for chance in THRESHOLDS]
+    shorter, best = (max(tried, key=lambda f: f.tokens_per_s) for tried in (whole, cut))
     pays = best.tokens_per_s > whole[-1].tokens_per_s
-    found = replace(found, threshold=(best.threshold or 0.0) if pays else 0.0)
-    others = {
-        WHOLE: Expected.whole(checked, depth, costs),
-        SHORTER: Expected.whole(checked, shorter.most_tokens, costs),
-        CUT: Expected.cut(checked, found, found.threshold, costs),
+    calibration = replace(calibration, threshold=(best.threshold or 0.0) if pays else 0.0)
+    forecasts = {
+        WHOLE: ChainForecast.whole(checked, depth, costs),
+        SHORTER: ChainForecast.whole(checked, shorter.most_tokens, costs),
+        CUT: ChainForecast.cut(checked, calibration, calibration.threshold, costs),
     }
     return {
-        **asdict(found),
+        **asdict(calibration),
         "ece": {
-            "before": [ece(*depth) for depth in before],
-            "temperatures_alone": [ece(*depth) for depth in alone],
-            "after": [ece(*depth) for depth in after],
+            "before": [ece(*row) for row in before],
+            "temperatures_alone": [ece(*row) for row in alone],
+            "after": [ece(*row) for row in after],
         },
         "reliability": {
-            "before": [bins(*depth) for depth in before],
-            "after": [bins(*depth) for depth in after],
+            "before": [bins(*row) for row in before],
+            "after": [bins(*row) for row in after],
         },
         "num_steps": {"fitted": len(fitted.logits), "checked": len(checked.logits)},
-        "lengths": [asdict(each) for each in whole],
-        "thresholds": [asdict(each) for each in cut],
-        "checked": {name: asdict(each) for name, each in others.items()},
+        "lengths": [asdict(forecast) for forecast in whole],
+        "thresholds": [asdict(forecast) for forecast in cut],
+        "checked": {name: asdict(forecast) for name, forecast in forecasts.items()},
         "costs": asdict(costs),
     }
 
@@ -206,7 +175,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     columns = (result["temperatures"], result["offsets"], *result["ece"].values())
     for depth, (temperature, offset, *row) in enumerate(zip(*columns, strict=True), start=1):
-        shares = (f"{each:.3f}" for each in row)
+        shares = (f"{error:.3f}" for error in row)
         table.add_row(str(depth), f"{temperature:.2f}", f"{offset:.1f}", *shares)
     console.print(table)
     table = Table(title=f"Whole chains, and cut ones by their threshold, {device_name()}")
@@ -236,37 +205,36 @@ def _cells(row: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 def main(config: CalibrateRun) -> None:
     """Calibrates, checks, writes the calibration, `calibrate.json` and a picture."""
-    num_processes = processes.start().num_processes
-    if num_processes > 1:
-        raise InputError(f"{num_processes} processes: one measures the times; start just that")
-    bench = open_bench(config, "calibrate.json")
-    # By dialogue: its second turn holds the first.
-    halves = [[n for n, p in enumerate(bench.prompts) if p.dialogue % 2 == odd] for odd in (0, 1)]
-    if not halves[1]:
-        raise InputError("data.num_prompts=1: calibrating and checking need a prompt each")
+    bench, *halves = open_halves(config, "calibrate.json", "calibrating")
     with open_journal(config, "calibrate.json", bench) as journal:
         rows = record(bench, config, journal)
         depth = bench.head.chain.depth
-        fitted, checked = (told([rows[number] for number in half], depth) for half in halves)
+        fitted, checked = (chain_steps([rows[n] for n in half], depth) for half in halves)
         prompts, texts = [p.token_ids for p in bench.prompts], [row["token_ids"] for row in rows]
         costs = measure_costs(bench, typical_context(prompts, texts), journal)
         result = report(fitted, checked, costs)
-        found, head = Calibration.of(result), bench.head
+        calibration, head = Calibration.of(result), bench.head
         shorter = Tree.chain(result["checked"][SHORTER]["most_tokens"])
-        heads = {
-            WHOLE: head,
-            SHORTER: replace(head, chain=shorter),
-            CUT: replace(head, calibration=found),
+        drafters = {
+            WHOLE: (partial(head.drafter, "chain", bench.sampling), head.chain),
+            SHORTER: (
+                partial(replace(head, chain=shorter).drafter, "chain", bench.sampling),
+                shorter,
+            ),
+            CUT: (
+                partial(replace(head, calibration=calibration).drafter, CUT, bench.sampling),
+                head.chain,
+            ),
         }
-        others = [bench.prompts[number] for number in halves[1]]
-        result["measured"] = measure(bench, config, others, heads, journal)
+        others = replace(bench, prompts=[bench.prompts[number] for number in halves[1]])
+        result["measured"] = decode_with(others, config, drafters, journal)
     console = Console()
     show(result, console)
     path = write_result(config, "calibrate.json", result, bench)
     plot_calibration(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     content = {
-        **asdict(found), "device": device_name(), "data": bench.data["sha256"],
+        **asdict(calibration), "device": device_name(), "data": bench.data["sha256"],
         "temperature": config.temperature,
     }  # fmt: skip
     where = write_beside(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))

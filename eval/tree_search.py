@@ -2,8 +2,8 @@
 
 `python eval/tree_search.py head.path=outputs/medusa/head data.path=prompts.jsonl`
 
-Half of the prompts show how often each node would be right, the other half checks what was
-found, in real decoding. What is found is written into the head's folder, where decoding looks.
+Half of the prompts show how often each node would be right, the other half checks the shape that
+was found, in real decoding. The shape is written into the head's folder, where decoding looks.
 """
 
 import sys
@@ -21,7 +21,6 @@ COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,19 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.errors import InputError
-from conf.settings.measure import SpeedupRun
-from eval.compare.figures import summarise
-from eval.compare.methods import Method
-from eval.compare.names import VANILLA
-from eval.compare.timing import time_methods
-from eval.decode.engine import Generation, NoDraft, decode_batch
-from eval.measure import processes
-from eval.measure.bench import Bench, open_bench, write_result
-from eval.measure.heads import SHAPE_FILE, BenchHead, write_beside
-from eval.measure.prompts import Prompt
+from eval.measure.bench import Bench, write_result
+from eval.measure.heads import SHAPE_FILE, write_beside
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import plot_tree_search
-from eval.tune.advice import Advice, advise, check
+from eval.tune.advice import Advice, advise, measured_advice
+from eval.tune.check import decode_with, open_halves
 from eval.tune.cost import CostCurve, load_curve, time_steps, typical_context
 from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.decoding.sampling import GREEDY
@@ -70,8 +62,8 @@ def described(shape: Shape) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What drafts and passes cost.
+class ShapeCosts:
+    """Seconds of drafts and of passes.
 
     Attributes:
         curve: of a pass, on this machine or recorded on another.
@@ -93,7 +85,7 @@ class Costs:
             return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
         if isinstance(shape, Tree):
             return self.scale * self.drafts[widest(shape.depth)]
-        longest = max(each.depth for each in self.drafts)
+        longest = max(timed.depth for timed in self.drafts)
         first, last = (self.drafts[replace(shape, depth=d, num_tokens=1)] for d in (1, longest))
         share = (shape.depth - 1) / max(1, longest - 1)
         return self.scale * (first + (last - first) * share)
@@ -122,10 +114,11 @@ class Candidate:
     speedup: float
 
     @classmethod
-    def of(cls, shape: Shape, texts: Texts, costs: Costs) -> "Candidate":
-        """By exact replay."""
-        steps = texts.steps(shape)  # type: ignore[arg-type]
-        expected, step_s = tau([PromptSteps("", each) for each in steps]), costs.step_s(shape)
+    def of(cls, shape: Shape, texts: Texts, costs: ShapeCosts) -> "Candidate":
+        """Replays the texts exactly."""
+        texts_steps = texts.steps(shape)  # type: ignore[arg-type]
+        expected = tau([PromptSteps("", steps) for steps in texts_steps])
+        step_s = costs.step_s(shape)
         speedup = expected / step_s * costs.curve.at(1)
         return cls(shape, expected, costs.draft_s(shape), step_s, speedup)
 
@@ -139,23 +132,24 @@ class Candidate:
         }
 
 
-def read_texts(bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Texts:
-    """What the head would have drafted along the target's own texts."""
+def read_texts(bench: Bench, config: TreeSearchRun) -> Texts:
+    """Texts of the target, with what the head would have drafted along them."""
     head, length = bench.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
-        return StaticTexts.read(bench.target, head.head, prompts, length, widest(head.longest))
+        tree = widest(head.longest)
+        return StaticTexts.read(bench.target, head.head, bench.prompts, length, tree)
 
     def make(shape: DynamicShape) -> Any:
         return replace(head, tree=shape).drafter("tree", GREEDY, [0])
 
     top_ks = sorted({*config.top_ks, usual_dynamic_shape(_gpu(config)).top_k})
     longest = min(LONGEST, head.longest)
-    return DynamicTexts.read(bench.target, make, prompts, length, longest, top_ks)
+    return DynamicTexts.read(bench.target, make, bench.prompts, length, longest, top_ks)
 
 
 def measure_costs(
     bench: Bench, texts: Texts, context: list[int], recorded: CostCurve | None
-) -> Costs:
+) -> ShapeCosts:
     """Times passes and drafts here, and goes over to a recorded curve if there is one."""
     head, target = bench.head, bench.target
     probes: list[Shape] = (
@@ -166,8 +160,8 @@ def measure_costs(
     drafters = {shape: replace(head, tree=shape).drafter("tree", GREEDY, [0]) for shape in probes}
     own, drafts = time_steps(target, drafters, context)
     if recorded is None:
-        return Costs(own, drafts)
-    return Costs(recorded, drafts, recorded.at(1) / own.at(1))
+        return ShapeCosts(own, drafts)
+    return ShapeCosts(recorded, drafts, recorded.at(1) / own.at(1))
 
 
 def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
@@ -202,35 +196,14 @@ def _gpu(config: TreeSearchRun) -> bool | None:
 
 
 def search(
-    texts: Texts, costs: Costs, config: TreeSearchRun
+    texts: Texts, costs: ShapeCosts, config: TreeSearchRun
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
     """The usual shape, the best one, and all that were compared."""
     first, others = shapes(texts, config)
     usual = Candidate.of(first, texts, costs)
-    found = [Candidate.of(shape, texts, costs) for shape in others]
-    return usual, max([usual, *found], key=lambda each: each.speedup), found
-
-
-def measure(
-    bench: Bench, config: TreeSearchRun, prompts: list[Prompt], tried: dict[str, Shape]
-) -> dict[str, Any]:
-    """Real decoding with each shape, interleaved with the engine without drafting."""
-
-    def method(shape: Shape | None) -> Method:
-        head = bench.head if shape is None else replace(bench.head, tree=shape)
-
-        def decode(
-            ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
-        ) -> list[Generation]:
-            drafter = NoDraft() if shape is None else head.drafter("tree", GREEDY, list(seeds))
-            return decode_batch(bench.target, drafter, ids, config.max_new_tokens)
-
-        return Method(decode, shape if isinstance(shape, Tree) else None)
-
-    methods = {VANILLA: method(None)} | {name: method(shape) for name, shape in tried.items()}
-    settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
-    checked = replace(bench, prompts=prompts)
-    return summarise(checked, settings, methods, time_methods(checked, settings, methods))
+    candidates = [Candidate.of(shape, texts, costs) for shape in others]
+    best = max([usual, *candidates], key=lambda candidate: candidate.speedup)
+    return usual, best, candidates
 
 
 def report(
@@ -238,7 +211,7 @@ def report(
     simulated: dict[str, Candidate],
     measured: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What each shape is expected to do, did on other prompts, and gains over the default.
+    """Figures of each shape: expected, on other prompts, and gained over the default.
 
     Args:
         predicted: `default` and `found` on the prompts of the search.
@@ -247,22 +220,22 @@ def report(
     """
     rows = measured["methods"] if measured else {}
     result: dict[str, Any] = {}
-    for name, each in predicted.items():
+    for name, candidate in predicted.items():
         result[name] = {
-            **described(each.shape),
-            **each.figures(),
-            "draft_s": each.draft_s,
-            "step_s": each.step_s,
+            **described(candidate.shape),
+            **candidate.figures(),
+            "draft_s": candidate.draft_s,
+            "step_s": candidate.step_s,
             "simulated_tau": simulated[name].tau,
             "simulated_speedup": simulated[name].speedup,
             "measured_tau": rows[name]["tau"] if rows else None,
             "measured_speedup": rows[name]["decode_speedup"] if rows else None,
         }
-    found, usual = result["found"], result["default"]
-    result["predicted_gain"] = found["speedup"] / usual["speedup"]
-    for kind in ("simulated", "measured"):
-        speedups = [row[f"{kind}_speedup"] for row in (found, usual)]
-        result[f"{kind}_gain"] = speedups[0] / speedups[1] if all(speedups) else None
+    best, usual = result["found"], result["default"]
+    result["predicted_gain"] = best["speedup"] / usual["speedup"]
+    for way in ("simulated", "measured"):
+        speedups = [row[f"{way}_speedup"] for row in (best, usual)]
+        result[f"{way}_gain"] = speedups[0] / speedups[1] if all(speedups) else None
     return result
 
 
@@ -280,8 +253,8 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{row['simulated_tau']:.3f}", f"{row['simulated_speedup']:.3f}",
             _shown(row["measured_speedup"]),
         )  # fmt: skip
-    gains = (f"{result[f'{kind}_gain']:.3f}" for kind in ("predicted", "simulated"))
-    table.add_row("gain", "", "", next(gains), "", next(gains), _shown(result["measured_gain"]))
+    predicted, simulated = (f"{result[f'{way}_gain']:.3f}" for way in ("predicted", "simulated"))
+    table.add_row("gain", "", "", predicted, "", simulated, _shown(result["measured_gain"]))
     console.print(table)
 
 
@@ -289,43 +262,36 @@ def _shown(figure: float | None) -> str:
     return "-" if figure is None else f"{figure:.3f}"
 
 
-def write_shape(
-    head: BenchHead, best: Candidate, device: str, data: str | None, out_dir: Path
-) -> Path:
-    """Writes SHAPE_FILE beside the head, or into `out_dir` for one that lies on the Hub."""
-    content = {**described(best.shape), "device": device, "data": data, "tau": best.tau}
-    return write_beside(head, SHAPE_FILE, content, out_dir)
-
-
 def main(config: TreeSearchRun) -> None:
     """Searches, checks, advises, writes the shape, `tree_search.json` and a picture."""
     recorded = None if config.curve is None else load_curve(config.curve)
-    num_processes = processes.start().num_processes
-    if num_processes > 1:
-        raise InputError(f"{num_processes} processes: one measures the times; start just that")
-    bench = open_bench(config, "tree_search.json")
-    # By dialogue: its second turn holds the first.
-    searched = [prompt for prompt in bench.prompts if prompt.dialogue % 2 == 0]
-    checked = [prompt for prompt in bench.prompts if prompt.dialogue % 2]
-    if not checked:
-        raise InputError("data.num_prompts=1: searching and checking need a prompt each")
-    texts = read_texts(bench, config, searched)
-    context = typical_context([each.token_ids for each in searched], texts.responses)
+    bench, first_half, second_half = open_halves(config, "tree_search.json", "searching")
+    searched, checked = (
+        replace(bench, prompts=[bench.prompts[number] for number in half])
+        for half in (first_half, second_half)
+    )
+    texts = read_texts(searched, config)
+    context = typical_context([p.token_ids for p in searched.prompts], texts.responses)
     costs = measure_costs(bench, texts, context, recorded)
-    usual, best, compared = search(texts, costs, config)
-    predicted, others = {"default": usual, "found": best}, read_texts(bench, config, checked)
-    simulated = {name: Candidate.of(each.shape, others, costs) for name, each in predicted.items()}
+    usual, best, candidates = search(texts, costs, config)
+    predicted, others = {"default": usual, "found": best}, read_texts(checked, config)
+    simulated = {name: Candidate.of(c.shape, others, costs) for name, c in predicted.items()}
     measured: dict[str, Any] | None = None
     advice: Advice | None = None
     if recorded is None:
-        tried = {name: each.shape for name, each in predicted.items()}
-        measured = measure(bench, config, checked, tried)
-        predicted_advice = advise(replace(bench, prompts=searched), config, context)
-        advice = check(predicted_advice, bench, config, checked)
+        drafters = {
+            name: (
+                partial(replace(bench.head, tree=c.shape).drafter, "tree", GREEDY),
+                c.shape if isinstance(c.shape, Tree) else None,
+            )
+            for name, c in predicted.items()
+        }
+        measured = decode_with(checked, config, drafters)
+        advice = measured_advice(advise(searched, config, context), checked, config)
     result = {
         **report(predicted, simulated, measured),
         "curve": asdict(costs.curve),
-        "candidates": [each.figures() for each in compared],
+        "candidates": [candidate.figures() for candidate in candidates],
         "measured": measured,
         "advice": advice and advice.described(),
     }
@@ -337,9 +303,11 @@ def main(config: TreeSearchRun) -> None:
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     if config.write and recorded is None:
-        where = write_shape(
-            bench.head, best, costs.curve.device, bench.data["sha256"], Path(config.out_dir)
-        )
+        content = {
+            **described(best.shape), "device": costs.curve.device, "data": bench.data["sha256"],
+            "tau": best.tau,
+        }  # fmt: skip
+        where = write_beside(bench.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
 
 

@@ -27,8 +27,8 @@ SIZES = (2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
-class Point:
-    """One batch size.
+class BatchSizeAdvice:
+    """How long a chain to draft at one batch size.
 
     Attributes:
         batch_size: texts decoded together.
@@ -53,9 +53,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Advice:
-    """Points by rising batch size."""
+    """Advice by rising batch size."""
 
-    points: list[Point]
+    points: list[BatchSizeAdvice]
 
     @property
     def stops_paying(self) -> int | None:
@@ -93,7 +93,7 @@ class Advice:
 
 
 def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
-    """Predictions from the acceptance of chains and the measured cost of passes.
+    """Predicts from the acceptance of chains and the measured cost of passes.
 
     Args:
         bench: with one head.
@@ -104,9 +104,9 @@ def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
     taus = chain_taus(target, head, bench.prompts, config.max_new_tokens)
     points = []
     for size in config.batch_sizes:
-        ends = {length: chain(head, length, size) for length in (1, head.longest)}
-        curve, drafts = time_steps(target, ends, context, size, SIZES)
-        points.append(Point(size, speedups(taus, curve, drafts)))
+        drafters = {length: chain(head, length, size) for length in (1, head.longest)}
+        curve, drafts = time_steps(target, drafters, context, size, SIZES)
+        points.append(BatchSizeAdvice(size, speedups(taus, curve, drafts)))
     return Advice(points)
 
 
@@ -122,19 +122,19 @@ def chain_taus(
 
 
 def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> list[float]:
-    """Of chains by length, from 1.
+    """Speed-ups of chains by length, from 1.
 
     Args:
-        taus: by length.
-        curve: of passes.
+        taus: tokens per verify pass by length.
+        curve: seconds of passes.
         drafts: seconds of the shortest and the longest draft by length; between them every
             token costs the same.
     """
     (first, start), (last, end) = min(drafts.items()), max(drafts.items())
     slope = (end - start) / max(1, last - first)
     return [
-        each * curve.at(1) / (curve.at(length + 1) + start + slope * (length - first))
-        for length, each in enumerate(taus, start=1)
+        tokens * curve.at(1) / (curve.at(length + 1) + start + slope * (length - first))
+        for length, tokens in enumerate(taus, start=1)
     ]
 
 
@@ -143,47 +143,47 @@ def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
     return replace(head, chain=Tree.chain(length)).drafter("chain", GREEDY, [0] * num_texts)
 
 
-def check(advice: Advice, bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt]) -> Advice:
-    """Measures the best chain at the smallest, the middle and the largest batch size."""
+def measured_advice(advice: Advice, bench: Bench, config: TreeSearchRun) -> Advice:
+    """Measures the best chain at the smallest, the middle and the largest batch size.
+
+    Args:
+        advice: predictions.
+        bench: with one head, and prompts that the predictions do not come from.
+        config: the settings.
+    """
     places = {0, len(advice.points) // 2, len(advice.points) - 1}
+    prompts = [prompt.token_ids for prompt in bench.prompts]
     points = []
     for place, point in enumerate(advice.points):
+        size, length = point.batch_size, point.fastest
         measured: dict[int, float] = {}
-        if place in places and len(prompts) >= point.batch_size:
-            length = point.fastest
-            speedup = _speedup(bench, config, prompts, point.batch_size, length)
+        if place in places and len(prompts) >= size:
+            ends = range(size, len(prompts) + 1, size)
+            batches = [prompts[end - size : end] for end in ends]
+            speedup = _speedup(bench, config, batches, length)
             measured = {} if speedup is None else {length: speedup}
         points.append(replace(point, measured=measured))
     return Advice(points)
 
 
 def _speedup(
-    bench: Bench, config: TreeSearchRun, prompts: Sequence[Prompt], size: int, length: int
+    bench: Bench, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
-    """Of decoding all full batches of some prompts: the median of interleaved repeats.
-
-    Returns:
-        None if no batch got beyond its prompts.
-    """
-    ends = range(size, len(prompts) + 1, size)
-    groups = [[prompt.token_ids for prompt in prompts[end - size : end]] for end in ends]
+    """The median of interleaved repeats; None if no batch got beyond its prompts."""
     ratios = []
     for _ in range(config.num_repeats + 1):
-        plain, drafted = (
-            _tokens_per_s(
-                [full_batch(bench.target, make(), group, config.max_new_tokens) for group in groups]
-            )
-            for make in (NoDraft, partial(chain, bench.head, length, size))
-        )
+        speeds = []
+        for make in (NoDraft, partial(chain, bench.head, length, len(batches[0]))):
+            num_tokens, seconds = 0, 0.0
+            for batch in batches:
+                done, took = full_batch(bench.target, make(), batch, config.max_new_tokens)
+                num_tokens, seconds = num_tokens + done, seconds + took
+            speeds.append(num_tokens / seconds if seconds else 0.0)
+        plain, drafted = speeds
         if not plain:
             return None
         ratios.append(drafted / plain)
     return statistics.median(ratios[1:])  # the first warms up
-
-
-def _tokens_per_s(batches: list[tuple[int, float]]) -> float:
-    num_tokens, seconds = map(sum, zip(*batches, strict=True))
-    return num_tokens / seconds if seconds else 0.0
 
 
 def full_batch(

@@ -9,7 +9,7 @@ temperature moves a chance past a half. Letters: S steps, D depths.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -24,7 +24,7 @@ from heads.decoding.chains import Calibration
 Floats = NDArray[np.float64]
 NUM_BINS = 10
 """Of chances, equally wide: thousands of steps tell errors of hundredths apart."""
-TEMPERATURES = sorted(np.geomspace(1 / 3, 3, 41).tolist(), key=lambda each: abs(np.log(each)))
+TEMPERATURES = sorted(np.geomspace(1 / 3, 3, 41).tolist(), key=lambda t: abs(np.log(t)))
 """Tried, those that change least first. Far hotter ones give every chain the same chance, which is
 right on the whole and tells nothing."""
 OFFSETS = sorted((n / 10 for n in range(-20, 21)), key=abs)
@@ -33,8 +33,8 @@ THRESHOLDS = (0.01, 0.02, 0.05, *(n / 10 for n in range(1, 10)), 0.95)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What whole chains said of themselves, and what became of them.
+class ChainSteps:
+    """Steps of whole chains: how sure the head was of them, and what became of them.
 
     Attributes:
         logits: [S, D], how sure the head was of each token.
@@ -55,8 +55,8 @@ class Told:
         steps: Sequence[Step],
         drafted: Sequence[int],
         depth: int,
-    ) -> "Told":
-        """From steps; chains of D tokens are shorter where the head knows no more positions."""
+    ) -> "ChainSteps":
+        """Steps with the logits of their chains, shorter where the head knows no more positions."""
         filled = [[*row, *[-np.inf] * (depth - len(row))] for row in logits]
         pairs = zip(steps, drafted, strict=True)
         return cls(
@@ -66,12 +66,13 @@ class Told:
             np.array([step.num_emitted for step in steps], int),
         )
 
-    def chances(self, by: Calibration) -> Floats:
-        """[S, D] that chains are accepted down to each depth."""
-        return sigmoid(self.logits / by.temperatures + by.offsets).cumprod(1)
+    def chances(self, calibration: Calibration) -> Floats:
+        """[S, D] chances that chains are accepted down to each depth."""
+        scaled = self.logits / calibration.temperatures + calibration.offsets
+        return sigmoid(scaled).cumprod(1)
 
     def kept(self, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """[S] which steps tested a depth, from 1; and of those alone, which kept it."""
+        """Masks of a depth, from 1: steps [S] that tested it, and of those alone which kept it."""
         tested = self.tested >= depth
         return tested, self.accepted[tested] >= depth
 
@@ -81,16 +82,15 @@ def sigmoid(logits: Floats) -> Floats:
     return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
-def _binned(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-    """Per bin how many there are, the sum of their chances, and how many were kept."""
+def _binned(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
+    """Number, sum of chances and number kept of each bin."""
     places = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
     weights = (np.ones_like(chances), chances, kept.astype(float))
-    number, chance, share = (np.bincount(places, each, NUM_BINS) for each in weights)
-    return number.astype(float), chance.astype(float), share.astype(float)
+    return tuple(np.bincount(places, weight, NUM_BINS).astype(float) for weight in weights)
 
 
 def bins(chances: Floats, kept: NDArray[np.bool_]) -> list[tuple[float, float, int]]:
-    """Mean chance, share kept and number of all that fall into each bin; empty ones are left out.
+    """Mean chance, share kept and number of each bin; empty ones are left out.
 
     Args:
         chances: [n].
@@ -106,30 +106,30 @@ def ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
     return float(np.abs(chance - share).sum()) / max(1, len(chances))
 
 
-def fit(told: Told, offsets: Sequence[float] = OFFSETS) -> Calibration:
-    """Depth by depth, given those before; what changes nothing for one that no step tested."""
-    found: list[tuple[float, float]] = []
-    path = np.ones(len(told.logits))
-    for depth, logits in enumerate(told.logits.T, start=1):
-        tested, kept = told.kept(depth)
+def fit(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
+    """Fits depth by depth, given those before; one that no step tested stays as it is."""
+    fitted: list[tuple[float, float]] = []
+    path = np.ones(len(steps.logits))
+    for depth, logits in enumerate(steps.logits.T, start=1):
+        tested, kept = steps.kept(depth)
         tried = list(product(TEMPERATURES, offsets))
         errors = [ece(path[tested] * sigmoid(logits[tested] / t + o), kept) for t, o in tried]
-        found.append(tried[int(np.argmin(errors))])
-        path = path * sigmoid(logits / found[-1][0] + found[-1][1])
-    return Calibration(tuple(t for t, _ in found), tuple(o for _, o in found))
+        fitted.append(tried[int(np.argmin(errors))])
+        path = path * sigmoid(logits / fitted[-1][0] + fitted[-1][1])
+    return Calibration(tuple(t for t, _ in fitted), tuple(o for _, o in fitted))
 
 
-def by_depth(told: Told, by: Calibration) -> list[tuple[Floats, NDArray[np.bool_]]]:
-    """The chance of every step that tested a depth, and whether it kept it."""
-    chances, found = told.chances(by), []
+def by_depth(steps: ChainSteps, calibration: Calibration) -> list[tuple[Floats, NDArray[np.bool_]]]:
+    """Per depth the chance of every step that tested it, and which of them kept it."""
+    chances, rows = steps.chances(calibration), []
     for depth in range(1, chances.shape[1] + 1):
-        tested, kept = told.kept(depth)
-        found.append((chances[tested, depth - 1], kept))
-    return found
+        tested, kept = steps.kept(depth)
+        rows.append((chances[tested, depth - 1], kept))
+    return rows
 
 
 @dataclass(frozen=True)
-class Costs:
+class ChainCosts:
     """Seconds of drafts and passes over one text on this machine.
 
     Attributes:
@@ -144,7 +144,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ChainForecast:
     """What other chains would have done in the steps of whole ones.
 
     Attributes:
@@ -164,52 +164,49 @@ class Expected:
     tokens_per_s: float
 
     @classmethod
-    def whole(cls, told: Told, num_tokens: int, costs: Costs) -> "Expected":
-        """Of shorter chains, or the same."""
-        lengths = np.full(len(told.logits), num_tokens)
-        drafts = np.full(len(lengths), costs.whole[num_tokens - 1])
-        return cls._of(told, None, lengths, drafts, costs)
+    def whole(cls, steps: ChainSteps, num_tokens: int, costs: ChainCosts) -> "ChainForecast":
+        """Forecasts chains that are shorter, or the same."""
+        lengths = np.full(len(steps.logits), num_tokens)
+        return cls._replayed(steps, lengths, np.array([np.nan, *costs.whole]), costs.curve)
 
     @classmethod
-    def cut(cls, told: Told, by: Calibration, threshold: float, costs: Costs) -> "Expected":
-        """Of chains that are cut."""
-        lengths = (told.chances(by) >= threshold).sum(1)
-        return cls._of(told, threshold, lengths, np.array(costs.cut)[lengths], costs)
+    def cut(
+        cls, steps: ChainSteps, calibration: Calibration, threshold: float, costs: ChainCosts
+    ) -> "ChainForecast":
+        """Forecasts chains that are cut."""
+        lengths = (steps.chances(calibration) >= threshold).sum(1)
+        uncut = cls._replayed(steps, lengths, np.array(costs.cut), costs.curve)
+        return replace(uncut, threshold=threshold)
 
     @classmethod
-    def _of(
-        cls,
-        told: Told,
-        threshold: float | None,
-        lengths: NDArray[np.int64],
-        drafts: Floats,
-        costs: Costs,
-    ) -> "Expected":
-        """By replay; a text that stops short goes on from another place than it did."""
-        passes = [costs.curve.at(length + 1) for length in range(told.logits.shape[1] + 1)]
-        accepted = np.minimum(told.accepted, lengths)
-        emitted = np.minimum(told.emitted, accepted + 1)
+    def _replayed(
+        cls, steps: ChainSteps, lengths: NDArray[np.int64], drafts: Floats, curve: CostCurve
+    ) -> "ChainForecast":
+        """By seconds of drafts per length; a text that stops short goes on from another place."""
+        passes = np.array([curve.at(length + 1) for length in range(steps.logits.shape[1] + 1)])
+        accepted = np.minimum(steps.accepted, lengths)
+        emitted = np.minimum(steps.emitted, accepted + 1)
         return cls(
-            threshold,
-            int(lengths.max()),
-            float(lengths.mean()),
-            float(accepted.sum() / max(1, lengths.sum())),
-            float(emitted.mean()),
-            float(emitted.sum() / (drafts + np.array(passes)[lengths]).sum()),
+            threshold=None,
+            most_tokens=int(lengths.max()),
+            num_drafted=float(lengths.mean()),
+            share_accepted=float(accepted.sum() / max(1, lengths.sum())),
+            tau=float(emitted.mean()),
+            tokens_per_s=float(emitted.sum() / (drafts[lengths] + passes[lengths]).sum()),
         )
 
 
 @dataclass(frozen=True)
-class Until(Calibration):
+class FixedLength(Calibration):
     """Ends every chain after so many tokens, to time what that costs."""
 
     num_tokens: int = 0
 
     @classmethod
-    def after(cls, num_tokens: int) -> "Until":
-        """After so many."""
+    def after(cls, num_tokens: int) -> "FixedLength":
+        """Ends chains after so many tokens."""
         return cls((), (), 0.5, num_tokens)
 
     def chance(self, logits: Tensor, depth: int) -> Tensor:
-        """All or nothing."""
+        """[B] of ones down to the last token, of zeros below."""
         return torch.full_like(logits, float(depth <= self.num_tokens))

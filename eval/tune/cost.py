@@ -1,4 +1,4 @@
-"""What a verify pass over n tokens and a draft cost on this machine."""
+"""Seconds of verify passes over n tokens, and of drafts, on this machine."""
 
 import json
 import statistics
@@ -65,7 +65,7 @@ class CostCurve:
 
 
 def load_curve(path: str) -> CostCurve:
-    """A curve recorded elsewhere: JSON with the attributes of `CostCurve`.
+    """Reads a curve recorded elsewhere: JSON with the attributes of `CostCurve`.
 
     Raises:
         InputError: not such a file.
@@ -134,11 +134,13 @@ def time_steps(
         width = target.capacity or slots_for(len(context) + 1, sizes[-1])
         cache.hold(width, sizes[-1], width)
     verify = partial(_verify, target, cache, roots)
-    checks = {size: _Act(partial(verify, taps, size), captures) for size in sizes}
-    plain = _Act(partial(verify, Taps(), 1), captures)
+    checks = {size: _TimedStep(partial(verify, taps, size), captures) for size in sizes}
+    plain = _TimedStep(partial(verify, Taps(), 1), captures)
     proposals = {
-        key: _Act(partial(_draft, each, seen, roots), captures and each.static_nodes is not None)
-        for key, each in drafters.items()
+        key: _TimedStep(
+            partial(_draft, drafter, seen, roots), captures and drafter.static_nodes is not None
+        )
+        for key, drafter in drafters.items()
     }
     passes: dict[Key, dict[int, list[float]]]
     passes = {key: {n: [] for n in (1, *sizes)} for key in drafters}
@@ -164,8 +166,8 @@ def typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) ->
     return prompt + text[: len(text) // 2]
 
 
-class _Act:
-    """What decoding does in each step, launched as it does that, and waited for.
+class _TimedStep:
+    """A part of a decoding step, launched as decoding launches it, and waited for.
 
     Args:
         run: gives what the host learns; asks it for nothing.
@@ -173,23 +175,24 @@ class _Act:
     """
 
     def __init__(self, run: Callable[[], Tensor], captures: bool) -> None:
-        self.run, self.graph = run, None
+        self._run, self._graph = run, None
+        self._output = torch.empty(0)
         if captures:
             # A first time as it is: kernels are loaded and buffers made outside of any capture.
             run()
             with suppress(CaptureError):
-                self.graph = Graph(self._keep, torch.cuda.graph_pool_handle())
+                self._graph = Graph(self._launch, torch.cuda.graph_pool_handle())
 
     def __call__(self) -> None:
-        """Once."""
-        if self.graph is None:
-            self._keep()
+        """Runs once."""
+        if self._graph is None:
+            self._launch()
         else:
-            self.graph.launch()
-        self.found.tolist()
+            self._graph.launch()
+        self._output.tolist()
 
-    def _keep(self) -> None:
-        self.found = self.run()
+    def _launch(self) -> None:
+        self._output = self._run()
 
 
 def _verify(target: Target, cache: TreeCache, roots: Roots, taps: Taps, size: int) -> Tensor:

@@ -20,10 +20,8 @@ from tqdm import tqdm
 from conf.command.clock import timed
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import OwnText, early_exit
-from eval.decode.engine import Step
 from eval.measure.replay import accepted_lengths, verify_steps
 from eval.measure.stats import PromptSteps, tau
-from heads.decoding.cache import TreeCache
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target, prefill
 
@@ -84,7 +82,7 @@ class SkipChoice:
 
 @dataclass(frozen=True)
 class SkipSearch:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         choices: the best first, replayed at full depth.
@@ -118,34 +116,34 @@ def search_layers(
         raise InputError(f"target.path={target.name}: its only layer cannot be left out")
     costs = costs or measure_costs(target, max(texts, key=len), MAX_DRAFT_TOKENS)
     with tqdm(desc="layers left out", unit="set") as bar:
-        trial = _Trial(target, texts, prompt_lengths, costs, bar)
-        tried = {choice.skip: choice for choice in _tried(trial)}
+        replays = _Replays(target, texts, prompt_lengths, costs, bar)
+        tried = {choice.skip: choice for choice in _tried(replays, target)}
         best = sorted(tried.values(), key=lambda choice: choice.order)[:NUM_REPLAYED]
-        choices = [trial.replayed(choice.skip) for choice in best]
+        choices = [replays.exact(choice.skip) for choice in best]
     return SkipSearch(sorted(choices, key=lambda choice: choice.order), len(tried))
 
 
-def _tried(trial: "_Trial") -> list[SkipChoice]:
+def _tried(replays: "_Replays", target: Target) -> list[SkipChoice]:
     """Every set that is looked at, by what its first draft tokens promise."""
-    num_layers = trial.target.num_layers
-    found = [trial.estimated(early_exit(trial.target, n)) for n in range(1, num_layers)]
+    num_layers = target.num_layers
+    tried = [replays.estimate(early_exit(target, n)) for n in range(1, num_layers)]
     skip: tuple[int, ...] = ()
     fastest, idle = 0.0, 0
     for _ in range(num_layers - 1):
         sets = [tuple(sorted((*skip, layer))) for layer in set(range(num_layers)) - set(skip)]
-        choices = [trial.estimated(each) for each in sorted(sets)]
+        choices = [replays.estimate(layers) for layers in sorted(sets)]
         choices.sort(key=lambda choice: choice.order)
-        found += choices
+        tried += choices
         skip = choices[0].skip
         idle = 0 if choices[0].speedup > fastest else idle + 1
         fastest = max(fastest, choices[0].speedup)
         if idle == PATIENCE:
             break
-    return found
+    return tried
 
 
-class _Trial:
-    """Measures sets of layers on some texts, which were read once."""
+class _Replays:
+    """Replays of drafts without sets of layers, on texts that were read once."""
 
     def __init__(
         self,
@@ -160,13 +158,18 @@ class _Trial:
         self.own = [OwnText(target, text, first) for text, first in pairs]
         self.responses = [text[first:] for text, first in pairs]
 
-    def estimated(self, skip: tuple[int, ...]) -> SkipChoice:
+    def estimate(self, skip: tuple[int, ...]) -> SkipChoice:
         """Takes it that a chain goes on for as long as first draft tokens in a row are right."""
-        right = self._accepted(skip, 1)
-        return self._best(skip, [_runs(row) for row in right])
+        rows = []
+        for right in self._accepted(skip, 1):
+            lengths = [0]
+            for is_right in reversed(right):
+                lengths.append(lengths[-1] + 1 if is_right else 0)
+            rows.append(lengths[:0:-1])
+        return self._best(skip, rows)
 
-    def replayed(self, skip: tuple[int, ...]) -> SkipChoice:
-        """As it would be decoded."""
+    def exact(self, skip: tuple[int, ...]) -> SkipChoice:
+        """Replays what would be decoded."""
         return self._best(skip, self._accepted(skip, MAX_DRAFT_TOKENS))
 
     def _accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
@@ -183,26 +186,15 @@ class _Trial:
         share = 1 - len(skip) / self.target.num_layers
         choices = []
         for length in range(1, MAX_DRAFT_TOKENS + 1):
-            per_step = tau([PromptSteps("", _steps(row, length)) for row in accepted])
+            kept = [[min(number, length) for number in row] for row in accepted]
+            per_step = tau([PromptSteps("", verify_steps(row, len(row))) for row in kept])
             speedup = self.costs.speedup(per_step, length, share)
             choices.append(SkipChoice(skip, length, agreement, per_step, speedup))
         return max(choices, key=lambda choice: choice.speedup)
 
 
-def _steps(accepted: list[int], num_tokens: int) -> list[Step]:
-    return verify_steps([min(length, num_tokens) for length in accepted], len(accepted))
-
-
-def _runs(right: list[int]) -> list[int]:
-    """How many in a row are right from each place on. Example: [1, 1, 0, 1] gives [2, 1, 0, 1]."""
-    lengths = [0]
-    for found in reversed(right):
-        lengths.append(lengths[-1] + 1 if found else 0)
-    return lengths[:0:-1]
-
-
 def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> PassCosts:
-    """The fastest of interleaved passes behind a text; other work only adds to them.
+    """Times interleaved passes behind a text, of which the fastest counts: other work only adds.
 
     Args:
         target: the target.
@@ -211,25 +203,23 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
     """
     cache = target.new_cache(1)
     prefill(target, cache, [token_ids])
+
+    def seconds(length: int, skip: Sequence[int] = ()) -> float:
+        """Of a pass over a chain behind the text, the choice of the next tokens included."""
+        ids = torch.full((1, length), token_ids[0], device=target.device)
+        places = torch.arange(length, device=target.device)
+        causal = places.unsqueeze(1) >= places
+
+        def run() -> None:
+            output = target.extend(cache, ids, causal[None], places[None], skip=skip)
+            target.logits(output.hidden_states).argmax(-1).tolist()
+
+        return timed(run, target.device)
+
     bare: list[float] = []
     verify: list[list[float]] = [[] for _ in range(num_tokens + 1)]
     for _ in range(NUM_REPEATS):
-        bare.append(_seconds(target, cache, token_ids[:1], early_exit(target, 0)))
-        for length, seconds in enumerate(verify):
-            seconds.append(_seconds(target, cache, token_ids[:1] * (length + 1)))
+        bare.append(seconds(1, skip=early_exit(target, 0)))
+        for length, samples in enumerate(verify, start=1):
+            samples.append(seconds(length))
     return PassCosts(min(bare), tuple(map(min, verify)))
-
-
-def _seconds(
-    target: Target, cache: TreeCache, token_ids: list[int], skip: Sequence[int] = ()
-) -> float:
-    """Of a pass over a chain behind the text, the choice of the next tokens included."""
-    ids = torch.tensor([token_ids], device=target.device)
-    places = torch.arange(len(token_ids), device=target.device)
-    causal = places.unsqueeze(1) >= places
-
-    def run() -> None:
-        output = target.extend(cache, ids, causal[None], places[None], skip=skip)
-        target.logits(output.hidden_states).argmax(-1).tolist()
-
-    return timed(run, target.device)

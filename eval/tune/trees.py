@@ -1,4 +1,4 @@
-"""What any draft shape would have done on some texts, and the best static trees for them.
+"""Acceptance of any draft shape on some texts, and the best static trees for them.
 
 A node's value is the share of places of the target's own text at which the whole path to it
 holds what the target wrote. The expected number of accepted draft tokens of a tree is the sum
@@ -63,8 +63,8 @@ class StaticTexts:
     def steps(self, tree: Tree) -> list[list[Step]]:
         """The verify passes that decoding each text with a tree would take, exactly."""
         return [
-            steps_along(tree, each, response)
-            for each, response in zip(self.ranked, self.responses, strict=True)
+            steps_along(tree, ranked, response)
+            for ranked, response in zip(self.ranked, self.responses, strict=True)
         ]
 
 
@@ -100,7 +100,7 @@ def best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tr
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnTree:
     """How far a text followed what an EAGLE head drew from one place of it.
 
     Whatever limits a dynamic tree has, it keeps the likeliest of the nodes above its depth.
@@ -115,8 +115,8 @@ class Drawn:
     @classmethod
     def of(
         cls, tokens: list[int], scores: list[float], parents: list[int], future: list[int]
-    ) -> "Drawn":
-        """From all that was drawn, as `EagleTree.expand` gives it, and the text from there on."""
+    ) -> "DrawnTree":
+        """Follows a text from a place on in what `EagleTree.expand` drew there."""
         depths = [0]
         for parent in parents:
             depths.append(depths[parent] + 1)
@@ -139,7 +139,7 @@ class Drawn:
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
-class _Recorder:
+class TreeRecorder:
     """Draws trees at every token of the target's own text, and proposes nothing."""
 
     static_nodes = None
@@ -150,8 +150,8 @@ class _Recorder:
 
     def observe(self, seen: Committed) -> None:
         """All remember."""
-        for each in self.drafters:
-            each.observe(seen)
+        for drafter in self.drafters:
+            drafter.observe(seen)
         self.plain.observe(seen)
 
     def propose(self, roots: Roots) -> Draft:
@@ -163,10 +163,10 @@ class _Recorder:
 
     def keep(self, rows: list[int]) -> None:
         """One text, whose end is the end."""
-        for each in self.drafters:
-            each.keep(rows)
+        for drafter in self.drafters:
+            drafter.keep(rows)
 
-    def take(self, row: int, other: "_Recorder") -> None:
+    def take(self, row: int, other: "TreeRecorder") -> None:
         """Nobody waits for its place."""
         for mine, theirs in zip(self.drafters, other.drafters, strict=True):
             mine.take(row, theirs)
@@ -183,7 +183,7 @@ class DynamicTexts:
     """
 
     responses: list[list[int]]
-    drawn: dict[tuple[int, int], list[list[Drawn]]]
+    drawn: dict[tuple[int, int], list[list[DrawnTree]]]
     nested: bool
 
     @classmethod
@@ -201,27 +201,29 @@ class DynamicTexts:
         nested = make(DynamicShape(1, 1, 1)).nested
         depths = [depth] if nested else range(1, depth + 1)
         limits = [(deep, top_k) for top_k in top_ks for deep in depths]
-        drawn: dict[tuple[int, int], list[list[Drawn]]] = {limit: [] for limit in limits}
+        drawn: dict[tuple[int, int], list[list[DrawnTree]]] = {limit: [] for limit in limits}
         responses = []
         for prompt in tqdm(prompts, desc="drafts", unit="prompt"):
-            recorder = _Recorder([make(DynamicShape(*limit, 1)) for limit in limits])
+            recorder = TreeRecorder([make(DynamicShape(*limit, 1)) for limit in limits])
             text = decode(target, recorder, prompt.token_ids, max_new_tokens).token_ids
             responses.append(text)
-            for limit, found in zip(limits, recorder.drawn, strict=True):
-                places = enumerate(found, start=1)
+            for limit, trees in zip(limits, recorder.drawn, strict=True):
                 drawn[limit].append(
-                    [Drawn.of(*each, text[place : place + limit[0]]) for place, each in places]
+                    [
+                        DrawnTree.of(*tree, text[place : place + limit[0]])
+                        for place, tree in enumerate(trees, start=1)
+                    ]
                 )
         return cls(responses, drawn, nested)
 
     @property
     def depth(self) -> int:
-        """Of the deepest trees."""
+        """Depth of the deepest trees."""
         return max(depth for depth, _ in self.drawn)
 
     @property
     def top_ks(self) -> list[int]:
-        """Those that were drawn with, rising."""
+        """Every top-k that was drawn with, rising."""
         return sorted({top_k for _, top_k in self.drawn})
 
     def steps(self, shape: DynamicShape) -> list[list[Step]]:
@@ -229,7 +231,7 @@ class DynamicTexts:
         drawn = self.drawn[self.depth if self.nested else shape.depth, shape.top_k]
         return [
             verify_steps(
-                [each.accepted(shape.depth, shape.num_tokens) for each in places], len(response)
+                [tree.accepted(shape.depth, shape.num_tokens) for tree in places], len(response)
             )
             for places, response in zip(drawn, self.responses, strict=True)
         ]

@@ -20,7 +20,17 @@ from eval import calibrate, speedup
 from eval.compare.names import known_methods
 from eval.decode.engine import Step
 from eval.tune import cost
-from eval.tune.confidence import Costs, Expected, Told, Until, bins, by_depth, ece, fit, sigmoid
+from eval.tune.confidence import (
+    ChainCosts,
+    ChainForecast,
+    ChainSteps,
+    FixedLength,
+    bins,
+    by_depth,
+    ece,
+    fit,
+    sigmoid,
+)
 from eval.tune.cost import CostCurve
 from heads.decoding.chains import Calibration
 from heads.kinds import HEADS
@@ -45,7 +55,7 @@ def test_errors_by_hand() -> None:
 def test_what_a_step_could_test_by_hand() -> None:
     # Left: 9, 2 (the last), 5 of a head that knew two positions more.
     steps = [Step(1, 2, 9), Step(2, 2, 2), Step(2, 3, 5)]
-    told = Told.of([[0.0, 1.0, 2.0], [0.0] * 3, [3.0, 0.0]], steps, [3, 3, 2], 3)
+    told = ChainSteps.of([[0.0, 1.0, 2.0], [0.0] * 3, [3.0, 0.0]], steps, [3, 3, 2], 3)
     assert told.tested.tolist() == [3, 2, 2]
     assert [each.tolist() for each in told.kept(1)] == [[True, True, True], [True, True, True]]
     assert [each.tolist() for each in told.kept(2)] == [[True, True, True], [False, True, True]]
@@ -58,13 +68,13 @@ def test_what_a_step_could_test_by_hand() -> None:
     assert (len(first[0]), len(last[0])) == (3, 1)
 
 
-def synthetic(temperatures: list[float], offsets: list[float], number: int = 40_000) -> Told:
+def synthetic(temperatures: list[float], offsets: list[float], number: int = 40_000) -> ChainSteps:
     """Steps in which a head of such scales says how sure it is."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0.0, 2.0, (number, len(temperatures)))
     passes = rng.random(logits.shape) < sigmoid(logits / temperatures + offsets)
     accepted = passes.cumprod(1).sum(1)
-    return Told(logits, accepted, np.full(number, len(temperatures)), accepted + 1)
+    return ChainSteps(logits, accepted, np.full(number, len(temperatures)), accepted + 1)
 
 
 def test_temperatures_are_found_depth_by_depth() -> None:
@@ -102,27 +112,27 @@ CURVE = CostCurve("cpu", [1, 3], [1.0, 2.0])
 def test_what_a_threshold_is_expected_to_do_by_hand() -> None:
     """Chances .9 .81, .9 .45, .5 .25; kept 2, 1 and 2, of which the last is the text's end."""
     logits = np.log(np.array([[9.0, 9.0], [9.0, 1.0], [1.0, 1.0]]))
-    told = Told(logits, np.array([2, 1, 2]), np.full(3, 2), np.array([3, 2, 2]))
-    costs = Costs(CURVE, [0.125, 0.25], [0.1, 0.2, 0.3])
-    whole = Expected.whole(told, 2, costs)
+    told = ChainSteps(logits, np.array([2, 1, 2]), np.full(3, 2), np.array([3, 2, 2]))
+    costs = ChainCosts(CURVE, [0.125, 0.25], [0.1, 0.2, 0.3])
+    whole = ChainForecast.whole(told, 2, costs)
     assert (whole.num_drafted, whole.share_accepted, whole.tau) == (2, 5 / 6, 7 / 3)
     assert whole.tokens_per_s == pytest.approx(7 / (3 * 2.25))
     # 2, 1 and 0 draft tokens: 3 + 2 + 1 tokens, passes of 2, 1.5 and 1.
-    shorter = Expected.whole(told, 1, costs)
+    shorter = ChainForecast.whole(told, 1, costs)
     assert (shorter.most_tokens, shorter.share_accepted, shorter.tau) == (1, 1, 2)
     assert shorter.tokens_per_s == pytest.approx(6 / (3 * 1.625))
-    cut = Expected.cut(told, HALF, 0.6, costs)
+    cut = ChainForecast.cut(told, HALF, 0.6, costs)
     assert (cut.num_drafted, cut.share_accepted, cut.tau) == (1, 1, 2)
     assert cut.tokens_per_s == pytest.approx(6 / (0.3 + 2 + 0.2 + 1.5 + 0.1 + 1))
     # Of the last step, which had two tokens left, a chain of one gives both.
-    assert Expected.cut(told, HALF, 0.5, costs).tau == 7 / 3
-    assert Expected.cut(told, HALF, 0.0, costs).num_drafted == 2
+    assert ChainForecast.cut(told, HALF, 0.5, costs).tau == 7 / 3
+    assert ChainForecast.cut(told, HALF, 0.0, costs).num_drafted == 2
 
 
 @pytest.mark.parametrize(("dear", "threshold"), [(0.0, 0.0), (5.0, 0.9)])
 def test_the_threshold_depends_on_what_rows_cost(dear: float, threshold: float) -> None:
     told = synthetic([1.0, 1.0], [0.0, 0.0], 2000)
-    costs = Costs(CostCurve("cpu", [1, 3], [1.0, 1.0 + 2 * dear]), [0.0] * 2, [0.0] * 3)
+    costs = ChainCosts(CostCurve("cpu", [1, 3], [1.0, 1.0 + 2 * dear]), [0.0] * 2, [0.0] * 3)
     found = calibrate.report(told, told, costs)
     assert (found["threshold"] >= threshold) if dear else (found["threshold"] == 0)
     assert found["checked"]["shorter"]["most_tokens"] == (1 if dear else 2)
@@ -130,7 +140,7 @@ def test_the_threshold_depends_on_what_rows_cost(dear: float, threshold: float) 
 
 
 def test_chains_that_are_timed_end_where_they_should() -> None:
-    calibration, logits = Until.after(2), torch.tensor([-30.0, 30.0])
+    calibration, logits = FixedLength.after(2), torch.tensor([-30.0, 30.0])
     told = [calibration.chance(logits, depth).tolist() for depth in (1, 2, 3)]
     assert told == [[1, 1], [1, 1], [0, 0]]
 

@@ -22,12 +22,12 @@ from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
 from eval.measure.bench import Bench
-from eval.measure.heads import BenchHead
+from eval.measure.heads import SHAPE_FILE, BenchHead, write_beside
 from eval.measure.prompts import Prompt
-from eval.tree_search import Candidate, Costs
+from eval.tree_search import Candidate, ShapeCosts
 from eval.tune import advice, cost
 from eval.tune.cost import CostCurve
-from eval.tune.trees import Drawn, DynamicTexts, StaticTexts, best_trees, node_values, widest
+from eval.tune.trees import DrawnTree, DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.blocks.drafter import BlockTree
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
@@ -113,14 +113,14 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
     # Numbered from 1: tokens 7 and 8 below the root, then 7 and 9 below each of them.
     tokens, parents = [7, 8, 7, 9, 7, 9], [0, 0, 1, 1, 2, 2]
     scores = [-1.0, -0.5, -2.0, -1.5, -1.0, -3.0]  # in order: nodes 2, 1, 5, 4, 3, 6
-    drawn = Drawn.of(tokens, scores, parents, [8, 9, 9])
+    drawn = DrawnTree.of(tokens, scores, parents, [8, 9, 9])
     # Of one level only node 2 counts, and stands first; node 6 stands last of all.
     assert drawn.ahead == [[0], [0, 5]]
     assert [drawn.accepted(2, n) for n in (1, 5, 6)] == [1, 1, 2]
     # Node 1 comes first of those equal to it; a level that is not looked at stands before none.
-    assert Drawn.of(tokens, scores, parents, [7, 9]).ahead == [[1], [1, 3]]
-    assert Drawn.of(tokens, scores, parents, [9, 7]).accepted(2, 6) == 0
-    assert Drawn.of(tokens, scores, parents, []).accepted(1, 6) == 0
+    assert DrawnTree.of(tokens, scores, parents, [7, 9]).ahead == [[1], [1, 3]]
+    assert DrawnTree.of(tokens, scores, parents, [9, 7]).accepted(2, 6) == 0
+    assert DrawnTree.of(tokens, scores, parents, []).accepted(1, 6) == 0
 
 
 MADE = {
@@ -155,27 +155,27 @@ def test_trees_are_drawn_no_deeper_than_a_head_drafts(target) -> None:
     opened = BenchHead("", head.attach(target).eval(), DynamicShape(4, 4, 8), chain)
     bench = Bench(target, [opened], PROMPTS[:1], GREEDY, {}, main=True)
     config = TreeSearchRun(max_new_tokens=3, top_ks=[1])
-    texts = tree_search.read_texts(bench, config, PROMPTS[:1])
+    texts = tree_search.read_texts(bench, config)
     assert (texts.depth, texts.top_ks) == (4, [1, 4])
 
 
 def test_what_a_step_costs_by_hand() -> None:
     curve = CostCurve("gpu", [1, 9], [1.0, 3.0])
     tree = Tree.from_paths([[0], [1], [0, 0]])
-    costs = Costs(curve, {widest(1): 0.1, widest(2): 0.2}, scale=2.0)
+    costs = ShapeCosts(curve, {widest(1): 0.1, widest(2): 0.2}, scale=2.0)
     assert costs.draft_s(tree) == 0.4
     assert costs.step_s(tree) == pytest.approx(0.4 + 1.75)
     ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (8, 0.8))}
     shape = DynamicShape(4, 3, 8)
-    assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    assert ShapeCosts(curve, ends).draft_s(shape) == pytest.approx(0.4)
     ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (5, 0.5))}
-    assert Costs(curve, ends).draft_s(shape) == pytest.approx(0.4)
+    assert ShapeCosts(curve, ends).draft_s(shape) == pytest.approx(0.4)
     one = {DynamicShape(1, 3, 1): 0.1}
-    assert Costs(curve, one).draft_s(DynamicShape(1, 3, 2)) == pytest.approx(0.1)
-    assert Costs(curve, ends).step_s(shape) == pytest.approx(0.4 + 3.0)
+    assert ShapeCosts(curve, one).draft_s(DynamicShape(1, 3, 2)) == pytest.approx(0.1)
+    assert ShapeCosts(curve, ends).step_s(shape) == pytest.approx(0.4 + 3.0)
     known = CostCurve("gpu", [1, 9], [1.0, 3.0], draft_seconds=0.5)
-    assert Costs(known, ends, 7.0).draft_s(shape) == 2.0
-    assert Costs(known, {}, 7.0).draft_s(tree) == 0.5
+    assert ShapeCosts(known, ends, 7.0).draft_s(shape) == 2.0
+    assert ShapeCosts(known, {}, 7.0).draft_s(tree) == 0.5
 
 
 FREE = CostCurve("gpu", [1, 2], [1.0, 1.0], draft_seconds=0.0)
@@ -189,11 +189,11 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
     dynamic = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):
-        usual, best, found = tree_search.search(texts, Costs(FREE, {}), config)
+        usual, best, found = tree_search.search(texts, ShapeCosts(FREE, {}), config)
         assert best.tau == max(each.tau for each in (usual, *found))
         assert tree_search.num_tokens(best.shape) > 8
         assert best.speedup == best.tau
-        usual, best, found = tree_search.search(texts, Costs(DEAR, {}), config)
+        usual, best, found = tree_search.search(texts, ShapeCosts(DEAR, {}), config)
         assert tree_search.num_tokens(best.shape) == 1
         assert best.speedup == best.tau / 3
 
@@ -213,7 +213,7 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
 
 def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
     texts = StaticTexts([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
-    usual = Candidate.of(Tree.chain(2), texts, Costs(FREE, {}))
+    usual = Candidate.of(Tree.chain(2), texts, ShapeCosts(FREE, {}))
     assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
 
 
@@ -299,21 +299,22 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
         function = getattr(tree_search, name)
 
         def watched(*given):
-            of = given[place]
-            each = of.prompts if hasattr(of, "prompts") else of
-            seen.setdefault(name, [(prompt.dialogue, prompt.turn) for prompt in each])
+            prompts = given[place].prompts
+            seen.setdefault(name, [(prompt.dialogue, prompt.turn) for prompt in prompts])
             return function(*given)
 
         monkeypatch.setattr(tree_search, name, watched)
 
-    for name, place in (("read_texts", 2), ("advise", 0), ("measure", 2), ("check", 3)):
+    for name, place in (
+        ("read_texts", 0), ("advise", 0), ("decode_with", 0), ("measured_advice", 1),
+    ):  # fmt: skip
         watch(name, place)
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
     few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
     assert searched(own, head, tmp_path / "o", **few)["measured_gain"]
     assert not (head / "draft_tree.json").exists()
     assert seen["read_texts"] == seen["advise"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
-    assert seen["measure"] == seen["check"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+    assert seen["decode_with"] == seen["measured_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
 
 
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
@@ -333,15 +334,14 @@ def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> Non
 def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
     chain = Tree.chain(1)
     head = BenchHead("somebody/head", noisy_head(random_target()), chain, chain)
-    best = Candidate(DynamicShape(3, 2, 4), 2.5, 0.0, 1.0, 2.5)
-    path = tree_search.write_shape(head, best, "cpu", "ab", tmp_path)
+    content = {**tree_search.described(DynamicShape(3, 2, 4)), "device": "cpu"}
+    path = write_beside(head, SHAPE_FILE, content, tmp_path)
     assert path == tmp_path / "draft_tree.json"
     assert json.loads(path.read_text()) == {
-        "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu", "data": "ab",
-        "tau": 2.5,
+        "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu",
     }  # fmt: skip
     with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
-        tree_search.write_shape(head, best, "cpu", "ab", tmp_path / "gone")
+        write_beside(head, SHAPE_FILE, content, tmp_path / "gone")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from eval.measure.heads import BenchHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
 from eval.tune import advice, cost
-from eval.tune.advice import Advice, Point, chain_taus, check, full_batch, speedups
+from eval.tune.advice import (
+    Advice,
+    BatchSizeAdvice,
+    chain_taus,
+    full_batch,
+    measured_advice,
+    speedups,
+)
 from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, time_steps
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
@@ -153,8 +160,8 @@ def test_the_speedup_of_chains_by_hand() -> None:
 
 
 def test_the_best_length_is_that_of_the_greatest_speedup_if_it_pays() -> None:
-    assert Point(1, [1.1, 1.3, 1.2]).best_length == 2
-    point = Point(1, [0.9, 1.0, 0.8])
+    assert BatchSizeAdvice(1, [1.1, 1.3, 1.2]).best_length == 2
+    point = BatchSizeAdvice(1, [0.9, 1.0, 0.8])
     assert (point.best_length, point.fastest) == (0, 2)
 
 
@@ -168,7 +175,7 @@ def test_the_best_length_is_that_of_the_greatest_speedup_if_it_pays() -> None:
     ],
 )
 def test_where_drafting_stops_paying(best: dict[int, float], stops: int | None) -> None:
-    found = Advice([Point(size, [0.5, speedup]) for size, speedup in best.items()])
+    found = Advice([BatchSizeAdvice(size, [0.5, speedup]) for size, speedup in best.items()])
     assert found.stops_paying == stops
     assert found.described()["stops_paying_at_batch_size"] == stops
     lengths = [point["best_length"] for point in found.described()["points"]]
@@ -187,12 +194,17 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
 
     monkeypatch.setattr(advice, "full_batch", batch)
     bench_head = BenchHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
-    bench = Bench(target, [bench_head], [], GREEDY, {}, True)
     prompts = [Prompt("all", [number]) for number in range(2)]
-    points = [Point(1, [1.1, 1.3, 1.2]), Point(1, [2.0]), Point(2, [1.5, 1.2]), Point(4, [2.0])]
+    bench = Bench(target, [bench_head], prompts, GREEDY, {}, True)
+    points = [
+        BatchSizeAdvice(1, [1.1, 1.3, 1.2]),
+        BatchSizeAdvice(1, [2.0]),
+        BatchSizeAdvice(2, [1.5, 1.2]),
+        BatchSizeAdvice(4, [2.0]),
+    ]
     config = TreeSearchRun(max_new_tokens=9, num_repeats=3)
     seconds[1] = [s for s in seconds[1] for _ in prompts]  # two batches of one text
-    found = check(Advice(points), bench, config, prompts).points
+    found = measured_advice(Advice(points), bench, config).points
     # Of 4/2, 6/2 and 5/5; of batch size 4 there are too few prompts.
     assert [point.measured for point in found] == [{2: 2.0}, {}, {1: 1.5}, {}]
     assert lengths[:4] == [(1, 0), (1, 0), (1, 2), (1, 2)]
@@ -202,9 +214,9 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
 def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
     monkeypatch.setattr(advice, "full_batch", lambda *_: (0, 0.0))
     bench_head = BenchHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
-    bench = Bench(target, [bench_head], [], GREEDY, {}, True)
-    found = check(Advice([Point(1, [2.0])]), bench, TreeSearchRun(), [Prompt("all", [5])])
-    assert found.points == [Point(1, [2.0], {})]
+    bench = Bench(target, [bench_head], [Prompt("all", [5])], GREEDY, {}, True)
+    found = measured_advice(Advice([BatchSizeAdvice(1, [2.0])]), bench, TreeSearchRun())
+    assert found.points == [BatchSizeAdvice(1, [2.0], {})]
 
 
 @pytest.mark.parametrize("family", ["medusa", "eagle"])

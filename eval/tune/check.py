@@ -1,0 +1,85 @@
+"""Prompts in two halves: one to tune on, one to check in real decoding what was found."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from conf.command.journal import Journal
+from conf.errors import InputError
+from conf.settings.measure import CalibrateRun, SpeedupRun, TreeSearchRun
+from eval.compare.figures import summarise
+from eval.compare.methods import Method
+from eval.compare.names import VANILLA
+from eval.compare.timing import time_methods
+from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.measure import processes
+from eval.measure.bench import Bench, open_bench
+from heads.decoding.drafting import Drafter
+from heads.decoding.tree import Tree
+
+DrafterFactory = Callable[[list[int]], Drafter]
+"""Makes a fresh drafter for texts with these seeds."""
+
+
+def open_halves(
+    config: CalibrateRun | TreeSearchRun, result: str, doing: str
+) -> tuple[Bench, list[int], list[int]]:
+    """Opens a measurement in one process, and divides its prompts.
+
+    Dialogues are divided, not prompts: the second turn of one holds the first.
+
+    Args:
+        config: the settings.
+        result: the file that will be written.
+        doing: for messages.
+
+    Returns:
+        The measurement, and the numbers of the prompts of either half.
+
+    Raises:
+        InputError: there are more processes or fewer prompts.
+    """
+    num_processes = processes.start().num_processes
+    if num_processes > 1:
+        raise InputError(f"{num_processes} processes: one measures the times; start just that")
+    bench = open_bench(config, result)
+    tuned, checked = (
+        [n for n, prompt in enumerate(bench.prompts) if prompt.dialogue % 2 == odd]
+        for odd in (0, 1)
+    )
+    if not checked:
+        raise InputError(f"data.num_prompts=1: {doing} and checking need a prompt each")
+    return bench, tuned, checked
+
+
+def decode_with(
+    bench: Bench,
+    config: CalibrateRun | TreeSearchRun,
+    drafters: Mapping[str, tuple[DrafterFactory, Tree | None]],
+    journal: Journal | None = None,
+) -> dict[str, Any]:
+    """Decodes with each drafter, interleaved with the decoding engine without drafts.
+
+    Args:
+        bench: with the prompts to decode.
+        config: the settings.
+        drafters: by name, each with its static shape if it has one.
+        journal: of what has run, which is not run again.
+
+    Returns:
+        The contents of `speedup.json`.
+    """
+
+    def method(make: DrafterFactory, tree: Tree | None) -> Method:
+        def run(
+            ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
+        ) -> list[Generation]:
+            drafter, length = make(list(seeds)), config.max_new_tokens
+            return decode_batch(bench.target, drafter, ids, length, bench.sampling, seeds)
+
+        return Method(run, tree)
+
+    methods = {VANILLA: method(lambda _: NoDraft(), None)}
+    methods |= {name: method(*drafter) for name, drafter in drafters.items()}
+    settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
+    runs = time_methods(bench, settings, methods, journal=journal)
+    return summarise(bench, settings, methods, runs)
