@@ -32,11 +32,11 @@ from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.errors import InputError
+from eval.compare.halves import decode_with, open_halves
 from eval.decode.engine import Step, decode
 from eval.measure.bench import Bench, open_journal, seed_of, write_result
 from eval.measure.heads import CONFIDENCE_FILE, device_name, write_beside
 from eval.report.figures import plot_calibration
-from eval.tune.check import decode_with, open_halves
 from eval.tune.confidence import (
     THRESHOLDS,
     ChainCosts,

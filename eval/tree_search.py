@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.errors import InputError
+from eval.compare.halves import decode_with, open_halves
 from eval.measure.bench import Bench, write_result
 from eval.measure.heads import SHAPE_FILE, write_beside
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import plot_tree_search
 from eval.tune.advice import Advice, advise, measured_advice
-from eval.tune.check import decode_with, open_halves
 from eval.tune.cost import CostCurve, load_curve, time_steps, typical_context
 from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.decoding.sampling import GREEDY

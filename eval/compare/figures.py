@@ -1,4 +1,4 @@
-"""Turns what methods did into the figures of `speedup.json`."""
+"""Figures of `speedup.json`: speed and acceptance of methods, and their texts side by side."""
 
 import statistics
 from collections import Counter
@@ -6,103 +6,110 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
+
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
-from eval.compare.names import BASELINES
-from eval.compare.texts import lossless, texts_shown
+from eval.compare.names import BASELINES, VANILLA
 from eval.compare.timing import PromptRun
-from eval.decode.engine import Generation
+from eval.decode.engine import Generation, common_prefix
 from eval.measure.bench import Bench
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import Interval, PromptSteps, interval, summary, tau
 from heads.decoding.tree import Tree
+from heads.target_model.model import Target
 
 PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
 TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
 
 
 def summarise(
-    bench: Bench, config: SpeedupRun, methods: dict[str, Method], found: list[PromptRun]
+    bench: Bench, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
     """The contents of `speedup.json`."""
-    baseline = baseline_of(methods, found)
+    baseline = baseline_of(methods, runs)
     return {
         "methods": {
-            name: _figures(name, method, found, baseline, bench.target.tokenizer, config.seed)
+            name: _figures(name, method, runs, baseline, bench.target.tokenizer, config.seed)
             for name, method in methods.items()
         },
         "baseline": baseline,
         "baselines": [name for name in BASELINES if name in methods],
         # Sampled texts differ by chance; that they keep the distribution is a matter of tests.
-        "lossless": lossless(bench, methods, found) if bench.sampling.greedy else None,
+        "lossless": lossless(bench, methods, runs) if bench.sampling.greedy else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
-        "texts": texts_shown(bench.target, methods, found, config.num_texts),
+        "texts": texts_shown(bench.target, methods, runs, config.num_texts),
     }
 
 
-def baseline_of(methods: Iterable[str], found: list[PromptRun]) -> str:
-    """Whatever is faster of what drafts nothing: what a user would take without a head."""
-    speeds = {name: tokens_per_s(name, found, "total") for name in BASELINES if name in methods}
+def baseline_of(methods: Iterable[str], runs: list[PromptRun]) -> str:
+    """The faster one of what drafts nothing: what a user would take without a head."""
+    speeds = {name: tokens_per_s(name, runs, "total") for name in BASELINES if name in methods}
     return max(speeds, key=lambda name: speeds[name])
 
 
 def _figures(
-    name: str, method: Method, found: list[PromptRun], baseline: str, tokenizer: Any, seed: int
+    name: str, method: Method, runs: list[PromptRun], baseline: str, tokenizer: Any, seed: int
 ) -> dict[str, Any]:
-    texts = [run.runs[name][0] for run in found]
-    steps = [_steps(run.prompt, run.runs[name][0], tokenizer) for run in found]
+    texts = [run.texts[name][0] for run in runs]
+    steps = [
+        PromptSteps(
+            run.prompt.category, text.steps, text.drafted, run.prompt.dialogue, run.prompt.turn,
+            num_thinking(run.prompt, text.token_ids, tokenizer),
+        )
+        for run, text in zip(runs, texts, strict=True)
+    ]  # fmt: skip
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
-    measured = summary(steps, depth, seed)
-    mean, decode_speedup = tau(steps), ratio(name, baseline, found, "decode")
-    figures = {
+    measured: dict[str, Any] = summary(steps, depth, seed)
+    mean, decode_speedup = tau(steps), ratio(name, baseline, runs, "decode")
+    figures: dict[str, Any] = {
         "tau": mean,
         "tau_ci95": measured["tau_ci95"],
-        "tokens_per_s": tokens_per_s(name, found, "total"),
-        "speedup": ratio(name, baseline, found, "total"),
-        "speedup_ci95": speedup_interval(name, baseline, found, seed),
-        "decode_tokens_per_s": tokens_per_s(name, found, "decode"),
+        "tokens_per_s": tokens_per_s(name, runs, "total"),
+        "speedup": ratio(name, baseline, runs, "total"),
+        "speedup_ci95": speedup_interval(name, baseline, runs, seed),
+        "decode_tokens_per_s": tokens_per_s(name, runs, "decode"),
         "decode_speedup": decode_speedup,
         "efficiency": None if decode_speedup is None else decode_speedup / mean,
         "alpha": measured["alpha"],
         "per_position": measured["per_position"],
         "num_tokens": sum(len(text.token_ids) for text in texts),
         **{key: measured[key] for key in ("num_steps", "num_drafted", "num_accepted")},
-        "breakdown": _breakdown(name, found),
+        "breakdown": _breakdown(name, runs),
         "lossy": method.lossy,
-        "by_category": _by_category(name, found, measured, baseline, seed),
+        "by_category": {},
         "by_part": measured["by_part"],
         **method.settings,
     }
+    for category, row in measured["by_category"].items():
+        members = [run for run in runs if run.prompt.category == category]
+        figures["by_category"][category] = {
+            "tau": row["tau"],
+            "tau_ci95": row["ci95"],
+            "speedup": ratio(name, baseline, members, "total"),
+            "speedup_ci95": speedup_interval(name, baseline, members, seed),
+            "num_prompts": row["num_prompts"],
+        }
     if method.tree is not None and method.tree.num_nodes > 1:
         figures["tree"] = _tree(method.tree, texts)
-    return figures | {"prompts": _rows(name, found, steps)}
-
-
-def _steps(prompt: Prompt, text: Generation, tokenizer: Any) -> PromptSteps:
-    return PromptSteps(
-        prompt.category, text.steps, text.drafted, prompt.dialogue, prompt.turn,
-        num_thinking(prompt, text.token_ids, tokenizer),
-    )  # fmt: skip
-
-
-def _rows(name: str, found: list[PromptRun], steps: list[PromptSteps]) -> list[dict[str, Any]]:
-    """Per prompt its passes, and per repeat its shares of the seconds of its batches."""
-    return [
+    # Per prompt its passes, and per repeat its shares of the seconds of its batches.
+    figures["prompts"] = [
         {
             **own.row(),
             "num_tokens": run.num_tokens(name),
             "seconds": {part: run.seconds(name, part) for part in TIMES},
         }
-        for own, run in zip(steps, found, strict=True)
+        for own, run in zip(steps, runs, strict=True)
     ]
+    return figures
 
 
-def _breakdown(name: str, found: list[PromptRun]) -> dict[str, float]:
+def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
     """Seconds per part; what a GPU stood still inside a part is the host's."""
-    parts = {part: _median_total(run.seconds(name, part) for run in found) for part in PARTS}
+    parts = {part: _median_total(run.seconds(name, part) for run in runs) for part in PARTS}
     for part in ("draft", "verify", "accept", "step"):
-        profiled = [run for run in found if name in run.busy]
+        profiled = [run for run in runs if name in run.busy]
         lasted = _median_total(run.seconds(name, part) for run in profiled)
         if lasted:
             worked = sum(run.busy[name].get(part, 0.0) for run in profiled)
@@ -118,72 +125,49 @@ def _median_total(seconds: Iterable[list[float]]) -> float:
     return sum(map(statistics.median, seconds))
 
 
-def tokens_per_s(name: str, found: list[PromptRun], part: str) -> float:
-    """In `total`, or in `decode`: without prompts and what reading them gives."""
-    counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in found)
-    return sum(counts) / max(_median_total(run.seconds(name, part) for run in found), 1e-9)
+def tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
+    """Tokens per second in `total`, or in `decode`: without prompts and what reading them gives."""
+    counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
+    return sum(counts) / max(_median_total(run.seconds(name, part) for run in runs), 1e-9)
 
 
-def ratio(name: str, baseline: str, found: list[PromptRun], part: str) -> float | None:
-    """To the baseline's speed; None where that decoded nothing."""
-    base = tokens_per_s(baseline, found, part)
-    return tokens_per_s(name, found, part) / base if base else None
+def ratio(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
+    """Speed over the baseline's; None where that decoded nothing."""
+    base = tokens_per_s(baseline, runs, part)
+    return tokens_per_s(name, runs, part) / base if base else None
 
 
-def speedup_interval(name: str, baseline: str, found: list[PromptRun], seed: int) -> Interval:
+def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int) -> Interval:
     """95% bootstrap interval of the speed-up over dialogues and repeats."""
     if name == baseline:  # 1 by definition
         return None
-    groups = _dialogues(found)
+    dialogues: dict[int, list[PromptRun]] = {}
+    for run in runs:
+        dialogues.setdefault(run.prompt.dialogue, []).append(run)
 
     @cache
-    def sums(runs: tuple[int, ...]) -> list[list[float]]:
-        """Per group the tokens and seconds of the method, and those of the baseline."""
+    def sums(repeats: tuple[int, ...]) -> list[list[float]]:
+        """Per dialogue the tokens and seconds of the method, and those of the baseline."""
         return [
             [
                 total
-                for each in (name, baseline)
+                for method in (name, baseline)
                 for total in (
-                    sum(run.num_tokens(each) for run in group),
-                    _median_total([run.seconds(each)[r] for r in runs] for run in group),
+                    sum(run.num_tokens(method) for run in dialogue),
+                    _median_total([run.seconds(method)[r] for r in repeats] for run in dialogue),
                 )
             ]
-            for group in groups
+            for dialogue in dialogues.values()
         ]
 
-    def speedup(drawn: Sequence[int], runs: Sequence[int]) -> float:
-        cells = sums(tuple(sorted(runs)))
+    def speedup(drawn: Sequence[int], repeats: Sequence[int]) -> float:
+        cells = sums(tuple(sorted(repeats)))
         tokens, time, base_tokens, base_time = (
-            sum(cells[group][column] for group in drawn) for column in range(4)
+            sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
         )
         return (tokens / time) / (base_tokens / base_time)
 
-    num_runs = len(found[0].runs[name])
-    return interval(range(len(groups)), speedup, seed, num_runs)
-
-
-def _dialogues(found: list[PromptRun]) -> list[list[PromptRun]]:
-    """The prompts of each dialogue."""
-    groups: dict[int, list[PromptRun]] = {}
-    for run in found:
-        groups.setdefault(run.prompt.dialogue, []).append(run)
-    return list(groups.values())
-
-
-def _by_category(
-    name: str, found: list[PromptRun], measured: dict[str, Any], baseline: str, seed: int
-) -> dict[str, Any]:
-    rows = {}
-    for category, row in measured["by_category"].items():
-        members = [run for run in found if run.prompt.category == category]
-        rows[category] = {
-            "tau": row["tau"],
-            "tau_ci95": row["ci95"],
-            "speedup": ratio(name, baseline, members, "total"),
-            "speedup_ci95": speedup_interval(name, baseline, members, seed),
-            "num_prompts": row["num_prompts"],
-        }
-    return rows
+    return interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
 
 
 def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
@@ -192,3 +176,86 @@ def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
     num_steps = max(1, sum(len(g.paths) for g in texts))
     rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
     return {"parents": list(tree.parents), "ranks": list(tree.ranks), "acceptance": rates}
+
+
+def lossless(bench: Bench, methods: dict[str, Method], runs: list[PromptRun]) -> dict[str, Any]:
+    """How many greedy texts are those of plain decoding under every method, and where not."""
+    divergences = []
+    for index, run in enumerate(runs):
+        expected = run.texts[VANILLA][0].token_ids
+        for name in methods:
+            text = run.texts[name][0].token_ids
+            if text != expected:
+                where = _divergence(bench.target, run.prompt, expected, text)
+                divergences.append({"prompt": index, "method": name, **where})
+    differing = {divergence["prompt"] for divergence in divergences}
+    return {
+        "num_prompts": len(runs),
+        "num_equal": len(runs) - len(differing),
+        "first_divergences": divergences,
+    }
+
+
+@torch.no_grad()
+def _divergence(
+    target: Target, prompt: Prompt, expected: list[int], text: list[int]
+) -> dict[str, Any]:
+    """Where two texts part, and by how much the target preferred its choice there."""
+    position = common_prefix(expected, text)
+    output = target.read_text(prompt.token_ids + expected[:position])
+    best, second = target.logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
+    return {"position": position, "top2_margin": best - second}
+
+
+def texts_shown(
+    target: Target, methods: dict[str, Method], runs: list[PromptRun], num_texts: int
+) -> list[dict[str, Any]]:
+    """Texts of the first prompts of each category in turn, for the report."""
+    drafting = [
+        name
+        for name in methods
+        if name == VANILLA or any(sum(run.texts[name][0].drafted) for run in runs)
+    ]
+    by_category: dict[str, list[PromptRun]] = {}
+    for run in runs:
+        by_category.setdefault(run.prompt.category, []).append(run)
+    longest = max(map(len, by_category.values()))
+    rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
+    return [_coloured(n, run, drafting, target) for n, run in enumerate(rounds[:num_texts])]
+
+
+def _coloured(index: int, run: PromptRun, methods: list[str], target: Target) -> dict[str, Any]:
+    """A prompt's texts with the depth at which each token was accepted, 0 for the target's own."""
+    texts, prompt = {}, run.prompt
+    for name in methods:
+        text = run.texts[name][0]
+        pieces = _pieces(target.tokenizer, text.token_ids)
+        texts[name] = list(zip(pieces, _origins(text), strict=True))
+    return {
+        "prompt": index,
+        "category": prompt.category,
+        "turn": prompt.turn,
+        "question": prompt.question,
+        "methods": texts,
+    }
+
+
+def _origins(text: Generation) -> list[int]:
+    # The prompt's pass gives one token, or more where transformers drafts in it.
+    num_first = len(text.token_ids) - sum(step.num_emitted for step in text.steps)
+    depths = [*range(1, num_first), 0]
+    for step in text.steps:
+        depths += [*range(1, step.num_accepted + 1), 0][: step.num_emitted]
+    return depths
+
+
+def _pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """What each token adds to the text; a character split over tokens goes to its last one."""
+    pieces, shown = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end])
+        whole = end == len(token_ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        grown = text if whole and text.startswith(shown) else shown
+        pieces.append(grown[len(shown) :])
+        shown = grown
+    return pieces

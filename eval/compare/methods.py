@@ -1,5 +1,6 @@
-"""How every way to decode is made that `eval/speedup.py` compares."""
+"""Ways to decode that `eval/speedup.py` compares."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -11,8 +12,8 @@ from conf.command.journal import Journal
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from eval.compare.decoding import Decoding
 from eval.compare.names import BASELINES, VANILLA, known_methods, unnumbered
+from eval.decode.captured import Captured, CaptureError, obstacle
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookahead import Lookahead
@@ -27,9 +28,8 @@ from eval.decode.drafters.recycling import (
 )
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import Generation, NoDraft
+from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from eval.decode.generate import hf_generate
-from eval.decode.generation_config import follow
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
@@ -58,7 +58,7 @@ class Method:
         run: texts of prompts, given one seed each, so many at a time.
         tree: the static shape of its drafts, if they have one.
         lossy: whether texts may differ in distribution from the target's own.
-        settings: what was not given but found, for the results file.
+        settings: what was not given, for the results file.
         forget: drops what its drafters learnt from earlier texts; None if they learn nothing.
     """
 
@@ -69,14 +69,64 @@ class Method:
     forget: Callable[[], None] | None = None
 
 
+class Decoding:
+    """Decodes prompts, in steps that are captured where they can be.
+
+    Args:
+        target: the target.
+        make: a fresh drafter for texts with these seeds.
+        max_new_tokens: of a text.
+        sampling: how tokens are chosen.
+        capture: whether steps may be CUDA graphs.
+
+    Attributes:
+        settings: `captured`, on a GPU: what of a step is one launch, or why nothing is.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        make: Callable[[list[int]], Drafter],
+        max_new_tokens: int,
+        sampling: Sampling,
+        capture: bool,
+    ) -> None:
+        self.target, self.make, self.sampling = target, make, sampling
+        self.max_new_tokens, self.settings = max_new_tokens, dict[str, Any]()
+        self._captured: Captured | None = None
+        if target.device.type == "cuda":
+            why = obstacle(target, sampling) if capture else "cuda_graphs=false"
+            self._captured = None if why else Captured(target, make, max_new_tokens)
+            self.settings["captured"] = self._captured.what if self._captured else f"no: {why}"
+
+    def __call__(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
+    ) -> list[Generation]:
+        """Texts of prompts, given one seed each, so many at a time."""
+        requests = list(map(Request, prompts, seeds))
+        if self._captured is not None:
+            try:
+                return self._captured.decode(requests, batch_size)
+            except CaptureError as error:
+                self._captured, self.settings["captured"] = None, f"no: {error}"
+                Console(stderr=True).print(
+                    f"steps are launched operation by operation, as CUDA does not capture them "
+                    f"({error}); cuda_graphs=false does not try",
+                    highlight=False,
+                    markup=False,
+                )
+        return decode_many(
+            self.target, self.make, requests, self.max_new_tokens, batch_size, self.sampling
+        )
+
+
 def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
-    """How to make each of the chosen methods, the baselines first.
+    """Makers of the chosen methods, the baselines first.
 
     Raises:
         InputError: a method whose head, draft model, prompts or batch size is not there.
     """
-    wanted = Builder(bench, config)
-    known = wanted.available()
+    known = MethodBuilder(bench, config).available()
     if "all" in config.methods:
         if "early_exit" in known and "skip_layers" not in known and bench.main:
             Console(stderr=True).print(
@@ -98,14 +148,14 @@ def build_methods(
     """The chosen methods; what has to be searched for is looked up in the journal first."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
         if SEARCHED not in journal.done:
-            journal.append([{"id": SEARCHED, **_searched(bench, config)}])
-        (found,) = (row for row in journal.rows() if row["id"] == SEARCHED)
-        make = partial(chosen["skip_layers"], found["skip"], found["num_tokens"])
+            journal.append([{"id": SEARCHED, **_layers_to_skip(bench, config)}])
+        (row,) = (row for row in journal.rows() if row["id"] == SEARCHED)
+        make = partial(chosen["skip_layers"], row["skip"], row["num_tokens"])
         chosen = chosen | {"skip_layers": make}
     return {name: make() for name, make in chosen.items()}
 
 
-def _searched(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
+def _layers_to_skip(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
     """Layers to skip and draft tokens that are predicted to be fastest on prompts not measured."""
     prompts = [prompt.token_ids for prompt in bench.spare]
     answers = greedy_responses(bench.target, bench.spare, config.max_new_tokens)
@@ -120,7 +170,7 @@ def _searched(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
     return processes.gathered([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
 
 
-class Builder:
+class MethodBuilder:
     """Makes methods from what a run gives."""
 
     def __init__(self, bench: Bench, config: SpeedupRun) -> None:
@@ -128,48 +178,52 @@ class Builder:
         self.target, self.sampling = bench.target, bench.sampling
 
     def available(self) -> dict[str, Callable[..., Method]]:
-        """How to make each method for which everything is given."""
-        found: dict[str, Callable[..., Method]] = {
-            VANILLA: lambda: self._engine(lambda _seeds: NoDraft(), Tree.chain(0)),
+        """Makers of the methods for which everything is given."""
+        lookup, lookahead = self.config.lookup, self.config.lookahead
+        makers: dict[str, Callable[..., Method]] = {
+            VANILLA: lambda: self._engine(lambda _: NoDraft(), Tree.chain(0)),
             "generate": self._generate,
         }
         # transformers' own takes back no state.
         single = self.config.batch_sizes == [1] and not self.target.is_recurrent
         if single:
-            num_tokens, ngram = self.config.lookup.num_tokens, self.config.lookup.max_ngram
-            found["generate_lookup"] = partial(
-                self._generate, prompt_lookup_num_tokens=num_tokens, max_matching_ngram_size=ngram
-            )
-        for head, suffix in self._numbered():
+            makers["generate_lookup"] = partial(
+                self._generate, prompt_lookup_num_tokens=lookup.num_tokens,
+                max_matching_ngram_size=lookup.max_ngram,
+            )  # fmt: skip
+        counts: Counter[str] = Counter()
+        for head in self.bench.heads:
             family = head.family
+            counts[family] += 1
+            number = f"_{counts[family]}" if counts[family] > 1 else ""
             for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
-                found[f"{family}_{shape}{suffix}"] = partial(self._head, head, shape)
-            found[f"{family}_suffix{suffix}"] = partial(self._hybrid, head)
+                makers[f"{family}_{shape}{number}"] = partial(self._head, head, shape)
+            makers[f"{family}_suffix{number}"] = partial(self._hybrid, head)
             if HEADS[family].static and not self.sampling.greedy:
-                found[f"{family}_typical{suffix}"] = partial(self._typical, head)
+                makers[f"{family}_typical{number}"] = partial(self._typical, head)
         if self.config.draft.path is not None:
-            found |= self._with_draft_model(self.config.draft.path, single)
-        found |= {
-            "prompt_lookup": partial(self._lookup, PromptLookup),
-            "ngram": partial(self._lookup, Ngram),
+            makers |= self._with_draft_model(self.config.draft.path, single)
+
+        def with_lookup(drafter: type[PromptLookup | Ngram]) -> Method:
+            limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
+            return self._engine(lambda _: drafter(*limits))
+
+        def with_lookahead() -> Method:
+            limits = (lookahead.window, lookahead.level, lookahead.num_guesses)
+            return self._engine(lambda _: Lookahead(*limits))
+
+        makers |= {
+            "prompt_lookup": partial(with_lookup, PromptLookup),
+            "ngram": partial(with_lookup, Ngram),
             "suffix": self._suffix,
             "recycling": self._recycling,
-            "lookahead": self._lookahead,
+            "lookahead": with_lookahead,
         }
         if not self.target.attention_pattern.shares_keys:
-            found["early_exit"] = self._early_exit
+            makers["early_exit"] = self._early_exit
             if self.bench.spare or self.config.self_draft.skip is not None:
-                found["skip_layers"] = self._skip_layers
-        return found
-
-    def _numbered(self) -> list[tuple[BenchHead, str]]:
-        counts: dict[str, int] = {}
-        numbered = []
-        for head in self.bench.heads:
-            counts[head.family] = counts.get(head.family, 0) + 1
-            number = counts[head.family]
-            numbered.append((head, f"_{number}" if number > 1 else ""))
-        return numbered
+                makers["skip_layers"] = self._skip_layers
+        return makers
 
     def _engine(
         self,
@@ -193,20 +247,19 @@ class Builder:
         def forget() -> None:
             shared[0] = store()
 
-        found = self._engine(lambda seeds: make(seeds, shared[0]), tree)
-        return replace(found, forget=forget)
+        return replace(self._engine(lambda seeds: make(seeds, shared[0]), tree), forget=forget)
 
     def _generate(self, **assistance: object) -> Method:
         def run(
             prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
         ) -> list[Generation]:
-            found: list[Generation] = []
+            texts: list[Generation] = []
             for start in range(0, len(prompts), batch_size):
-                found += hf_generate(
+                texts += hf_generate(
                     self.target, prompts[start : start + batch_size], self.config.max_new_tokens,
                     self.sampling, seeds[start], **assistance,
                 )  # fmt: skip
-            return found
+            return texts
 
         return Method(run)
 
@@ -235,12 +288,12 @@ class Builder:
         model.output_head = self._drafting(model).output_head
         if not same_tokenizer(self.target, model):
             return {"draft_chain": partial(self._other_tokenizer, model)}
-        found: dict[str, Callable[[], Method]] = {
+        makers: dict[str, Callable[[], Method]] = {
             "draft_chain": partial(self._draft_chain, model),
             "draft_tree": partial(self._draft_tree, model),
         }
         # Whose vocabularies are padded otherwise, transformers takes for two tokenizers.
-        sizes = {each.config.vocab_size for each in (self.target, model)}
+        sizes = {self.target.config.vocab_size, model.config.vocab_size}
         if single and len(sizes) > 1:
             asked = {"all", "generate_assisted"} & {*self.config.methods}
             if asked and self.bench.main:
@@ -254,11 +307,11 @@ class Builder:
             how.num_assistant_tokens = settings.num_tokens
             how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"
             how.assistant_confidence_threshold = settings.confidence
-            found["generate_assisted"] = partial(self._generate, assistant_model=model.model)
-        return found
+            makers["generate_assisted"] = partial(self._generate, assistant_model=model.model)
+        return makers
 
     def _drafting(self, model: Target) -> EmbeddingsAndHead:
-        """What makes logits of a model's states while it drafts."""
+        """Embeddings and output head of a model while it drafts."""
         rank = self.config.output_rank
         return model if rank is None else with_low_rank_head(model, rank)
 
@@ -286,10 +339,6 @@ class Builder:
         num_tokens = self.config.draft.num_tokens
         return self._engine(lambda _: OtherTokenizer(model, self.target.tokenizer, num_tokens))
 
-    def _lookup(self, kind: type[PromptLookup | Ngram]) -> Method:
-        how = self.config.lookup
-        return self._engine(lambda _: kind(how.num_tokens, how.max_ngram, how.min_ngram))
-
     def _suffix(self) -> Method:
         return self._remembering(self._answers, lambda _, answers: self._suffix_drafter(answers))
 
@@ -313,12 +362,6 @@ class Builder:
         tree = recycling_tree(self.config.recycling.num_tokens or usual)
         return self._remembering(Successors, lambda _, store: Recycling(store, tree), tree)
 
-    def _lookahead(self) -> Method:
-        settings = self.config.lookahead
-        return self._engine(
-            lambda _: Lookahead(settings.window, settings.level, settings.num_guesses)
-        )
-
     def _early_exit(self) -> Method:
         settings = self.config.self_draft
         num_layers = settings.num_layers or max(1, self.target.num_layers // 2)
@@ -328,10 +371,12 @@ class Builder:
             )
         return self._self_draft(early_exit(self.target, num_layers), settings.num_tokens)
 
-    def _skip_layers(self, found: list[int] | None = None, num_tokens: int | None = None) -> Method:
-        """Without the layers of the settings, or those that a search found, and its length."""
+    def _skip_layers(
+        self, searched: list[int] | None = None, num_tokens: int | None = None
+    ) -> Method:
+        """Skips the layers of the settings, or those of a search with its draft tokens."""
         settings = self.config.self_draft
-        skip = settings.skip if found is None else found
+        skip = settings.skip if searched is None else searched
         assert skip is not None
         outside = [layer for layer in skip if not 0 <= layer < self.target.num_layers]
         if outside:

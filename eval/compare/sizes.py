@@ -1,7 +1,7 @@
 """Batch sizes beside each other: throughput, latency, and where drafting stops paying."""
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -10,13 +10,12 @@ from rich.table import Table
 
 from eval.compare.figures import baseline_of, ratio, speedup_interval, tokens_per_s
 from eval.compare.timing import PromptRun
-from eval.decode.engine import Generation
 
 WAITS = ("first_token_ms", "between_tokens_ms")
 
 
-def at_size(methods: Iterable[str], found: list[PromptRun], seed: int) -> dict[str, Any]:
-    """What texts of a batch size got: throughput and latency by method.
+def at_size(methods: Iterable[str], runs: list[PromptRun], seed: int) -> dict[str, Any]:
+    """Throughput and latency of texts of a batch size, by method.
 
     The time to the first token is from where a text gets its place to its first token; the time
     between tokens from what a step gave to what the next one did, as a reader of a stream sees it,
@@ -24,18 +23,25 @@ def at_size(methods: Iterable[str], found: list[PromptRun], seed: int) -> dict[s
 
     Args:
         methods: their names.
-        found: of all prompts.
+        runs: of all prompts.
         seed: of the intervals.
     """
-    baseline, rows = baseline_of(methods, found), {}
+    baseline, rows = baseline_of(methods, runs), {}
     for name in methods:
-        first, between = (_percentiles(name, found, waits) for waits in (_first, _between))
+        repeats = list(zip(*(run.texts[name] for run in runs), strict=True))
         rows[name] = {
-            "tokens_per_s": tokens_per_s(name, found, "total"),
-            "speedup": ratio(name, baseline, found, "total"),
-            "speedup_ci95": speedup_interval(name, baseline, found, seed),
-            "first_token_ms": first,
-            "between_tokens_ms": between,
+            "tokens_per_s": tokens_per_s(name, runs, "total"),
+            "speedup": ratio(name, baseline, runs, "total"),
+            "speedup_ci95": speedup_interval(name, baseline, runs, seed),
+            "first_token_ms": _percentiles(
+                [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
+            ),
+            "between_tokens_ms": _percentiles(
+                [
+                    [after - s for text in texts for s, after in pairwise(text.arrivals)]
+                    for texts in repeats
+                ]
+            ),
         }
     return {"baseline": baseline, "methods": rows}
 
@@ -47,18 +53,17 @@ def stops_paying(sizes: dict[str, Any], method: str) -> int | None:
         sizes: the contents of `concurrency` in `speedup.json`.
         method: its name.
     """
-    found = None
+    stop = None
     for size in sorted(map(int, sizes), reverse=True):
         if sizes[str(size)]["methods"][method]["speedup"] > 1:
             break
-        found = size
-    return found
+        stop = size
+    return stop
 
 
 def show_sizes(result: dict[str, Any], console: Console) -> None:
     """Prints a row per method and batch size."""
-    title = "Texts at a time; waits in ms, p50 and p99"
-    table = Table(title=title)
+    table = Table(title="Texts at a time; waits in ms, p50 and p99")
     columns = ("texts", "method", "tokens/s", "speed-up", "first token", "between tokens")
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
@@ -83,24 +88,12 @@ def _words(wait: dict[str, float] | None) -> str:
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in wait.values())
 
 
-def _first(text: Generation) -> list[float]:
-    return text.arrivals[:1]
-
-
-def _between(text: Generation) -> list[float]:
-    return [after - before for before, after in pairwise(text.arrivals)]
-
-
-def _percentiles(
-    name: str, found: list[PromptRun], waits: Callable[[Generation], list[float]]
-) -> dict[str, float] | None:
-    of_repeats = [
-        sorted(1000 * each for text in texts for each in waits(text))
-        for texts in zip(*(run.runs[name] for run in found), strict=True)
-    ]
-    if not all(of_repeats):
+def _percentiles(repeats: list[list[float]]) -> dict[str, float] | None:
+    """Medians over repeats, in ms of waits in s."""
+    if not all(repeats):
         return None
+    ordered = [sorted(1000 * seconds for seconds in waits) for waits in repeats]
     return {
-        label: statistics.median(each[int(share * (len(each) - 1))] for each in of_repeats)
+        label: statistics.median(waits[int(share * (len(waits) - 1))] for waits in ordered)
         for label, share in (("p50", 0.5), ("p99", 0.99))
     }

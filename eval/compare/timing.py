@@ -27,25 +27,25 @@ class PromptRun:
 
     Attributes:
         prompt: the prompt.
-        runs: by method, one text per repeat.
+        texts: by method, one per repeat.
         busy: by method and part, seconds in which a GPU worked; of the first job alone.
     """
 
     prompt: Prompt
-    runs: dict[str, list[Generation]]
+    texts: dict[str, list[Generation]]
     busy: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def num_tokens(self, method: str) -> int:
         """Tokens of the text, counted from its ids."""
-        return len(self.runs[method][0].token_ids)
+        return len(self.texts[method][0].token_ids)
 
     def num_decoded(self, method: str) -> int:
-        """Of those, the tokens that came after the prompt's own pass."""
-        return sum(step.num_emitted for step in self.runs[method][0].steps)
+        """Tokens of the text that came after the prompt's own pass."""
+        return sum(step.num_emitted for step in self.texts[method][0].steps)
 
     def seconds(self, method: str, part: str = "total") -> list[float]:
         """Per repeat, its shares of what its batches took."""
-        return [getattr(text.times, part) for text in self.runs[method]]
+        return [getattr(text.times, part) for text in self.texts[method]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def time_methods(
     start = batch_size * JOBS_PER_SIZE
     jobs = _jobs(start, config.num_repeats, len(groups), list(methods), config.seed)
     rows = [] if journal is None else journal.rows()
-    kept = {row["id"]: _texts(row) for row in rows if "texts" in row}
+    kept = {row["id"]: list(map(_text, row["texts"])) for row in rows if "texts" in row}
     waiting = {(job.method, job.repeat) for job in jobs if job.id not in kept}
     for _ in range(config.num_warmups):
         for name in {name for name, _ in waiting}:
@@ -104,25 +104,26 @@ def time_methods(
             kept[job.id] = texts
             if journal is not None:
                 journal.append([{"id": job.id, "texts": [asdict(text) for text in texts]}])
-    found = [PromptRun(prompt, {name: [] for name in methods}) for prompt in prompts]
+    runs = [PromptRun(prompt, {name: [] for name in methods}) for prompt in prompts]
     for job in jobs:
         first = job.group  # of one prompt each, or the only one
-        for run, text in zip(found[first:], kept[job.id], strict=False):
-            run.runs[job.method].append(text)
+        for run, text in zip(runs[first:], kept[job.id], strict=False):
+            run.texts[job.method].append(text)
     if bench.target is not None and bench.target.device.type == "cuda":
         for name, method in methods.items():
-            _profile(name, method, found[: len(groups[0])], config.seed, batch_size)
-    return sorted(processes.gathered(found), key=_place)
+            _profile(name, method, runs[: len(groups[0])], config.seed, batch_size)
+    gathered = processes.gathered(runs)
+    return sorted(gathered, key=lambda run: (run.prompt.turn, run.prompt.dialogue))
 
 
-def _profile(name: str, method: Method, found: list[PromptRun], seed: int, batch_size: int) -> None:
+def _profile(name: str, method: Method, runs: list[PromptRun], seed: int, batch_size: int) -> None:
     """Adds to the runs of a job their shares of the seconds in which a GPU worked."""
     if method.forget:
         method.forget()
-    prompts = [each.prompt for each in found]
+    prompts = [run.prompt for run in runs]
     busy = busy_seconds(partial(_run, method, prompts, seed, batch_size))
-    for each in found:
-        each.busy[name] = {part: seconds / len(found) for part, seconds in busy.items()}
+    for run in runs:
+        run.busy[name] = {part: seconds / len(runs) for part, seconds in busy.items()}
 
 
 def _jobs(start: int, num_repeats: int, num_groups: int, names: list[str], seed: int) -> list[_Job]:
@@ -140,20 +141,13 @@ def _run(method: Method, prompts: Sequence[Prompt], seed: int, batch_size: int) 
     return method.run(ids, [seed_of(prompt, seed) for prompt in prompts], batch_size)
 
 
-def _texts(row: dict[str, Any]) -> list[Generation]:
-    """What `asdict` of the texts became on disk."""
-    return [
-        Generation(
-            text["token_ids"],
-            [Step(**step) for step in text["steps"]],
-            [tuple(path) for path in text["paths"]],
-            Times(**text["times"]),
-            text["drafted"],
-            text["arrivals"],
-        )
-        for text in row["texts"]
-    ]
-
-
-def _place(run: PromptRun) -> tuple[int, int]:
-    return run.prompt.turn, run.prompt.dialogue
+def _text(row: dict[str, Any]) -> Generation:
+    """A text from what `asdict` made of it."""
+    return Generation(
+        row["token_ids"],
+        [Step(**step) for step in row["steps"]],
+        [tuple(path) for path in row["paths"]],
+        Times(**row["times"]),
+        row["drafted"],
+        row["arrivals"],
+    )

@@ -26,7 +26,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.compare.decoding import Decoding
+from eval.compare.methods import Decoding
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode

@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import eagle_head, texts
 
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from eval.compare.decoding import Decoding
+from eval.compare.methods import Decoding
 from eval.decode import captured
 from eval.decode.captured import Captured, CaptureError, Graph, PassBatch, obstacle
 from eval.decode.drafters.hybrid import Hybrid

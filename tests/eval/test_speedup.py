@@ -102,7 +102,7 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
 
 def compared(found: list[PromptRun], **settings) -> dict:
     """The row of `tree`."""
-    methods = {name: Method(lambda *_: []) for name in found[0].runs}
+    methods = {name: Method(lambda *_: []) for name in found[0].texts}
     bench = Bench(TARGET, [], [], GREEDY, {}, True)
     return summarise(bench, SpeedupRun(num_texts=0, **settings), methods, found)["methods"]["tree"]
 

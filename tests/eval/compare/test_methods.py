@@ -18,7 +18,7 @@ from conf.settings.target import TargetConfig
 from data.templates.encoder import Encoder
 from eval import speedup
 from eval.compare import methods
-from eval.compare.decoding import Decoding
+from eval.compare.methods import Decoding
 from heads.kinds import load_head
 from heads.layers import packed
 from heads.processor import this_processor

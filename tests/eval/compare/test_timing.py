@@ -112,7 +112,7 @@ class Learner:
     def lengths(self, config: SpeedupRun, journal: Journal | None = None) -> list[list[int]]:
         """[prompt][repeat]"""
         found = time_methods(BENCH, config, self.methods, journal=journal)
-        return [[len(text.token_ids) for text in run.runs["vanilla"]] for run in found]
+        return [[len(text.token_ids) for text in run.texts["vanilla"]] for run in found]
 
 
 @pytest.mark.parametrize("num_runs", range(2, 8))
@@ -155,8 +155,8 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs
     assert len(machine.calls) == num_jobs - num_kept + len({name for name, *_ in machine.calls})
     for one, other in zip(expected, found, strict=True):
         for name in ("vanilla", "tree"):
-            assert [replace(g, times=None) for g in one.runs[name]] == [
-                replace(g, times=None) for g in other.runs[name]
+            assert [replace(g, times=None) for g in one.texts[name]] == [
+                replace(g, times=None) for g in other.texts[name]
             ]
             assert all(isinstance(s, float) for s in other.seconds(name))
             assert other.seconds(name, "draft") == [0.5, 0.5]
