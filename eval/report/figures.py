@@ -17,7 +17,9 @@ from eval.measure.stats import tree_figures
 
 STEP_PARTS = ("draft", "verify", "accept", "step", "host")
 """`step` is the first three where they are captured as one."""
-COLORS = ("tab:orange", "tab:green", "tab:red", "tab:brown", "tab:purple")
+COLORS = dict(
+    zip(STEP_PARTS, ("tab:orange", "tab:green", "tab:red", "tab:brown", "tab:purple"), strict=True)
+)
 LINE = 30
 """Letters of a name on one line."""
 STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"])
@@ -25,7 +27,7 @@ STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.pro
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
-    """tau per category with intervals, and alpha per depth per category.
+    """Draws tau per category with intervals, and alpha per depth per category.
 
     Args:
         result: the contents of `acceptance.json`.
@@ -38,15 +40,11 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     tree = tree_figures(result)
     trees = {**tree["by_category"], "all": tree}
     for place, (name, row) in enumerate(rows.items()):
-        left.barh(place, row["tau"], color="tab:blue" if name != "all" else "tab:gray")
-        left.plot(row["ci95"] or [row["tau"]] * 2, [place, place], color="black")
-        left.plot(trees[name]["tau"], place, "D", color="tab:orange")
-        width = 3 if name == "all" else 1
+        color, width = ("tab:gray", 3) if name == "all" else ("tab:blue", 1)
+        _tau(left, place, row["tau"], row["ci95"], trees[name]["tau"], color)
         _curve(right, place, names[place], row["alpha"], linewidth=width)
-    left.set_yticks(range(len(rows)), names)
-    left.invert_yaxis()
+    _tau_axis(left, names)
     left.axvline(1, color="black", linewidth=0.8)
-    left.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
     right.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
     _legend(figure, right)
@@ -54,7 +52,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
-    """Speed, tau and alpha of every method, and where the time of a verify pass went.
+    """Draws speed, tau and alpha of every method, and where the time of a verify pass went.
 
     Args:
         result: the contents of `speedup.json`.
@@ -71,7 +69,13 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
     for place, (label, row) in enumerate(zip(labels, methods.values(), strict=True)):
         speed.barh(place, row["tokens_per_s"], color="tab:blue")
         speed.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
-        _stack(times, place, row)
+        end = 0.0
+        for part, ms in step_ms(row).items():
+            times.barh(place, ms, left=end, color=COLORS[part], label=part)
+            end += ms
+        if not end:
+            total = sum(row["breakdown"].values())
+            times.text(0, place, f" undivided, {total:.1f} s in all", va="center")
         taus.plot(row["tau"], place, "o", color="tab:blue")
         taus.plot(row.get("tau_ci95") or [row["tau"]] * 2, [place, place], color="tab:blue")
         _curve(alphas, place, label, row.get("alpha") or [])
@@ -91,7 +95,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
-    """Throughput, speed-up and waits of every method by the number of texts at a time.
+    """Draws throughput, speed-up and waits of every method by the number of texts at a time.
 
     Args:
         sizes: the contents of `concurrency` in `speedup.json`.
@@ -100,12 +104,12 @@ def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
     figure, (speed, gain, waits) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     numbers = [int(size) for size in sizes]
     for place, name in enumerate(next(iter(sizes.values()))["methods"]):
-        rows = [each["methods"][name] for each in sizes.values()]
-        ends = [row["between_tokens_ms"] for row in rows]
+        rows = [measured["methods"][name] for measured in sizes.values()]
+        between = [row["between_tokens_ms"] for row in rows]
         for panel, figures in (
             (speed, [row["tokens_per_s"] for row in rows]),
             (gain, [row["speedup"] for row in rows]),
-            (waits, [each["p50"] for each in ends] if all(ends) else []),
+            (waits, [wait["p50"] for wait in between] if all(between) else []),
         ):
             _curve(panel, place, _lines(name), figures, numbers)
     gain.axhline(1, color="black", linewidth=0.8)
@@ -138,7 +142,7 @@ def step_ms(row: dict[str, Any]) -> dict[str, float]:
 
 
 def plot_tree_search(result: dict[str, Any], path: Path) -> None:
-    """Expected tokens per second and tau by draft tokens, and what a pass costs.
+    """Draws expected tokens per second by draft tokens, and what a pass costs.
 
     Args:
         result: the contents of `tree_search.json`.
@@ -169,7 +173,7 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_calibration(result: dict[str, Any], path: Path) -> None:
-    """Shares accepted by the chance that was given, before and after; what each threshold promises.
+    """Draws shares accepted by chance, before and after, and the speed that thresholds promise.
 
     Args:
         result: the contents of `calibrate.json`.
@@ -201,7 +205,7 @@ def plot_calibration(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """tau per head; per depth of its chain alpha, and agreement where it was replayed.
+    """Draws tau per head; per depth of its chain alpha, and agreement where it was replayed.
 
     At depth d a head has read d - 1 features of its own: alpha is EAGLE's n-alpha, n = d - 1.
 
@@ -213,15 +217,12 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     size = (15, max(4.2, 1 + height))
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=size, layout="constrained")
     for place, result in enumerate(results.values()):
-        left.barh(place, result["tau"], color="tab:blue")
-        left.plot(result["tau_ci95"] or [result["tau"]] * 2, [place, place], color="black")
-        left.plot(tree_figures(result)["tau"], place, "D", color="tab:orange")
+        tree_tau = tree_figures(result)["tau"]
+        _tau(left, place, result["tau"], result["tau_ci95"], tree_tau, "tab:blue")
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
             _curve(axis, place, names[place], rates)
-    left.set_yticks(range(len(results)), names)
-    left.invert_yaxis()
+    _tau_axis(left, names)
     left.set_xlim(left=1)
-    left.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
     middle.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached")
     right.set(xlabel="depth", ylabel="first choice agrees with the target's, at every token")
     deepest = max(len(result["alpha"]) for result in results.values())
@@ -232,7 +233,7 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def plot_pruning(result: dict[str, Any], path: Path) -> None:
-    """tau, coverage and expected speed-up by the size of the draft vocabulary.
+    """Draws tau, coverage and expected speed-up by the size of the draft vocabulary.
 
     Args:
         result: the contents of `prune.json`.
@@ -261,15 +262,19 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def _stack(axis: Any, place: int, row: dict[str, Any]) -> None:
-    start = 0.0
-    colors = dict(zip(STEP_PARTS, COLORS, strict=True))
-    for part, time in step_ms(row).items():
-        axis.barh(place, time, left=start, color=colors[part], label=part)
-        start += time
-    if not start:
-        total = sum(row["breakdown"].values())
-        axis.text(0, place, f" undivided, {total:.1f} s in all", va="center")
+def _tau(
+    panel: Any, place: int, tau: float, ends: list[float] | None, tree_tau: float, color: str
+) -> None:
+    """A row: a bar for the chain with its interval, a diamond for the tree."""
+    panel.barh(place, tau, color=color)
+    panel.plot(ends or [tau] * 2, [place, place], color="black")
+    panel.plot(tree_tau, place, "D", color="tab:orange")
+
+
+def _tau_axis(panel: Any, names: list[str]) -> None:
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
 
 
 def _lines(name: str) -> str:
@@ -283,10 +288,10 @@ def _lines(name: str) -> str:
 
 
 def _named(names: Iterable[str]) -> tuple[list[str], float]:
-    """Names in lines, and the inches of a panel that has a row for each."""
-    found = list(map(_lines, names))
-    num_lines = 1 + max(name.count("\n") for name in found)
-    return found, len(found) * (0.1 + 0.16 * num_lines)
+    """Names in lines, and the inches of a panel that has a row for every one."""
+    names = list(map(_lines, names))
+    num_lines = 1 + max(name.count("\n") for name in names)
+    return names, len(names) * (0.1 + 0.16 * num_lines)
 
 
 def _curve(

@@ -1,10 +1,11 @@
-"""One self-contained HTML page of a speed-up measurement: no script, no network.
+"""A self-contained HTML page of a speed-up measurement: no script, no network.
 
 Everything in the result may be a model's output, so nothing of it reaches the page unescaped, and
 the page's own policy forbids scripts and requests.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear scale: calling it turns a figure into a place."""
+    """A linear scale that turns a figure into a place when called."""
 
     low: float
     high: float
@@ -97,7 +98,8 @@ def _breakable(name: str) -> Markup:
 
 
 def _view(result: dict[str, Any]) -> dict[str, Any]:
-    methods: dict[str, dict[str, Any]] = _with_equal_texts(result)
+    methods, equality = _equal_texts(result)
+    target, baselines = result["target"], result["baselines"]
     timed = {name: times for name, row in methods.items() if (times := step_ms(row))}
     parts = [part for part in STEP_PARTS if any(part in times for times in timed.values())]
     passes = {n: {part: times.get(part, 0.0) for part in parts} for n, times in timed.items()}
@@ -106,15 +108,19 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         "methods": methods,
         "labels": {n: f"{n} (lossy)" if row.get("lossy") else n for n, row in methods.items()},
         "lossy": any(row.get("lossy") for row in methods.values()),
-        "target": _name(result["target"]),
-        "best": _best(methods, result["baselines"]),
-        "equality": _equality(result),
+        "target": target if isinstance(target, str) else target.get("path") or target.get("name"),
+        "best": max(
+            (n for n, row in methods.items() if n not in baselines and not row.get("lossy")),
+            key=lambda name: methods[name]["speedup"],
+            default=None,
+        ),
+        "equality": equality,
         "columns": [
             c for c in COLUMNS if any(row.get(c[1]) is not None for row in methods.values())
         ],
         "speedup_axis": _interval_axis(list(methods.values()), "speedup", 6, 134),
         "sizes": result.get("concurrency", {}),
-        "categories": _categories(methods, result["baselines"]),
+        "categories": _categories(methods, baselines),
         "alpha": _alpha(methods),
         "passes": passes,
         "ms_axis": Axis(0, max((sum(t.values()) for t in passes.values()), default=1), 0, 400),
@@ -130,39 +136,22 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _name(target: str | dict[str, Any]) -> str:
-    return target if isinstance(target, str) else str(target.get("path") or target.get("name"))
-
-
-def _best(methods: dict[str, dict[str, Any]], baselines: list[str]) -> str | None:
-    """The fastest method that drafts and keeps the target's text."""
-    lossless = [n for n, row in methods.items() if n not in baselines and not row.get("lossy")]
-    return max(lossless, key=lambda name: methods[name]["speedup"], default=None)
-
-
-def _with_equal_texts(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    lossless = result["lossless"]
+def _equal_texts(
+    result: dict[str, Any],
+) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
+    """Methods with their number of equal texts, and that of texts equal under all that promise."""
+    lossless, methods = result["lossless"], result["methods"]
     if lossless is None:
-        return dict(result["methods"])
-    differing = [found["method"] for found in lossless["first_divergences"]]
-    return {
-        name: {**row, "num_equal": lossless["num_prompts"] - differing.count(name)}
-        for name, row in result["methods"].items()
+        return methods, None
+    num_prompts, differing, broken = lossless["num_prompts"], Counter[str](), set[int]()
+    for divergence in lossless["first_divergences"]:
+        differing[divergence["method"]] += 1
+        if not methods[divergence["method"]].get("lossy"):
+            broken.add(divergence["prompt"])
+    counted = {
+        name: {**row, "num_equal": num_prompts - differing[name]} for name, row in methods.items()
     }
-
-
-def _equality(result: dict[str, Any]) -> dict[str, int] | None:
-    """Texts equal under every method that promises so."""
-    lossless = result["lossless"]
-    if lossless is None:
-        return None
-    differing = {
-        found["prompt"]
-        for found in lossless["first_divergences"]
-        if not result["methods"][found["method"]].get("lossy")
-    }
-    num_prompts = lossless["num_prompts"]
-    return {"num_prompts": num_prompts, "num_equal": num_prompts - len(differing)}
+    return counted, {"num_prompts": num_prompts, "num_equal": num_prompts - len(broken)}
 
 
 def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
