@@ -30,6 +30,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from eval.decode.generate import hf_generate
+from eval.decode.generation_config import follow
 from eval.measure import processes
 from eval.measure.bench import Bench, greedy_responses
 from eval.measure.heads import BenchHead
