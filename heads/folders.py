@@ -68,15 +68,7 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
 
 
 def other_target(name: str, mine: object, told: str, path: str, theirs: object) -> str:
-    """The message for a head whose sizes are not the target's.
-
-    Args:
-        name: of the size.
-        mine: the head's.
-        told: the target that the head names.
-        path: of the target that it is to draft for.
-        theirs: its size.
-    """
+    """The message for a head of another size than the target's; `told` is its own target."""
     return (
         f"head.path: this head has {name}={mine} (trained for {told}) but target.path={path} has "
         f"{theirs}; use the head's own target"

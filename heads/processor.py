@@ -116,13 +116,7 @@ def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @lru_cache
 def tell_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Says once, on the first process, that a dtype which was asked for is imitated.
-
-    Args:
-        setting: by which it was asked for, as `train.dtype`.
-        dtype: its value.
-        device: that computes in it.
-    """
+    """Prints once, on the first process, that a setting's dtype, as `train.dtype`, is imitated."""
     group = torch.distributed
     first = not (group.is_available() and group.is_initialized() and group.get_rank())
     if first and fast_dtype(dtype, device) is not dtype:

@@ -20,10 +20,6 @@ from heads.folders import folder_with
 def locate(path: str, revision: str | None) -> Path:
     """The local folder of a head with a `config.json`: itself, or a snapshot of a Hub repository.
 
-    Args:
-        path: folder or Hub id.
-        revision: of a Hub id.
-
     Raises:
         InputError: nothing there, or the file is missing.
     """

@@ -136,10 +136,7 @@ class DraftVocab:
 def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
     """Lines to print: the coverage of `chosen`, and of V/16, V/8, V/4, V/2 and V ids.
 
-    Args:
-        counts: [V] int64, on the CPU; not all 0.
-        chosen: the vocabulary of the head, on the CPU.
-        always: as for `DraftVocab.choose`; sizes too small for them are left out.
+    Counts are as for `share`; sizes too small for the ids of `always` are left out.
     """
     kept = _emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
@@ -162,12 +159,7 @@ def _emitted(always: Iterable[int], size: int) -> list[int]:
 
 
 def share(counts: Tensor, vocab: DraftVocab) -> float:
-    """The share of the counted tokens that are in a vocabulary.
-
-    Args:
-        counts: [V] int64, on the CPU; not all 0.
-        vocab: on the CPU.
-    """
+    """The share of the counted tokens ([V] int64, not all 0) in a vocabulary, both on the CPU."""
     return int(counts[vocab.ids].sum()) / int(counts.sum())
 
 

@@ -44,14 +44,9 @@ def reserved(num_slots: int) -> int:
 
 
 class SlotBuffer:
-    """Keys and values [B, K, S, d] of one layer, written by slot.
+    """Keys and values [B, K, S, d] of one layer, written by slot; None until then.
 
-    Args:
-        capacity: slots of a buffer that never grows; None grows on demand.
-
-    Attributes:
-        keys: None until something is written.
-        values: as the keys.
+    A buffer of some capacity has as many slots and never grows.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -199,11 +194,9 @@ class Slots:
         return max(self.lengths) + num_pending if self.held is None else self.held
 
     def attention_mask(self, mask: Tensor, width: int) -> Tensor:
-        """[B, n, S] bool: every committed token of its own text, and what `mask` says.
+        """[B, n, S] bool: every committed token of its own text, and pending ones by the mask.
 
-        Args:
-            mask: [B or 1, n, P] bool, the pending tokens that each new one sees.
-            width: S.
+        The mask is [B or 1, n, P] bool, S is the width.
         """
         committed, (num_new, num_pending) = self.committed, mask.shape[1:]
         slots = torch.arange(width, device=self.device)
@@ -252,9 +245,7 @@ class Slots:
     def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Makes the first pending tokens part of the texts, as they stand.
 
-        Args:
-            counts: [B] int64, how many.
-            kept: these, per text; unread where `held`.
+        Counts [B] int64 tell how many; `kept` are these, per text, unread where `held`.
         """
         if self.held is None:
             self.lengths = self._with(kept)

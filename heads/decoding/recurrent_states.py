@@ -126,10 +126,7 @@ class RecurrentStates:
     def after(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
         """The states [m, ...] that a mixer has left behind; nothing before it has run.
 
-        Args:
-            mixer: its number.
-            texts: [m] int64.
-            tokens: [m] int64; 0 is the committed text, 1 + j pending token j.
+        Texts and tokens are [m] int64; token 0 is the committed text, 1 + j pending token j.
         """
         table = self._tables.get(mixer, {})
         return {name: states[texts, tokens] for name, states in table.items()}

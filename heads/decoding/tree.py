@@ -158,9 +158,7 @@ Shape = Tree | DynamicShape
 def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
     """A static tree for drafts nobody has measured; nodes cost time on CPU, hardly any on CUDA.
 
-    Args:
-        depth: of the deepest node.
-        gpu: what it is for; this machine unless told.
+    Whether it is for a GPU is seen from this machine unless told.
     """
     return default_tree(depth, 32 if _is_gpu(gpu) else 8)
 

@@ -33,14 +33,7 @@ class Documents:
 
     @classmethod
     def of(cls, document_ids: Tensor) -> "Documents":
-        """The documents of packed sequences.
-
-        Args:
-            document_ids: [B, T] int64 on the CPU, -1 on padding.
-
-        Returns:
-            With `bounds` on the CPU.
-        """
+        """The documents of sequences, `bounds` on the CPU, of ids [B, T] there, -1 on padding."""
         new = torch.ones_like(document_ids, dtype=torch.bool)
         new[:, 1:] = document_ids.diff() != 0
         starts = new.flatten().nonzero().squeeze(1)
@@ -95,10 +88,10 @@ def flash(
     Args:
         query: [S, Q, d], which `fits_flash`.
         keys: [S, K, d].
-        values: as many.
+        values: [S, K, d].
         documents: of the S tokens.
         window: tokens that a query sees, its own included; None for all before it.
-        scale: of the scores; 1 / sqrt(d) unless told.
+        scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
         Output [S, Q, d] and the logsumexp of the scores, [Q, S] float32.
@@ -118,15 +111,8 @@ def flash_backward(
     """Gradients of query, keys and values, from the results of any attention over them and more.
 
     From scores S that it computes anew the kernel takes P = exp(S - L) and
-    dS = P (dO v - sum(dO O)), for whatever output O and logsumexp L it is given.
-
-    Args:
-        grad: [S, Q, d], of the output.
-        text: query, keys and values as `flash` took them.
-        forward: O [S, Q, d] and L [Q, S] float32.
-        documents: of the S tokens.
-        window: as of `flash`.
-        scale: as of `flash`.
+    dS = P (dO v - sum(dO O)), for whatever output O [S, Q, d] and logsumexp L [Q, S] float32 it is
+    given as `forward`. `text` is query, keys and values as `flash` took them.
     """
     bounds, longest = documents.bounds, documents.longest
     # Drawn from by dropout only, which there is none of.

@@ -25,10 +25,6 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
 
     It is as wide as the target's embedding, which it reads.
 
-    Args:
-        config: of the target's text part.
-        vocab_size: of the target.
-
     Raises:
         InputError: the config names no hidden size, or a size that is none.
     """

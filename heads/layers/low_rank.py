@@ -76,11 +76,7 @@ def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
 
 
 def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHead:
-    """A target's embedding beside an output head of low rank, for drafting.
-
-    Args:
-        target: lends its embedding, and the output head that is approximated.
-        rank: directions of a state that all logits are computed from.
+    """A target's embedding beside its output head of low rank, for drafting.
 
     Raises:
         InputError: the rank is too large, or the output head is quantised.
@@ -104,15 +100,10 @@ def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHea
 
 
 def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[LowRankHead]:
-    """From now on a head drafts with output heads of low rank: its own, or the target's.
-
-    Args:
-        head: attached to `target`.
-        target: the frozen target.
-        rank: directions of a state that all logits are computed from.
+    """From now on a head drafts with output heads of low rank, its own or the target's.
 
     Returns:
-        The output heads that it drafts with.
+        These output heads.
 
     Raises:
         InputError: the rank is too large, or the output head is quantised.

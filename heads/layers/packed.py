@@ -84,9 +84,6 @@ def pack(*modules: nn.Module) -> None:
     Only where that is faster: on x86 CPUs, in float32 and, with instructions of its own, bfloat16.
     The weights stay beside for whoever reads them, or needs their gradients; none of their numbers
     may change any more. Does nothing where they are too large, see `LARGEST_SHARE`.
-
-    Args:
-        modules: in eval mode.
     """
     layers = {layer for module in modules for layer in module.modules() if _can_be_packed(layer)}
     if sum(layer.weight.nbytes for layer in layers) > LARGEST_SHARE * _memory_bytes():

@@ -113,11 +113,7 @@ class Adapter(nn.Module):
 
 
 def with_adapter(model: Any, adapter: str) -> Any:
-    """The peft model of a target and a saved adapter.
-
-    Args:
-        model: the transformers model, changed in place.
-        adapter: folder or Hub id.
+    """The peft model of a target and a saved adapter; changes the transformers model in place.
 
     Raises:
         InputError: an adapter that is not there, does not fit, or is not of the model's weights.
@@ -153,11 +149,7 @@ def with_adapter(model: Any, adapter: str) -> Any:
 
 
 def merged(adapted: Any, adapter: str) -> Any:
-    """The transformers model whose weights have an adapter's change in them.
-
-    Args:
-        adapted: of `with_adapter`.
-        adapter: folder or Hub id.
+    """The transformers model of `with_adapter` with the adapter's change in its weights.
 
     Raises:
         InputError: an adapter that cannot become weights.

@@ -103,18 +103,10 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **features: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of a layer, by the pass that is running.
+    """Attention [B, T, Q, d] of a layer by the pass that is running, and no weights.
 
-    Args:
-        module: the layer.
-        query: [B, Q, T, d].
-        key: [B, K, T, d].
-        value: [B, K, T, d].
-        attention_mask: None.
-        features: `scaling`, `sliding_window`, `softcap` and `s_aux`, and what has no effect.
-
-    Returns:
-        [B, T, Q, d], and no weights.
+    Queries are [B, Q, T, d], keys and values [B, K, T, d]; features that count are `scaling`,
+    `sliding_window`, `softcap` and `s_aux`.
 
     Raises:
         NotImplementedError: a layer that wants more than this.
@@ -245,15 +237,7 @@ def by_document(
 ) -> Tensor:
     """Causal attention inside documents, one after another.
 
-    Args:
-        query: [S, Q, d].
-        keys: [S, K, d].
-        values: [S, K, d], or another size than d.
-        documents: of the S tokens.
-        scores: of the layer.
-
-    Returns:
-        [S, Q, d], d of the values.
+    Of queries [S, Q, d], keys and values [S, K, d]; the result has the size of the values.
     """
     lengths = list(documents.lengths)
     rows = (heads.transpose(0, 1)[None].split(lengths, 2) for heads in (query, keys, values))

@@ -51,11 +51,7 @@ class AttentionPattern:
 
     @classmethod
     def of(cls, config: Any, name: str) -> "AttentionPattern":
-        """The pattern that a config of transformers states.
-
-        Args:
-            config: of the text model.
-            name: of the target.
+        """The pattern that a text model's config states.
 
         Raises:
             InputError: layers that cannot be served, with the reason.
@@ -130,12 +126,7 @@ def within(
 ) -> Tensor:
     """[B, Q, S] bool: where queries may look and a window, or their chunk, reaches.
 
-    Args:
-        allowed: [B, Q, S] bool.
-        queries: [B, Q] int64, their positions.
-        keys: [B, S] int64, theirs.
-        window: tokens that a query sees, its own included.
-        chunk: tokens of a chunk.
+    `allowed` is [B, Q, S] bool, positions of queries are [B, Q] and of keys [B, S] int64.
     """
     queries, keys = queries.unsqueeze(2), keys.unsqueeze(1)
     if window is not None:

@@ -54,10 +54,6 @@ KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
 def check_once(target: Target, config: TargetConfig) -> None:
     """`check_served`, unless this very target passed it here before.
 
-    Args:
-        target: just loaded.
-        config: of the target.
-
     Raises:
         InputError: it cannot be served.
     """
@@ -227,12 +223,7 @@ def _compare_drafts(target: Target, text: Tensor) -> str:
 
 
 class _DraftCheck:
-    """Two texts, the second a part of the first, drafted for and continued.
-
-    Args:
-        target: the target.
-        ids: [1, n] int64, the first text and what comes behind it.
-    """
+    """Two texts, the second a part of the first, drafted for and continued by `ids` [1, n]."""
 
     def __init__(self, target: Target, ids: Tensor) -> None:
         self.target, self.ids = target, ids[0]

@@ -39,14 +39,9 @@ def call_decoder(
     masks: Tensor | dict[str, Any] | None = None,
     cache: Any = None,
 ) -> Any:
-    """One pass; what an architecture has no argument for is left out.
+    """One pass over ids and positions [B, n]; what an architecture has no argument for is left out.
 
-    Args:
-        decoder: a transformers model without its output head.
-        input_ids: [B, n] int64.
-        position_ids: [B, n] int64.
-        masks: additive, by type of layer where there are several.
-        cache: of keys, values and states.
+    Masks are additive, by type of layer where there are several.
     """
     model_class: Any = type(getattr(decoder, "_orig_mod", decoder))
     known = _arguments(model_class)
@@ -67,11 +62,6 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList
 
     That is the list of as many modules as the config has layers, each of parts of its own. Lists
     that lie deeper are of experts, or of another model in the same one.
-
-    Args:
-        decoder: the model without its output head.
-        num_layers: as the config says.
-        name: of the target.
 
     Raises:
         InputError: there is none, or more than one (XLM keeps attentions and MLPs apart).
@@ -135,12 +125,7 @@ def state_of(given: Any, active: int | None) -> Tensor:
 
 @torch.no_grad()
 def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
-    """The number of values that each layer gives: 0 where it is the state alone, and no tuple.
-
-    Args:
-        blocks: the decoder layers.
-        run: a pass of any text.
-        name: of the target.
+    """The number of values that each layer gives as `run` runs all: 0 for the state and no tuple.
 
     Raises:
         InputError: a layer reads more of another one than its state, so that none can be left out.
@@ -170,12 +155,7 @@ def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> lis
 
 @contextmanager
 def skipped(block: Any, number: int) -> Iterator[None]:
-    """Inside, a decoder layer hands on what it is given.
-
-    Args:
-        block: the layer.
-        number: of values that it gives, see `num_outputs`.
-    """
+    """Inside, a decoder layer hands on its input; `number` is that of `num_outputs`."""
 
     def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         return (hidden_states, *[None] * (number - 1)) if number else hidden_states

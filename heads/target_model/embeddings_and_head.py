@@ -3,7 +3,6 @@
 Letters: D hidden, V vocabulary, N tokens, W ids that a head can draft.
 """
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ class EmbeddingsAndHead:
         self.generation_config = generation_config
         self.tokenizer = tokenizer
         self.name = name
+        self._scaling = scaling_of(model_config)
         choose_kernels(self.device)
 
     @property
@@ -146,10 +146,6 @@ class EmbeddingsAndHead:
         head = self.output_head
         return Projection(head.weight, getattr(head, "bias", None), *self._scaling)
 
-    @cached_property
-    def _scaling(self) -> tuple[float, float | None]:
-        return scaling_of(self._model_config)
-
     def save(self, folder: Path) -> None:
         """Writes a folder that `load` takes, whole or not at all.
 
@@ -182,10 +178,6 @@ class EmbeddingsAndHead:
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "EmbeddingsAndHead":
         """The embedding and output head that `save` wrote.
-
-        Args:
-            folder: of `save`.
-            device: where they go.
 
         Raises:
             InputError: a file is missing or damaged.

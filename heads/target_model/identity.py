@@ -52,12 +52,7 @@ class Identity:
 
 
 def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identity:
-    """The identity of a target.
-
-    Args:
-        config: where it is; `path` is set.
-        tokenizer: its tokenizer, loaded.
-        dtype: that it is loaded in.
+    """The identity of a target with its tokenizer, loaded in a dtype.
 
     Raises:
         InputError: there is no config at `config.path` or `config.adapter`.
@@ -90,13 +85,9 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
 
 
 def other_target_notice(key: str, path: str, revision: str | None, target: Identity) -> str | None:
-    """A line about a head that was trained for another target; None where nothing is known.
+    """A line about a head that was not trained for `target`; None if it was, or nothing is known.
 
-    Args:
-        key: of the head, in messages.
-        path: its folder or Hub id.
-        revision: of a Hub id.
-        target: that it is to draft for.
+    The head is that of the setting `key`, a folder or a Hub id with a revision.
     """
     file = locate(path, revision) / PROVENANCE
     noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
@@ -125,9 +116,7 @@ def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
 def weights_checksum(folder: Path, name: str) -> str | None:
     """Checksum of a sample of every tensor in a folder; None if its files are not all there.
 
-    Args:
-        folder: of a model or an adapter.
-        name: `model` or `adapter_model`.
+    The name is `model` or `adapter_model`.
     """
     files = weight_files(folder, name)
     if files is None:

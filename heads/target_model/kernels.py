@@ -70,17 +70,14 @@ class Scores(NamedTuple):
 def causal(
     query: Tensor, keys: Tensor, values: Tensor, scores: Scores, chunk: int | None = None
 ) -> Tensor:
-    """Attention of the last tokens of texts, each of which sees the tokens before it and itself.
+    """Attention [B, Q, n, d] of the last n of m tokens, each of which sees those before and itself.
 
     Args:
-        query: [B, Q, n, d], of the last n tokens.
-        keys: [B, K, m, d], of all.
-        values: [B, K, m, d], or another size than d.
+        query: [B, Q, n, d].
+        keys: [B, K, m, d].
+        values: [B, K, m, d], or another size than d, which the result then has.
         scores: of the layer.
         chunk: tokens of a chunk, if nothing before its own is seen.
-
-    Returns:
-        [B, Q, n, d], d of the values.
     """
     num_texts, num_heads, num_queries = query.shape[:3]
     length = keys.shape[2]
@@ -107,17 +104,9 @@ def causal(
 def masked(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """Attention of queries that each see some keys, or all.
+    """Attention of queries that each see some keys, or all; shapes are those of `causal`.
 
-    Args:
-        query: [B, Q, n, d].
-        keys: [B, K, m, d].
-        values: [B, K, m, d], or another size than d.
-        mask: [B or 1, 1, Q / K * n, m] additive, as `folded_mask` makes it; None sees all.
-        scores: of the layer.
-
-    Returns:
-        [B, Q, n, d], d of the values.
+    The mask is [B or 1, 1, Q / K * n, m] additive, as `folded_mask` makes it; None sees all.
     """
     rows = _folded(query, keys)
     if scores.plain:
@@ -240,20 +229,10 @@ class SlotTexts:
     def in_order(
         self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
     ) -> Tensor:
-        """Attention of tokens each of which sees all that comes before it.
+        """Attention [B, n, Q, d] of queries [B, Q, n, d] that see all slots before them.
 
         A token alone is to the kernel as many of one head as share its keys, and keys are divided
-        among blocks.
-
-        Args:
-            query: [B, Q, n, d].
-            keys: [B, K, m, d], of all slots.
-            values: as many.
-            scores: of the layer.
-            window: tokens that a query sees, its own included; None for all before it.
-
-        Returns:
-            [B, n, Q, d].
+        among blocks. Keys and values are [B, K, m, d]; a window counts the query's own token.
         """
         text, used = (keys, values), self._seen(self.num_pending)
         left = -1 if window is None else window - 1

@@ -26,11 +26,7 @@ REFUSED = {"paligemma": "it reads its prompt in both directions, and what follow
 
 
 def language_class(model_config: Any, towers: bool = False) -> Any:
-    """The class whose `from_pretrained` loads the language model of a config.
-
-    Args:
-        model_config: of transformers.
-        towers: whether it loads the modules beside the language model, too.
+    """The class whose `from_pretrained` loads the language model of a config, or its towers, too.
 
     Raises:
         ValueError: it has none, with the reason.
@@ -74,11 +70,7 @@ def _reason(model_config: Any, whole: Any) -> str:
 
 @cache
 def text_only(whole: Any) -> Any:
-    """A class like a model's own whose instances have no towers.
-
-    Args:
-        whole: of a transformers model with an output head.
-    """
+    """A class like that of a whole model whose instances have no towers."""
     # By its module transformers tells a class of its own, whose weights it knows to convert.
     return type(whole.__name__, (_TextOnly, whole), {"__module__": whole.__module__})
 

@@ -32,9 +32,7 @@ LONGEST_REASON = 300
 def load_target(config: TargetConfig, device: torch.device) -> Target:
     """Loads, freezes and checks a target; says so where its dtype is slow here.
 
-    Args:
-        config: of the target; `path` is set.
-        device: where it goes, unless `device_map` says otherwise.
+    It goes to the device unless `config.device_map` says otherwise.
 
     Raises:
         InputError: nothing there, an adapter or quantisation that does not load, or an
@@ -81,9 +79,6 @@ def _check_attention(attention: str, device: torch.device) -> None:
 def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
     """The config and the tokenizer of a target, without its weights.
 
-    Args:
-        config: where it is; `path` is set.
-
     Raises:
         InputError: nothing there, or nothing that writes text.
     """
@@ -92,9 +87,6 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
 
 def load_config(config: TargetConfig) -> Any:
     """The config of a target's transformers model.
-
-    Args:
-        config: where it is; `path` is set.
 
     Raises:
         InputError: nothing there, or nothing that writes text.
@@ -114,9 +106,6 @@ def tokenizer_of(config: TargetConfig) -> Any:
 
     An adapter's own come first: who trains one writes them beside it.
 
-    Args:
-        config: where it is; `path` is set.
-
     Raises:
         InputError: nothing there.
     """
@@ -135,9 +124,6 @@ def tokenizer_of(config: TargetConfig) -> Any:
 
 def generation_config(config: TargetConfig) -> dict[str, Any] | None:
     """The content of `generation_config.json` beside a target; None without one.
-
-    Args:
-        config: where it is; `path` is set.
 
     Raises:
         InputError: nothing there.
@@ -196,15 +182,7 @@ def attentions_for(model_config: Any) -> list[str]:
 
 @contextmanager
 def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]:
-    """Inside, errors of transformers name the setting that they are about.
-
-    Args:
-        config: of the target.
-        setting: `path` or `adapter`.
-
-    Raises:
-        InputError: with that setting, in place of an error of files or of their content.
-    """
+    """Inside, errors of files or of their content are an `InputError` with the setting's name."""
     try:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *EVERY_WAY) as error:

@@ -176,12 +176,8 @@ class Target(EmbeddingsAndHead):
     def compile(self, capacity: int, backend: str = "inductor") -> None:
         """From now on passes over drafts run compiled; all others run as before.
 
-        On a GPU caches have fixed slots and every shape is compiled; on a CPU one compilation
+        On a GPU caches have `capacity` slots and every shape is compiled; on a CPU one compilation
         serves any but a single text and a single token.
-
-        Args:
-            capacity: fixed slots of a cache.
-            backend: of torch.compile.
 
         Raises:
             InputError: a target with recurrent layers, whose passes are as many as a draft is deep.
@@ -294,11 +290,10 @@ class Target(EmbeddingsAndHead):
         Args:
             input_ids: [B, Q] int64.
             position_ids: [B, Q] int64.
-            allowed: [B, Q, S] bool, True where a query may look; sliding windows are applied
-                on top, by position.
+            allowed: [B, Q, S] bool, True where a query may look; sliding windows come on top.
             key_positions: [B, S] int64, positions of the cached and the new tokens.
             cache: told by `begin` where the new tokens go.
-            taps: the layers to tap; the last hidden states are always there.
+            taps: the layers to tap.
         """
         masks = self.attention_pattern.masks(allowed, position_ids, key_positions, self.dtype)
         return self._run(input_ids, position_ids, masks, cache, taps)
@@ -340,7 +335,7 @@ class Target(EmbeddingsAndHead):
             input_ids: [B, T] int64.
             position_ids: [B, T] int64, restarting in each document.
             documents: of the B * T tokens, with `bounds` on the target's device.
-            taps: the layers to tap; the last hidden states are always there.
+            taps: the layers to tap.
         """
         assert sum(documents.lengths) == input_ids.numel()
         with ExitStack() as undo:
@@ -415,13 +410,8 @@ class CompiledPasses:
     """A target's passes over drafts as compiled regions: its layers, masks and cache together.
 
     Outside stay the output head, whose product alone has nothing to fuse, and what a drafter does.
-
-    Args:
-        target: the target.
-        capacity: slots of its caches on a GPU, where all of them are read, so that shapes stay
-            the same. On a CPU caches grow, as code for any shape is no slower there, and fewer
-            slots are.
-        backend: of torch.compile.
+    On a GPU all `capacity` slots of a cache are read, so that shapes stay the same. On a CPU caches
+    grow, as code for any shape is no slower there, and fewer slots are.
     """
 
     def __init__(self, target: Target, capacity: int, backend: str) -> None:
@@ -477,13 +467,7 @@ class CompiledPasses:
 def prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
 ) -> TargetOutput:
-    """Passes over tokens that are sure, prompts or what a drafter has not read; commits them.
-
-    Args:
-        target: or a draft model.
-        cache: its own.
-        rows: per text, at least one token each.
-        taps: the layers to tap besides the last hidden states.
+    """Reads tokens that are sure, at least one of each text, and commits them.
 
     Returns:
         The states [B, n, D]; a shorter row is filled up.

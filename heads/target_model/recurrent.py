@@ -33,10 +33,6 @@ def wrap_mixers(decoder: Any, name: str) -> None:
     Which they are is seen from one token: the innermost modules that are given a cache and keep
     something other than keys and values in it.
 
-    Args:
-        decoder: of the target.
-        name: of the target.
-
     Raises:
         InputError: the decoder does not run with a cache of transformers' own.
     """

@@ -61,10 +61,6 @@ class RemoteTarget(EmbeddingsAndHead):
 def load_remote(config: TargetConfig, device: torch.device) -> Any:
     """Loads a frozen target's embedding, final norm and output head alone.
 
-    Args:
-        config: where it is; `path` is set. Nothing that changes layers may be.
-        device: where it goes.
-
     Returns:
         The transformers model with an empty list of layers and the config of the whole one.
 

@@ -31,11 +31,8 @@ one."""
 def weight_files(folder: Path, name: str) -> list[Path] | None:
     """The files of a folder that are loaded; None if they are not all there.
 
-    Like transformers, which reads one file of all weights before it looks for shards.
-
-    Args:
-        folder: of a model or an adapter.
-        name: `model` or `adapter_model`.
+    Like transformers, which reads one file of all weights before it looks for shards. The name is
+    `model` or `adapter_model`.
     """
     index, one = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
     names = {one.name}
@@ -116,8 +113,7 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
 def reads_codes(model_config: Any) -> bool:
     """True where transformers knows what quantised weights in a model's files stand for.
 
-    Args:
-        model_config: of transformers, before the model is loaded, which may take it away.
+    The config is that before the model is loaded, which may take the quantisation away.
     """
     stored = getattr(model_config, "quantization_config", None)
     stored = stored or getattr(model_config.get_text_config(), "quantization_config", None) or {}
@@ -126,11 +122,7 @@ def reads_codes(model_config: Any) -> bool:
 
 
 def check_codes(config: TargetConfig, is_read: Callable[[str], bool]) -> None:
-    """Refuses one-byte weights that were loaded as if they were numbers.
-
-    Args:
-        config: where the model is.
-        is_read: whether a weight of its files became one of the model, by name.
+    """Refuses one-byte weights of files that `is_read` into the model as if they were numbers.
 
     Raises:
         InputError: naming the first of them.
