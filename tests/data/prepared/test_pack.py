@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
@@ -20,6 +19,7 @@ from data.prepared.pack import PackedDataset, pack
 from data.prepared.prepare import DataReport, split
 from data.rows.records import NUM_BAD_SHOWN
 from data.templates.encoder import Sample
+from tests.data.templates import test_encoder
 
 CHATML = (
     "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
@@ -40,19 +40,7 @@ def prepare(
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["user assistant"], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template
-    )
+    return test_encoder.make_tokenizer(template, special=["<|im_start|>", "<|im_end|>"])
 
 
 def exchange(prompt: str, answer: str) -> dict:
@@ -113,21 +101,6 @@ def test_a_tokenizer_larger_than_the_output_head_is_refused():
     assert (packed.pad_id, packed[0]["input_ids"].tolist()) == (0, [4, 5, 6, 0])
 
 
-def test_best_fit_leaves_no_padding_where_none_is_needed():
-    lengths = [7, 3, 6, 4, 5, 5, 8, 2]
-    sequences = pack(lengths, 10, seed=0)
-    assert sorted(sum(lengths[i] for i in sequence) for sequence in sequences) == [10, 10, 10, 10]
-
-
-def test_every_sample_lies_in_exactly_one_sequence():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 65, (40_000,), generator=generator).tolist()
-    sequences = pack(lengths, 64, seed=3)
-    assert sorted(i for sequence in sequences for i in sequence) == list(range(40_000))
-    assert max(sum(lengths[i] for i in sequence) for sequence in sequences) <= 64
-    assert sum(lengths) / (64 * len(sequences)) > 0.99
-
-
 def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
     """Sequences as heads have been trained on since the first version."""
     generator = random.Random(seed)
@@ -150,18 +123,17 @@ def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[
     return sequences
 
 
+@pytest.mark.parametrize("seed", [5, 6])
 @pytest.mark.parametrize(("num_samples", "max_length"), [(0, 8), (1, 8), (300, 50), (20_000, 9)])
-def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length):
+def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length, seed):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, max_length + 1, (num_samples,), generator=generator).tolist()
-    found = [each.tolist() for each in pack(lengths, max_length, seed=5)]
-    assert found == plainly_packed(lengths, max_length, seed=5)
-
-
-def test_packing_depends_on_the_seed_alone():
-    lengths = [(7 * i) % 13 + 1 for i in range(500)]
-    found = [[list(each) for each in pack(lengths, 20, seed)] for seed in (1, 1, 2)]
-    assert found[0] == found[1] != found[2]
+    sequences = [sequence.tolist() for sequence in pack(lengths, max_length, seed)]
+    assert sequences == plainly_packed(lengths, max_length, seed)
+    assert sorted(i for sequence in sequences for i in sequence) == list(range(num_samples))
+    filled = [sum(lengths[i] for i in sequence) for sequence in sequences]
+    assert max(filled, default=0) <= max_length
+    assert num_samples < 20_000 or sum(filled) / (max_length * len(filled)) > 0.99
 
 
 def token_rows(path: str) -> list[list[list[int]]]:
