@@ -48,7 +48,7 @@ RULE = (encoder, files, forms, markers, messages, template, tokenise, turns, val
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")
 """Settings of the data that decide what becomes of a row."""
-HOW = ("num_proc", "prepared_dir")
+NOT_DECIDING = ("num_proc", "prepared_dir")
 """Settings of the data that decide nothing of what becomes of them."""
 
 

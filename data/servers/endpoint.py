@@ -180,15 +180,19 @@ class Client:
     async def _send(
         self, method: str, path: str, body: dict | None, read: Callable[[httpx.Response], Result]
     ) -> Result:
+        url = f"{self.endpoint.url.rstrip('/')}/{path}"
         for attempt in itertools.count():
             wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
             try:
-                response = await self._http.request(method, self._url(path), json=body)
+                response = await self._http.request(method, url, json=body)
                 if response.is_success:
                     return read(response)
-                problem = f"HTTP {response.status_code}: {self._text(response)}"
+                text = " ".join(response.text.split())
+                if self.endpoint.api_key:  # some servers echo it
+                    text = text.replace(self.endpoint.api_key, "***")
+                problem = f"HTTP {response.status_code}: {text[:300]}"
                 if response.status_code not in RETRIED:
-                    raise _final_error(response.status_code, self._url(path), problem)
+                    raise _final_error(response.status_code, url, problem)
                 wait_s = max(wait_s, retry_after_s(response.headers.get("Retry-After")))
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -203,16 +207,6 @@ class Client:
             self.num_retries += 1
             await asyncio.sleep(wait_s)
         raise AssertionError
-
-    def _url(self, path: str) -> str:
-        return f"{self.endpoint.url.rstrip('/')}/{path}"
-
-    def _text(self, response: httpx.Response) -> str:
-        """The start of an error's body without the key, which some servers echo."""
-        text = " ".join(response.text.split())
-        if self.endpoint.api_key:
-            text = text.replace(self.endpoint.api_key, "***")
-        return text[:300]
 
 
 class Connection:

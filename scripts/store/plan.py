@@ -16,7 +16,7 @@ from conf.settings.scripts import CaptureRun
 from data.features.format import SPLITS, Contents
 from data.features.manifest import Split, StorePlan
 from data.features.writer import PlannedShard, plan_shards
-from data.prepared.folder import HOW
+from data.prepared.folder import NOT_DECIDING
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare
 from heads.kinds import HEADS
@@ -76,7 +76,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         for name, packed in sets.items()
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
-    data = {name: value for name, value in plain(config.data).items() if name not in HOW}
+    data = {name: value for name, value in plain(config.data).items() if name not in NOT_DECIDING}
     plan = StorePlan(
         target=target_json(config, tokenizer, state.device, loaded=False),
         contents=contents,

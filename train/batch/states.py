@@ -15,7 +15,7 @@ def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:
     """The batch with the target's states under the names that a feature store uses.
 
     Args:
-        target: the frozen target; its ends are enough if the batch comes from a store.
+        target: the frozen target; embedding and output head are enough for a batch of a store.
         batch: `input_ids` and `position_ids`, [B, T], and documents; or states.
         taps: the layers that the head reads.
 

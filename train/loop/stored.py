@@ -14,7 +14,7 @@ from conf.settings.target import Dtype, TargetConfig
 from data.features.format import EMBEDDINGS_AND_HEAD
 from data.features.manifest import StorePlan
 from data.features.reader import FeatureStore
-from data.prepared.folder import HOW
+from data.prepared.folder import NOT_DECIDING
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.identity import Identity, identify
 from heads.target_model.load import load_tokenizer
@@ -32,7 +32,9 @@ def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
     assert data.features is not None
     store = FeatureStore(Path(data.features).expanduser())
     plan = store.manifest.plan
-    names = [field.name for field in fields(DataConfig) if field.name not in ("features", *HOW)]
+    names = [
+        field.name for field in fields(DataConfig) if field.name not in ("features", *NOT_DECIDING)
+    ]
     _check_unset("data", data, plan.data, names, data.features)
     _check_target(target, plan, data.features)
     return store
