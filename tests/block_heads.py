@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(name: str, **changes: Any) -> BlockConfig:
-    """Of a kind, small."""
+    """Small settings of a head."""
     common = {
         "num_layers": 2,
         "block_size": 5,
@@ -77,7 +77,7 @@ def fresh(target: Target, config: BlockConfig) -> BlockHead:
 
 
 def objective_of(head: BlockHead, target: Target, config: BlockConfig) -> BlockObjective:
-    """What trains it."""
+    """The objective that trains a head."""
     if isinstance(head, DSparkHead):
         return DSparkObjective(head, target, config)  # type: ignore[arg-type]
     if isinstance(head, DFlash2Head):

@@ -25,7 +25,7 @@ FORKS.set_forkserver_preload(list(LIBRARIES))
 
 
 def _as_main(command: list[str], cwd: str, env: dict[str, str], outputs: tuple[str, ...]) -> None:
-    """What `python script ...` and `python -m module ...` do."""
+    """Does as `python script ...` and `python -m module ...`."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()

@@ -125,7 +125,7 @@ def halves_swapped(*names: str) -> Callable[[dict[str, Tensor]], None]:
 
 
 def both_ropes(theta: float | None = None, **scaling: Any) -> Callable[[dict[str, Any]], None]:
-    """The same other RoPE in either spelling."""
+    """Another RoPE in either spelling."""
 
     def write(config: dict[str, Any]) -> None:
         theta_now = theta or config["rope_theta"]

@@ -42,7 +42,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong with one upload of a large file.
+    """A fault in one upload of a large file.
 
     Attributes:
         after: bytes that still arrive; a smaller file passes and leaves the fault for the next.
@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(b"", 200, {"ETag": hashlib.md5(data).hexdigest()})
 
     def _body(self, oid: str) -> bytes | None:
-        """What an upload sends, or None if a fault struck and there is nothing to answer."""
+        """The body of an upload, or None if a fault struck and there is nothing to answer."""
         size = int(self.headers["Content-Length"])
         fault = next((f for f in self.hub.faults if f.after < size), None)
         if fault is not None:

@@ -45,7 +45,7 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
 
 
 def writing(out_dir: Path) -> bool:
-    """Whether something is being written."""
+    """Tells that something is being written."""
     names = (path.name for path in out_dir.rglob("*")) if out_dir.is_dir() else ()
     return any(name.startswith(".writing-") or name.endswith(".tmp") for name in names)
 

@@ -1,4 +1,4 @@
-"""What is called of PyTorch that it promises to nobody is there, in the oldest version and this."""
+"""Private functions of PyTorch that are called are there, in the oldest version and this."""
 
 import re
 from pathlib import Path

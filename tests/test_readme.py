@@ -49,7 +49,7 @@ NAMES = """
 
 
 def spans(text: str) -> list[str]:
-    """What stands in code: the lines of plain blocks, and what is between backticks."""
+    """The spans of code: lines of plain blocks, and text between backticks."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
     rest = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     inline = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]

@@ -1,4 +1,4 @@
-"""What is refused at the door: with what is here alone, before anything is loaded or made."""
+"""Refusals before anything is loaded or made, with what is here alone."""
 
 import errno
 import json

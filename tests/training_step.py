@@ -80,7 +80,7 @@ def grouped_target(device: str, dtype: torch.dtype) -> Target:
 
 
 def weights_on_cpu(kind: str) -> dict[str, Tensor]:
-    """Of the untrained head."""
+    """The weights of the untrained head."""
     return objective_of(kind, grouped_target("cpu", torch.float32)).head.state_dict()
 
 
@@ -118,7 +118,7 @@ def gradients(
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Of each parameter's gradient, relative to its norm."""
+    """The difference of each parameter's gradient, relative to its norm."""
     assert found.keys() == expected.keys()
     return {
         name: float((found[name] - each).norm() / each.norm()) for name, each in expected.items()

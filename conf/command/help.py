@@ -1,4 +1,4 @@
-"""What `--help` says: every setting of a command, with the words that its dataclass has for it."""
+"""Pages of `--help`: every setting of a command, with the words of its dataclass."""
 
 import ast
 import inspect
@@ -59,7 +59,7 @@ class Setting:
 
 
 def settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
-    """All settings of a command, in the order in which people need them.
+    """Lists all settings of a command, in the order in which people need them.
 
     Args:
         schema: its dataclass.
@@ -69,7 +69,7 @@ def settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
 
 
 def page(doc: str, found: list[Setting], recipes: tuple[str, ...]) -> str:
-    """What a command does, all its settings, and how they are set.
+    """Explains what a command does, all its settings, and how they are set.
 
     Args:
         doc: the script's docstring.
@@ -90,7 +90,7 @@ def page(doc: str, found: list[Setting], recipes: tuple[str, ...]) -> str:
 
 
 def explained(found: list[Setting], name: str) -> str:
-    """A setting, or all of a section, with what may be given.
+    """Explains a setting, or all of a section, with what may be given.
 
     Raises:
         InputError: there is none of this name.
@@ -181,7 +181,7 @@ def _ordered(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[st
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Words a value as it is typed on the command line."""
     if isinstance(value, Enum):
         return str(value.value)
     if OmegaConf.is_config(value):
@@ -195,7 +195,7 @@ def shown(value: Any) -> str:
 
 @cache
 def words_of(schema: type[Any]) -> dict[str, str]:
-    """The docstring of each attribute of a class, its bases' where it has none of its own."""
+    """Collects the docstring of each attribute of a class, its bases' where it has none."""
     found: dict[str, str] = {}
     for each in reversed(schema.__mro__):
         if each.__module__.startswith("conf."):

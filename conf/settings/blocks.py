@@ -10,7 +10,7 @@ from conf.settings.training import FrozenTargetRun
 
 
 class SlotWeights(Enum):
-    """What drafts of a block weigh: by depth alone, or by what the block's drafts give yet."""
+    """Weights of a block's drafts: by depth alone, or by what the block's drafts give yet."""
 
     decay = "decay"
     dpace = "dpace"
@@ -141,7 +141,7 @@ class DFlash2Run(FrozenTargetRun):
 
 
 class Markov(Enum):
-    """How a slot hears of the token before it."""
+    """A slot's way to hear of the token before it."""
 
     vanilla = "vanilla"
     """By that token alone."""

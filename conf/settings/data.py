@@ -33,14 +33,14 @@ COLUMNS = (
 
 
 class OnBadRow(Enum):
-    """What a malformed row does."""
+    """Answers to a malformed row."""
 
     error = "error"
     skip = "skip"
 
 
 class StateFormat(Enum):
-    """How hidden states are stored."""
+    """Formats of stored hidden states."""
 
     bf16 = "bf16"
     fp8 = "fp8"
@@ -50,7 +50,7 @@ class StateFormat(Enum):
 
 
 class TeacherKind(Enum):
-    """What is stored of the target's last word on each token."""
+    """Stored forms of the target's last word on each token."""
 
     hidden = "hidden"
     """The last hidden state: any head trains from it, any loss."""

@@ -9,14 +9,14 @@ from conf.settings.training import FrozenTargetRun
 
 
 class EagleForm(Enum):
-    """What the layer reads: the last feature beside the embedding, or three fused ones."""
+    """Features beside the embedding that the layer reads: the last one, or three fused ones."""
 
     eagle1 = "eagle1"
     eagle3 = "eagle3"
 
 
 class OutputHead(Enum):
-    """Where EAGLE-3's own output head starts; EAGLE-1 uses the target's."""
+    """Starts of EAGLE-3's own output head; EAGLE-1 uses the target's."""
 
     scratch = "scratch"
     """Random, trained (the paper)."""
@@ -27,7 +27,7 @@ class OutputHead(Enum):
 
 
 class Divergence(Enum):
-    """How far a draft distribution q is from the target's p."""
+    """Measures of how far a draft distribution q is from the target's p."""
 
     kl = "kl"
     """KL(p || q), p renormalised over the draft vocabulary."""
@@ -44,7 +44,7 @@ class Divergence(Enum):
 
 
 class StepNormalizer(Enum):
-    """How the losses of the steps are put together."""
+    """Ways to put the losses of the steps together."""
 
     sum = "sum"
     """Sum of decay ** j * loss_j (EAGLE-3)."""
@@ -53,7 +53,7 @@ class StepNormalizer(Enum):
 
 
 class TokenNormalizer(Enum):
-    """What the summed loss of a step is divided by."""
+    """Divisors of the summed loss of a step."""
 
     all = "all"
     """All tokens of the batch (EAGLE-3)."""

@@ -8,7 +8,7 @@ from conf.settings.target import TargetConfig
 
 
 class ExportFormat(Enum):
-    """Whose loader the head is written for."""
+    """Engines and libraries for whose loader a head is written."""
 
     vllm = "vllm"
     sglang = "sglang"
@@ -23,7 +23,7 @@ class ExportFormat(Enum):
 
 
 class ExportDtype(Enum):
-    """Of the exported weights."""
+    """Dtypes of the exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -43,7 +43,7 @@ class ExportRun:
 
 
 class Layout(Enum):
-    """Where a head's exports go on the Hub."""
+    """Places of a head's exports on the Hub."""
 
     one = "one"
     """In subfolders of the head's repository, named after their formats."""

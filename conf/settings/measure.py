@@ -21,7 +21,7 @@ from conf.settings.drafting import (
 
 
 class Mode(Enum):
-    """How acceptance is measured."""
+    """Ways to measure acceptance."""
 
     replay = "replay"
     decode = "decode"
@@ -60,7 +60,7 @@ class MeasureRun(DataRun):
 
 @dataclass
 class SamplingSettings:
-    """How tokens are chosen."""
+    """Settings of how tokens are chosen."""
 
     temperature: float = 0.0
     """0 takes the likeliest token."""
@@ -74,7 +74,7 @@ class SamplingSettings:
 
 @dataclass
 class AnswerSettings:
-    """What an answer follows, and where it ends."""
+    """Settings of where an answer ends, and what else it follows."""
 
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer, besides the target's stop tokens; empty takes those that its
@@ -88,7 +88,7 @@ class AnswerSettings:
 
 @dataclass
 class ChainSettings:
-    """Chains of draft tokens."""
+    """Settings of chains of draft tokens."""
 
     depth: int | None = None
     """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
@@ -96,7 +96,7 @@ class ChainSettings:
 
 @dataclass
 class TreeSettings:
-    """Trees of draft tokens."""
+    """Settings of trees of draft tokens."""
 
     tree: list[list[int]] | None = None
     """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
@@ -106,7 +106,7 @@ class TreeSettings:
 
 @dataclass
 class OutputSettings:
-    """Output heads that draft."""
+    """Settings of output heads that draft."""
 
     output_rank: int | None = None
     """Draft through output heads of this rank, the likeliest ids exactly; unset computes every
@@ -117,7 +117,7 @@ class OutputSettings:
 class DecodingSettings(
     SamplingSettings, AnswerSettings, ChainSettings, TreeSettings, OutputSettings
 ):
-    """All that decoding with a head may be told."""
+    """All settings of decoding with a head."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from conf.settings.training import FrozenTargetRun, TrainConfig, TrainRun
 
 
 class Labels(Enum):
-    """What a head learns to predict: the text itself, or the target's distribution."""
+    """Lessons for a head: the text itself, or the target's distribution."""
 
     hard = "hard"
     soft = "soft"
@@ -54,7 +54,7 @@ class MedusaRun(FrozenTargetRun):
 
 
 class TargetLoss(Enum):
-    """What keeps the target good while it is adapted."""
+    """Losses that keep the target good while it is adapted."""
 
     text = "text"
     """Cross-entropy on the data, which makes the target say what the data says."""
@@ -63,7 +63,7 @@ class TargetLoss(Enum):
 
 
 class HeadsSchedule(Enum):
-    """How the weight of the heads' losses goes over the joint steps."""
+    """Schedules of the weight of the heads' losses over the joint steps."""
 
     constant = "constant"
     sine = "sine"

@@ -177,7 +177,7 @@ class CompareRun:
 
 
 class ContestPart(Enum):
-    """What a contest does, in this order."""
+    """Parts of a contest, in their order."""
 
     plan = "plan"
     """Probe every recipe, and settle how many steps it gets."""
@@ -188,7 +188,7 @@ class ContestPart(Enum):
 
 @dataclass
 class ContestTrainConfig:
-    """What all trainings have alike."""
+    """Settings that all trainings of a contest share."""
 
     batch_size: int = 8
     """Packed sequences per optimizer step, over all processes."""

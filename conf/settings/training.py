@@ -10,7 +10,7 @@ from conf.settings.target import Dtype
 
 
 class Optimizer(Enum):
-    """What updates a head."""
+    """Optimizers of a head."""
 
     auto = "auto"
     """What gives the better head of a kind; under DeepSpeed AdamW."""
@@ -30,7 +30,7 @@ class Schedule(Enum):
 
 
 class Tracker(Enum):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Trackers of metrics, besides `metrics.jsonl`."""
 
     none = "none"
     tensorboard = "tensorboard"

@@ -1,4 +1,4 @@
-"""What `torch.cuda` and torch's makers of tensors say where there are emulated devices."""
+"""`torch.cuda` and torch's makers of tensors as they are where there are emulated devices."""
 
 import contextlib
 import threading

@@ -113,7 +113,7 @@ def off() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass
 class Counts:
-    """What ran on the devices: operations by name; the rest by kind and the project's line.
+    """Counts of the devices' work: operations by name; the rest by kind and the project's line.
 
     Attributes:
         operations: kernels.
@@ -163,7 +163,7 @@ meters: list[Callable[[Any, Any, Any, Any], None]] = []
 
 
 class Memory:
-    """Where the numbers of device tensors are: on the CPU, or nowhere (`hollow.py`)."""
+    """The place of device tensors' numbers: the CPU, or nowhere (`hollow.py`)."""
 
     at = CPU
 

@@ -23,7 +23,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class CUDAGraph:
-    """What was captured."""
+    """A captured graph."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
@@ -110,13 +110,13 @@ class graph:  # noqa: N801
 
 
 class State:
-    """Of a generator; before torch 2.13 nothing is drawn of one that a capture left behind."""
+    """The state of a generator; of one that a capture left, torch below 2.13 draws nothing."""
 
     capturing = False
 
 
 class DefaultGenerator:
-    """What is drawn of a device without a generator."""
+    """The generator of a device for draws that name none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.state = device, State()
@@ -166,6 +166,6 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _new(found: list[Tensor], args: Any, options: Any) -> list[Tensor]:
-    """What is in memory of its own."""
+    """The tensors in memory of their own."""
     known = {_memory(each) for each in tensors([*args, *options.values()])}
     return [each for each in found if each.numel() and _memory(each) not in known]

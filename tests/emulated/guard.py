@@ -14,7 +14,7 @@ VARIABLE = "HEADSMITH_EMULATED_GUARD"
 
 
 def compiler() -> str | None:
-    """Of C++, if there is one."""
+    """The C++ compiler, if there is one."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 

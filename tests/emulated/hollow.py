@@ -30,7 +30,7 @@ NO_MEMORY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU does in a second, and what an operation takes whatever it does.
+    """A GPU's work in a second, and the time that any operation takes at least.
 
     Attributes:
         bytes_per_s: of its memory.
@@ -50,7 +50,7 @@ H100 = Gpu()
 
 @dataclass
 class Meter:
-    """What ran, in sums.
+    """Sums of what ran.
 
     Attributes:
         num_launches: operations that the host gave to the device.

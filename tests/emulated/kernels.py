@@ -1,4 +1,4 @@
-"""What CUDA's kernels do and demand that the CPU's of the same name do not, or that it lacks.
+"""CUDA's kernels where they do or demand what the CPU's do not, or the CPU has none.
 
 Each is computed in float32 by its definition; what the kernel on CUDA assumes about memory
 without looking is read from memory in the same way, so what is wrong there is wrong here.
@@ -298,7 +298,7 @@ def flash_attention_backward(  # noqa: PLR0917
 
 
 class _Texts:
-    """Where texts lie, after the checks that the kernel begins with."""
+    """Bounds of texts, after the checks that the kernel begins with."""
 
     def __init__(
         self,
@@ -422,12 +422,12 @@ def rms_norm_backward(
 
 
 def histogram(numbers: Tensor, bins: int = 100, least: float = 0, most: float = 0) -> Tensor:
-    """Of integers too."""
+    """`histc`, of integers too."""
     return torch.histc(numbers.float(), bins, least, most).to(numbers.dtype)
 
 
 def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same into a tensor that is given."""
+    """Writes the result into a given tensor."""
 
     def run(*args: Any, out: Tensor, **options: Any) -> Tensor:
         found = kernel(*args, **options)

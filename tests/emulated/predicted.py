@@ -1,4 +1,4 @@
-"""What steps of large models run on a GPU, for `scripts/bench/predict_gpu.py`.
+"""Operations of large models' steps on a GPU, for `scripts/bench/predict_gpu.py`.
 
 A job has `hidden`, `layers`, `vocab`, `length` (tokens of a sequence, or of the text that is
 answered), for training `batch_size` and `micro_batch_size`, `name` of a recipe or of a way to draft
@@ -112,7 +112,7 @@ class Whole:
 
 
 def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
-    """Of a recipe, with an untrained head."""
+    """The objective of a recipe, with an untrained head."""
     if name == "medusa2":
         run = Medusa2Run()
         run.joint.heads_only_steps = 0
@@ -155,7 +155,7 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
 
 
 def _options(job: dict[str, Any]) -> Namespace:
-    """Of `bench_train`."""
+    """Options of `bench_train`."""
     options = bench_train.arguments(["--dtype", "bfloat16"])
     options.head = job["name"]
     options.hidden, options.layers, options.vocab = job["hidden"], job["layers"], job["vocab"]

@@ -1,4 +1,4 @@
-"""The same training run on the CPU and on the emulated device."""
+"""Training runs, each on the CPU and on the emulated device."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -179,7 +179,7 @@ def stays_where_it_is(objective: Any, given: tuple[Any, ...]) -> None:
 
 
 def on_cuda(run: Callable[[], None]) -> list[Counts]:
-    """What was counted before each optimizer step began; batches are as a wrapper leaves them."""
+    """Counts before each optimizer step; batches are as a wrapper leaves them."""
     found: list[Counts] = []
     step = loop.Run.optimizer_step
 
@@ -199,7 +199,7 @@ def on_cuda(run: Callable[[], None]) -> list[Counts]:
 
 
 def waits_of_step(counts: list[Counts]) -> Counts:
-    """Of the second step: the first makes what lasts, the last one logs, evaluates and saves."""
+    """Counts of the second step: the first makes what lasts, the last logs, evaluates, saves."""
     return counts[2] - counts[1]
 
 
@@ -211,7 +211,7 @@ def losses(out_dir: Path) -> dict[str, float]:
 
 
 def gradients(run: Callable[[], Any]) -> list[Tensor]:
-    """What the optimizer is given in its first step, on the CPU."""
+    """The gradients of the optimizer's first step, on the CPU."""
     found: list[Tensor] = []
     step = torch.optim.AdamW.step
 

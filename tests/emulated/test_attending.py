@@ -35,7 +35,7 @@ class Attended(NamedTuple):
 
 
 class Shapes:
-    """Of the attention kernels that have run."""
+    """Shapes of the attention kernels that have run."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.found: set[Attended] = set()

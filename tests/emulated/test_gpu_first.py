@@ -1,3 +1,3 @@
-"""What `make test-gpu` opens with runs here before it meets a GPU."""
+"""The first tests of `make test-gpu` run here before they meet a GPU."""
 
 from tests.gpu.test_first import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Where targets lie on emulated GPUs: one in bfloat16, one over two devices, one in a store."""
+"""Targets on emulated GPUs: one in bfloat16, one over two devices, one in a store."""
 
 from functools import partial
 from pathlib import Path

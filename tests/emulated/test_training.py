@@ -38,7 +38,7 @@ __all__ = ["inputs", "short"]
 
 @dataclass(frozen=True)
 class Ran:
-    """The same run on the CPU and on the device, and what the device was waited for in a step."""
+    """A run on the CPU and on the device, and the waits for the device in a step."""
 
     cpu: Path
     cuda: Path

@@ -1,4 +1,4 @@
-"""What `make test-gpu` opens with: what a GPU's kernels are known to get wrong, and to lack.
+"""First tests of `make test-gpu`: known faults and gaps of a GPU's kernels.
 
 The suite of the emulated device runs it too, so that it has run before it meets a GPU.
 """

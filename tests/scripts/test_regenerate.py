@@ -18,8 +18,8 @@ from data.servers import endpoint as endpoint_module
 from data.servers.endpoint import retry_after_s
 from scripts import regenerate
 from tests import commands
-from tests.chat_server import ChatServer, reply_to
 from tests.chats import assistant, chats, rows_in, user, write_rows
+from tests.servers import ChatServer, reply_to
 
 KEY = "sk-very-secret"
 

@@ -9,8 +9,8 @@ from conf.settings.data import DataConfig
 from conf.settings.scripts import RegenerateRun
 from data.rows.records import load_records
 from scripts import regenerate
-from tests.chat_server import ChatServer
 from tests.chats import assistant, rows_in, user, write_rows
+from tests.servers import ChatServer
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "Oslo"}}}

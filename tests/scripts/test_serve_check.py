@@ -19,7 +19,7 @@ from eval.measure.replay import accepted_lengths, ranked_drafts
 from heads.decoding.tree import Tree
 from heads.target_model.load import load_target
 from scripts import serve_check
-from tests.draft_server import DraftServer
+from tests.servers import DraftServer
 
 DEPTH, NUM_TOKENS = 3, 24
 

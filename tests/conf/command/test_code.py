@@ -1,4 +1,4 @@
-"""What is kept as long as code does the same goes by what the code does, not by its words."""
+"""Checksums of code go by what it does, not by its words."""
 
 from pathlib import Path
 

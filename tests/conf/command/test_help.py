@@ -1,4 +1,4 @@
-"""What `--help` says."""
+"""Pages of `--help`."""
 
 import subprocess
 import sys
@@ -89,7 +89,7 @@ def test_the_page_of_a_command_has_defaults_words_and_choices() -> None:
         "  target.path=null                Hub id or folder; unset means the embedded default.\n"
     )
     assert (
-        "\n  train.optimizer=auto            What updates a head.\n"
+        "\n  train.optimizer=auto            Optimizers of a head.\n"
         "                                  One of auto, adamw, muon.\n"
         "                                  auto: What gives the better head of a kind; under Deep"
     ) in said

@@ -1,4 +1,4 @@
-"""What counts as a change of what something was made of."""
+"""Changes that count between two statements of what something was made of."""
 
 import json
 from dataclasses import replace

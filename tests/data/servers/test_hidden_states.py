@@ -12,7 +12,7 @@ from data.servers import hidden_states as engine_states
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
 from data.templates.encoder import Sample
-from tests.engine_server import HIDDEN, EngineServer, state
+from tests.servers import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4
 LAYERS = (3, 1)

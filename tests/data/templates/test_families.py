@@ -9,10 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import pytest
-from templates import PLAIN, VERBATIM, Family
-from templates_channels import CHANNELS
-from templates_more import MORE
-from templates_thinking import THINKING
+from templates import FAMILIES, VERBATIM, Family
 from tokenizers import AddedToken
 
 from conf.errors import InputError
@@ -20,7 +17,6 @@ from data.rows.records import Record
 from data.templates.encoder import Encoder, Sample
 from tests.data.templates.test_encoder import make_tokenizer
 
-FAMILIES = PLAIN | MORE | THINKING | CHANNELS
 PROPERTIES = {"at": {"type": "string", "description": "town"}}
 LOOK = {
     "type": "function",

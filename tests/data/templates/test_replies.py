@@ -14,10 +14,10 @@ from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
 from data.templates.replies import parse_reply
 from scripts import regenerate
-from tests.chat_server import ChatServer
 from tests.chats import assistant as said
 from tests.chats import rows_in, user, write_rows
 from tests.data.templates.test_families import FAMILIES, LOOK, Says, assistant, encoder, written
+from tests.servers import ChatServer
 from tests.toys import random_model
 
 CHANNELS = ["gpt-oss", "gemma-4", "ministral", "qwen3.5"]

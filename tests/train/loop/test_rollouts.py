@@ -16,7 +16,7 @@ from data.servers.endpoint import Endpoint
 from data.templates.encoder import Sample
 from eval.decode.engine import NoDraft, decode
 from heads.target_model.model import Target
-from tests.chat_server import ChatServer
+from tests.servers import ChatServer
 from train import schedule
 from train.loop import resume
 from train.loop.rollouts import TEXTS, Rollouts

@@ -1,0 +1,259 @@
+"""Servers on loopback: of chats, of drafts with their counts, and of hidden states."""
+
+import fcntl
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Fault = tuple[int, dict[str, str]] | str
+
+
+def reply_to(body: dict) -> str:
+    """A digest of everything that the server was asked."""
+    asked = json.dumps([body["messages"], body.get("seed"), body["max_tokens"]], sort_keys=True)
+    return f"answer {hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+
+
+class ChatServer:
+    """An OpenAI-compatible server whose answers depend on the request alone.
+
+    A context manager; `url` is the base URL.
+
+    Attributes:
+        faults: taken from the front, one per request: a status with headers, or `drop`.
+        fault_for: called with the request body; may return a fault for it.
+        bodies: of all requests that were answered.
+        most_at_once: the largest number of requests in flight.
+    """
+
+    path = "/v1/chat/completions"
+    models: tuple[dict, ...] = ({"id": "toy"}, {"id": "other"})
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.faults: list[Fault] = []
+        self.fault_for: Callable[[dict], Fault | None] = lambda _: None
+        self.finish_reason: Callable[[dict], str] = lambda _: "stop"
+        self.reply: Callable[[dict], object] = reply_to
+        self.bodies: list[dict] = []
+        self.keys: set[str | None] = set()
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"chat": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+
+    def __enter__(self) -> "ChatServer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def page(self, path: str) -> dict | str | None:
+        """The answer to a GET: JSON, text or nothing."""
+        return {"data": self.models} if path == "/v1/models" else None
+
+    def answer(self, body: dict) -> dict:
+        message = {"role": "assistant", "content": self.reply(body)}
+        return {"choices": [{"message": message, "finish_reason": self.finish_reason(body)}]}
+
+    def enter(self, body: dict) -> Fault | None:
+        with self._lock:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            return self.faults.pop(0) if self.faults else self.fault_for(body)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._at_once -= 1
+
+
+class _Handler(BaseHTTPRequestHandler):
+    chat: ChatServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        page = self.chat.page(self.path)
+        if page is None:
+            self._json({"error": "no such page"}, 404)
+        elif isinstance(page, str):
+            self._send(page.encode(), 200, {})
+        else:
+            self._json(page)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != self.chat.path:
+            self._json({"error": "no such page"}, 404)
+            return
+        self.chat.keys.add(self.headers.get("Authorization"))
+        fault = self.chat.enter(body)
+        try:
+            time.sleep(self.chat.delay_s)
+            self._answer(body, fault)
+        finally:
+            self.chat.leave()
+
+    def _answer(self, body: dict, fault: Fault | None) -> None:
+        if fault == "drop":
+            self.close_connection = True
+        elif isinstance(fault, tuple):
+            echo = self.headers.get("Authorization", "")
+            self._json({"error": f"injected, you sent {echo}"}, fault[0], fault[1])
+        else:
+            self.chat.bodies.append(body)
+            self._json(self.chat.answer(body))
+
+    def _json(
+        self, value: object, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        self._send(json.dumps(value).encode(), status, headers or {})
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, text in headers.items():
+            self.send_header(key, text)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+# As vLLM 0.32 writes it, but for more counters of its own.
+METRICS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="toy"}} {drafts:.1f}
+# TYPE vllm:spec_decode_num_drafts_created gauge
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="toy"}} 1.7952553050919838e+09
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="toy"}} {total:.1f}
+{positions}
+"""
+POSITION = (
+    'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="toy",'
+    'position="{place}"}} {count:.1f}'
+)
+
+Answers = Callable[[list[int], int], tuple[list[int], list[int]]]
+
+
+class DraftServer(ChatServer):
+    """Answers and counts as vLLM or SGLang do, as told; `root` is the URL without `/v1`.
+
+    Attributes:
+        kind: `vllm` or `sglang`.
+        depth: draft tokens of a pass; 0 is a server without a head.
+        answers: the text after a prompt, of so many tokens at most, and what each pass accepted.
+        server_info: changes to what SGLang says of its start.
+    """
+
+    def __init__(self, kind: str, depth: int, answers: Answers) -> None:
+        super().__init__()
+        self.kind, self.depth, self.answers = kind, depth, answers
+        self.models = ({"id": "toy", "owned_by": kind, "max_model_len": 256},)
+        self.path = {"vllm": "/v1/completions", "sglang": "/generate"}[kind]
+        self.root = self.url.removesuffix("/v1")
+        self.server_info: dict = {}
+        # Other people's, from before.
+        self.drafts, self.accepted = 7, [depth - place for place in range(depth)]
+
+    def page(self, path: str) -> dict | str | None:
+        if path == "/metrics" and self.kind == "vllm":
+            return self._metrics()
+        if path == "/get_server_info" and self.kind == "sglang":
+            algorithm = "EAGLE3" if self.depth else None
+            steps = {"speculative_num_steps": self.depth, "speculative_eagle_topk": 1}
+            return {"speculative_algorithm": algorithm, **steps, **self.server_info}
+        return super().page(path)
+
+    def answer(self, body: dict) -> dict:
+        if self.kind == "sglang":
+            sampling = body["sampling_params"]
+            assert (sampling["temperature"], sampling["repetition_penalty"]) == (0, 1.0)
+            text, lengths = self.answers(body["input_ids"], sampling["max_new_tokens"])
+            histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+            meta = {"spec_correct_drafts_histogram": histogram} if histogram else {}
+            return {"text": "", "output_ids": text, "meta_info": meta}
+        assert (body["temperature"], body["repetition_penalty"]) == (0, 1.0)
+        assert body["return_token_ids"]
+        text, lengths = self.answers(body["prompt"], body["max_tokens"])
+        self.drafts += len(lengths)
+        for place in range(self.depth):
+            self.accepted[place] += sum(length > place for length in lengths)
+        return {"choices": [{"text": "", "token_ids": text}]}
+
+    def _metrics(self) -> str:
+        if not self.depth:
+            return "vllm:num_requests_running 0.0\n"
+        lines = [POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
+        values = {"drafts": self.drafts, "total": sum(self.accepted)}
+        return METRICS.format(**values, positions="\n".join(lines))
+
+
+HIDDEN = 2
+
+
+def state(token: int, layer: int) -> list[float]:
+    """The state of a token behind a layer."""
+    return [100.0 * layer + token, -1.0]
+
+
+class EngineServer(ChatServer):
+    """Writes hidden states as vLLM does, by a rule one can do by hand.
+
+    Attributes:
+        layers: that it writes.
+        folder: where it writes, in a folder named after its layers.
+        write_s: how long after its reply a file is complete.
+        change: applied to what is written.
+    """
+
+    path = "/v1/completions"
+
+    def __init__(self, folder: Path, layers: list[int], delay_s: float = 0.0) -> None:
+        super().__init__(delay_s)
+        self.models = ({"id": "toy", "max_model_len": 17}, {"id": "other"})
+        self.layers = layers
+        self.folder = folder / "-".join(map(str, ["layers", *layers]))
+        self.folder.mkdir()
+        self.write_s = 0.0
+        self.change: Callable[[dict[str, Tensor]], object] = lambda _: None
+        self._counter = 0
+
+    def answer(self, body: dict) -> dict:
+        with self._lock:
+            file = self.folder / f"{self._counter}.safetensors"
+            self._counter += 1
+        lock = file.with_name(f"{file.name}.lock").open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def write() -> None:
+            time.sleep(self.write_s)
+            states = [[state(token, layer) for layer in self.layers] for token in body["prompt"]]
+            tensors = {
+                "hidden_states": torch.tensor(states),
+                "token_ids": torch.tensor(body["prompt"]),
+            }
+            self.change(tensors)
+            if tensors:
+                save_file(tensors, file)
+            lock.close()
+
+        threading.Thread(target=write).start()
+        return {"kv_transfer_params": {"hidden_states_path": str(file)}}
