@@ -49,7 +49,7 @@ def strategy_name(accelerator: Accelerator) -> str:
     strategy = _class_of(accelerator)
     if strategy is Zero:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
-    return strategy.name
+    return "FSDP2" if strategy is Sharded else "DDP"
 
 
 def _class_of(accelerator: Accelerator) -> "type[Placement]":
@@ -68,12 +68,12 @@ class Placement:
         trained: the head's trainable parameters by name, as they lie here.
     """
 
-    name = "DDP"
     can_discard = True
     """Gradients can be forgotten between `clip` and `step`."""
 
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
+        self.name = strategy_name(accelerator)
         self.head: nn.Module = objective.head
         self._size = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         self.objective, self.optimizers = self._lay_out(objective)
@@ -246,8 +246,6 @@ class Sharded(Placement):
     By torch itself: accelerate applies FSDP2 on CUDA only and falls back to DDP without a word.
     """
 
-    name = "FSDP2"
-
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         # The backward pass follows at once: shards in between would only be gathered again.
@@ -296,7 +294,6 @@ class Zero(Placement):
             hooks = engine.optimizer.parameter_offload
             for hook in (*hooks.forward_hooks, *hooks.backward_hooks):
                 hook.remove()
-        self.name = f"ZeRO-{engine.zero_optimization_stage()}"
         return engine, [engine.optimizer.optimizer]
 
     @property
