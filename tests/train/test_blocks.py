@@ -280,7 +280,8 @@ def test_a_head_learns_what_it_measures(target: Target) -> None:
     batch = objective.prepare(objective.indexed(packed(texts(target, 6, 40))))
     outputs = objective._outputs(batch)
     said = objective.rows(head.confidence(outputs, objective._before(batch)), batch[UNROLLED])
-    sums = objective(batch, objective.weights).terms
+    total, sums = objective(batch, objective.weights)
+    torch.testing.assert_close(total, (objective.weights * sums[0]).sum())  # confidence included
     alpha = sums[3].sum() / sums[1].sum()
     assert abs(said.sigmoid().mean() - alpha) < 0.1
     assert 0.1 < alpha < 0.95
