@@ -67,6 +67,13 @@ def test_dialogues_are_known_by_the_words_of_the_targets_template() -> None:
     assert markers.find("We write @ assistant: before what it says") == ""
 
 
+def test_a_lone_letter_marks_no_dialogue() -> None:
+    template = NO_SPECIAL.replace("'### ' + m.role", "('Q' if m.role == 'user' else 'A')")
+    markers = Markers.of(Encoder(make_tokenizer(template)).template({}, None))
+    assert (markers.asks, markers.answers) == ("Q:", "A:")
+    assert markers.find("Q: Hi\nA: Yes\n") == ""
+
+
 def test_a_text_rendered_for_the_target_is_refused_unless_that_is_said(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(NO_SPECIAL.replace("###", "@"))
     text = "@ user: Hi\n@ assistant: Yes\n"

@@ -321,6 +321,12 @@ def test_a_long_conversation_that_begins_with_a_greeting() -> None:
     assert shown(sample, tokenizer).count("[[") == 20
 
 
+def test_an_answer_to_nothing_is_not_learnt() -> None:
+    said = Record([{"role": "assistant", "content": "Welcome"}], None, "here")
+    (sample,) = Encoder(make_tokenizer(CHATML)).encode(said)
+    assert not any(sample.loss_mask)
+
+
 def test_a_greeting_is_read_and_named() -> None:
     said = chat("Hi", "Yes")
     said.messages.insert(0, {"role": "assistant", "content": "Hello there"})
