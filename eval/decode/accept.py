@@ -21,7 +21,7 @@ from heads.decoding.tree import Tree
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step accepts.
+    """The accepted path of each tree.
 
     Attributes:
         nodes: [B, N] int64, the accepted node of each depth, the root first; filled up with
@@ -53,7 +53,7 @@ def verify(
     layout = draft.layout()
     if sampling.greedy:
         choices = logits.argmax(-1)
-        passes = choices.gather(1, _rows(layout.parents, tokens)) == tokens
+        passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
         return Accepted(nodes, _at(layout.depths, end), _at(choices, end))
     probs = sampling.probabilities(logits)
@@ -76,8 +76,8 @@ def verify(
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
     """[B, N] bool for tokens that were not sampled: q is 1 for each.
 
-    Accepted with p(x); rejecting it sets p(x) to 0. Putting the drafter's own probability in
-    place of the 1 would not keep the distribution.
+    A token x is accepted with p(x); rejecting it sets p(x) to 0. Putting the drafter's own
+    probability in place of the 1 would not keep the distribution.
 
     Args:
         layout: of the trees.
@@ -98,10 +98,10 @@ def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: T
 def accept_sampled(
     draft: Draft, layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[B, N] bool for tokens sampled from q, and [B, N, V] what is left of p after the children.
+    """[B, N] bool for tokens sampled from q, and [B, N, V] the rest of p after the children.
 
-    Accepted with min(1, p(x) / q(x)); rejecting it makes p norm(max(0, p - q)), and, as siblings
-    are sampled without replacement, q(x) 0 for the next.
+    A token x is accepted with min(1, p(x) / q(x)); rejecting it makes p norm(max(0, p - q)), and,
+    as siblings are sampled without replacement, q(x) 0 for the next.
 
     Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; trees, Sequoia, arXiv
     2402.12374, algorithm 2.
@@ -113,12 +113,12 @@ def accept_sampled(
     p, leaves = probs[:, :num_inner], probs[:, num_inner:]
     passes = torch.zeros_like(tokens, dtype=torch.bool)
     ranks = _earlier_siblings(layout).sum(-1).expand_as(tokens)
-    parents = _rows(layout.parents, tokens)
+    parents = layout.parents.expand_as(tokens)
     inner = torch.arange(num_inner, device=tokens.device)
     there = tokens >= 0
     there[:, 0] = False
     for rank in range(max(map(len, draft.tree.children))):
-        # [B, P, N]: which node is the child of that rank; a node has one or none.
+        # [B, P, N]: the child of that rank; a node has one or none.
         child = (parents.unsqueeze(1) == inner[:, None]) & (there & (ranks == rank)).unsqueeze(1)
         has, node = child.max(-1)
         token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
@@ -138,11 +138,11 @@ def _normed(weights: Tensor, otherwise: Tensor) -> Tensor:
 def typical_acceptance(
     layout: TreeLayout, tokens: Tensor, probs: Tensor, rule: Typical
 ) -> tuple[Tensor, Tensor]:
-    """[B, N] which nodes are typical, and log p of the path to each."""
+    """[B, N] bool of typical nodes, and [B, N] log p of the path to each."""
     entropy = -(probs * (probs + 1e-5).log()).sum(-1)
     threshold = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
     p = _token_probs(layout, tokens, probs)
-    passes = p > threshold.gather(1, _rows(layout.parents, tokens))
+    passes = p > threshold.gather(1, layout.parents.expand_as(tokens))
     logs = p.clamp_min(1e-30).log()
     return passes, (layout.mask.float() @ logs.unsqueeze(2)).squeeze(2)
 
@@ -150,7 +150,7 @@ def typical_acceptance(
 def _token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
     """[B, N] p(x) at each node's parent; 0 where there is no node."""
     places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-    p = probs[places, _rows(layout.parents, tokens), tokens.clamp_min(0)]
+    p = probs[places, layout.parents.expand_as(tokens), tokens.clamp_min(0)]
     return p.masked_fill(tokens < 0, 0)
 
 
@@ -163,7 +163,7 @@ def _earlier_siblings(layout: TreeLayout) -> Tensor:
 
 
 def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
-    """Of the siblings that pass, the first."""
+    """[B, N] bool of the first sibling that passes under each parent."""
     later = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
     return passes & ~later
 
@@ -197,17 +197,13 @@ def _deepest_path(
 
 def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
     """[B, V] p at node `end` without the tokens of its children, which were rejected."""
-    rejected = (_rows(layout.parents, tokens) == end.unsqueeze(1)) & (tokens >= 0)
+    rejected = (layout.parents.expand_as(tokens) == end.unsqueeze(1)) & (tokens >= 0)
     rejected[:, 0] = False
     kept = torch.ones_like(probs).scatter_reduce(
         1, tokens.clamp_min(0), (~rejected).to(probs.dtype), "amin"
     )
     rest = probs * kept
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
-
-
-def _rows(shared: Tensor, like: Tensor) -> Tensor:
-    return shared.expand_as(like)
 
 
 def _at(values: Tensor, node: Tensor) -> Tensor:

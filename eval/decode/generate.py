@@ -20,8 +20,8 @@ from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target
 
 
-class _Passes:
-    """What each pass of the target was given; the prompt's own lasts until the second begins."""
+class _PassRecorder:
+    """Records each pass of the target; the prompt's own lasts until the second begins."""
 
     def __init__(self, clock: PartClock, num_texts: int, drafting: bool) -> None:
         self.clock, self.texts, self.drafting = clock, range(num_texts), drafting
@@ -40,23 +40,19 @@ class _Passes:
             self.widths.append(1)
             return
         given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        self.widths.append(next(each.shape[1] for each in given if each is not None))
+        self.widths.append(next(tensor.shape[1] for tensor in given if tensor is not None))
         self.cached.append(int(kwargs["past_key_values"].get_seq_length()))
 
     def end_prompt(self) -> None:
         """Once or more often."""
         self._prompt.close()
 
-    def given(self, steps: list[Step]) -> list[float]:
-        """When the prompt's pass and each step gave their tokens, as if streamed."""
-        return self.arrivals[: len(steps) + 1]
-
     def arrive(self) -> None:
         """A pass has given its tokens."""
         self.arrivals.append(self.clock.lap(self.texts))
 
     def steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
-        """Of a text that was alone: what each pass after the prompt's own gave and checked.
+        """Steps and draft tokens of the passes after the prompt's own, of a text that was alone.
 
         Between two passes the cache holds all but the last token of the text.
         """
@@ -73,7 +69,7 @@ class _Passes:
 class _AfterToken(StoppingCriteria):
     """Tells passes apart where a hook would become part of what is compiled."""
 
-    def __init__(self, passes: _Passes) -> None:
+    def __init__(self, passes: _PassRecorder) -> None:
         self.passes = passes
 
     def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
@@ -136,7 +132,7 @@ def hf_generate(
     pad = (target.stop_ids or [0])[0]
     rows = [[pad] * (longest - len(ids)) + list(ids) for ids in prompts]
     real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-    ids, mask = (torch.tensor(each, device=target.device) for each in (rows, real))
+    ids, mask = (torch.tensor(values, device=target.device) for values in (rows, real))
     torch.manual_seed(seed)
     settings = _settings(target, max_new_tokens, sampling, pad)
     ends = StoppingCriteriaList()
@@ -144,10 +140,15 @@ def hf_generate(
         ends.append(StopTexts(target, longest, len(prompts)))
     clock = PartClock(target.device, len(prompts))
     with ExitStack() as undo:
-        passes = _Passes(clock, len(prompts), drafting=bool(assistance))
+        passes = _PassRecorder(clock, len(prompts), drafting=bool(assistance))
         undo.callback(passes.end_prompt)
         if target.capacity is not None and not assistance:
-            settings.update(**_compiled(target.capacity))
+            how: Any = CompileConfig()
+            how._compile_all_devices = True  # else on a GPU alone
+            # One length for all, as each is compiled for itself.
+            settings.update(
+                cache_implementation="static", max_cache_len=target.capacity, compile_config=how
+            )
             ends.append(_AfterToken(passes))
         else:
             begin = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
@@ -163,26 +164,20 @@ def hf_generate(
     clock.stop(passes.texts)
     if assistance:
         steps, drafted = passes.steps(longest, len(texts[0]))
-        return [Generation(texts[0], steps, [], clock.times[0], drafted, passes.given(steps))]
+        arrivals = passes.arrivals[: len(steps) + 1]
+        return [Generation(texts[0], steps, [], clock.times[0], drafted, arrivals)]
     found = []
     for text, times in zip(texts, clock.times, strict=True):
         steps = [Step(0, 1, num_left) for num_left in range(len(text) - 1, 0, -1)]
-        found.append(Generation(text, steps, [], times, [0] * len(steps), passes.given(steps)))
+        arrivals = passes.arrivals[: len(steps) + 1]
+        found.append(Generation(text, steps, [], times, [0] * len(steps), arrivals))
     return found
-
-
-def _compiled(capacity: int) -> dict[str, Any]:
-    """Settings of a compiled `generate`."""
-    how: Any = CompileConfig()
-    how._compile_all_devices = True  # else on a GPU alone
-    # One length for all, as each is compiled for itself.
-    return {"cache_implementation": "static", "max_cache_len": capacity, "compile_config": how}
 
 
 def _settings(
     target: Target, max_new_tokens: int, sampling: Sampling, pad: int
 ) -> GenerationConfig:
-    """Of the run; what is None here `generate` takes from the target's generation config."""
+    """Settings of the run; `generate` takes those that are None from the target's own config."""
     drawn = {
         "do_sample": True,
         "temperature": sampling.temperature,

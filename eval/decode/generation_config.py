@@ -39,7 +39,7 @@ PROCESSORS: dict[str, Callable[[Any, list[int]], Processor]] = {
     "bad_words_ids": lambda words, stops: NoBadWordsLogitsProcessor(words, stops or None),
     "suppress_tokens": lambda tokens, _: SuppressTokensLogitsProcessor(tokens),
 }
-"""How each is made of its value and the stop tokens, in the order in which `generate` does."""
+"""Makes each from its value and the stop tokens, in the order of `generate`."""
 FIRST = "begin_suppress_tokens"
 APPLIED = (*PROCESSORS, FIRST)
 
@@ -183,7 +183,7 @@ NOTHING = {
     "exponential_decay_length_penalty": None, "prompt_lookup_num_tokens": None,
     "num_return_sequences": 1,
 }  # fmt: skip
-"""What changes what `generate` writes, or how, with the value beside None that changes nothing."""
+"""Settings that change the text of `generate`, with the value beside None that changes nothing."""
 
 
 def follow(
@@ -202,7 +202,8 @@ def follow(
     """
     ours = target.generation_config
     target.logits_processing = {} if plain else asked_of(target)
-    target.stop_strings = tuple(stop or ([] if plain else _texts(ours.stop_strings)))
+    theirs = [ours.stop_strings] if isinstance(ours.stop_strings, str) else ours.stop_strings
+    target.stop_strings = tuple(stop or ([] if plain else theirs or []))
     # What else it says, e.g. to keep no cache, `generate` would follow and nobody else.
     target.model.generation_config = GenerationConfig(
         eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id, **target.logits_processing
@@ -211,7 +212,7 @@ def follow(
 
 
 def follow_or_tell(target: Target) -> str | None:
-    """`follow`, or plain answers and what to say of them, where only a figure hangs on them."""
+    """`follow`, or plain answers and a line about them, where only a figure depends on them."""
     try:
         follow(target)
     except InputError as error:
@@ -220,20 +221,16 @@ def follow_or_tell(target: Target) -> str | None:
     return None
 
 
-def _texts(strings: str | list[str] | None) -> list[str]:
-    return [strings] if isinstance(strings, str) else strings or []
-
-
 def asked_of(target: EmbeddingsAndHead) -> dict[str, Any]:
-    """What a target's generation config asks of its logits, by its names there.
+    """The logits processing that a target's generation config asks for, by setting.
 
     Raises:
         InputError: it asks for what drafts cannot be checked by, or for nonsense.
     """
     config = target.generation_config
-    found = {name: getattr(config, name, None) for name in NOTHING}
-    asked = {name: each for name, each in found.items() if each not in (None, [], NOTHING[name])}
-    refused = {name: each for name, each in asked.items() if name not in APPLIED}
+    values = {name: getattr(config, name, None) for name in NOTHING}
+    asked = {name: v for name, v in values.items() if v not in (None, [], NOTHING[name])}
+    refused = {name: v for name, v in asked.items() if name not in APPLIED}
     source = f"target.path={target.name}: its generation config asks for"
     if refused:
         raise InputError(

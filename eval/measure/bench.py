@@ -1,10 +1,10 @@
-"""What all measurements start from: target, head, prompts and their results file."""
+"""The start and the end of every measurement: target, heads, prompts, and the results file."""
 
 import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from eval.decode.engine import NoDraft, decode
 from eval.decode.generation_config import follow
 from eval.measure import processes
 from eval.measure.heads import BenchHead, device_name, open_head
-from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, share
+from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, questions, share
 from eval.refusals import check_measure
 from heads.decoding.sampling import Sampling
 from heads.layers.low_rank import reduce_rank
 from heads.layers.packed import pack
-from heads.target_model.identity import Identity, identify, other_target_notice, weights_checksum
+from heads.target_model.identity import identify, other_target_notice, weights_checksum
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -86,7 +86,9 @@ def open_bench(
     state = processes.start()
     with state.main_process_first():
         fill_unset(run, prompts=True)
-    records = _records(run)
+    assert run.data.path is not None
+    records = load_records(run.data.path, run.data)
+    _tell(*records.lines())
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
@@ -94,17 +96,25 @@ def open_bench(
     follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
         _attach(run, head, target, records)
-    pack(target.model, target.output_head, *(each.head for each in heads))
+    pack(target.model, target.output_head, *(head.head for head in heads))
     chosen = records.records[: run.data.num_prompts]
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
     if not prompts:
         raise InputError(f"every prompt is left out; the first: {left_out[0]}")
     if state.is_main_process:
-        _tell(kernel_notice(target.device))
-        _tell(f"left out: {why}" for why in left_out)
-        _tell_windows(heads, prompts, run.max_new_tokens)
-        _tell_other_targets(refs, identify(run.target, target.tokenizer, target.dtype))
+        _tell(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
+        lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
+        for head in heads:
+            window = head.head.window or max(lengths)
+            if beyond := sum(length > window for length in lengths):
+                _tell(
+                    f"{head.path}: knows {window} positions (max_position_embeddings); {beyond} of "
+                    f"{len(prompts)} texts may go beyond, where it drafts nothing"
+                )
+        identity = identify(run.target, target.tokenizer, target.dtype)
+        for ref in refs:
+            _tell(other_target_notice("head.path", str(ref.path), ref.revision, identity))
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
@@ -131,49 +141,19 @@ def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) 
         (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
     ):
         if data and data == records.sha256:
-            Console(stderr=True).print(
+            _tell(
                 f"{head.path}: {words} on data.path itself, so that the {what}'s figures flatter "
-                "it; measure on other prompts",
-                markup=False,
+                "it; measure on other prompts"
             )
     head.head.attach(target, target.dtype).eval()
     if run.output_rank is not None:
         reduce_rank(head.head, target, run.output_rank)
 
 
-def _tell_other_targets(refs: Sequence[HeadRef], identity: Identity) -> None:
-    for ref in refs:
-        assert ref.path is not None
-        line = other_target_notice("head.path", ref.path, ref.revision, identity)
+def _tell(*lines: str | None) -> None:
+    for line in lines:
         if line is not None:
             Console(stderr=True).print(line, highlight=False, markup=False)
-
-
-def _tell_windows(
-    heads: Sequence[BenchHead], prompts: Sequence[Prompt], max_new_tokens: int
-) -> None:
-    lengths = [len(prompt.token_ids) + max_new_tokens for prompt in prompts]
-    for head in heads:
-        window = head.head.window
-        if window is not None and max(lengths) > window:
-            beyond = sum(length > window for length in lengths)
-            line = (
-                f"{head.path}: knows {window} positions (max_position_embeddings); {beyond} of "
-                f"{len(prompts)} texts may go beyond, where it drafts nothing"
-            )
-            Console(stderr=True).print(line, highlight=False, markup=False)
-
-
-def _records(run: MeasureRun) -> Records:
-    assert run.data.path is not None
-    records = load_records(run.data.path, run.data)
-    _tell(records.lines())
-    return records
-
-
-def _tell(lines: Iterable[str]) -> None:
-    for line in lines:
-        Console(stderr=True).print(line, highlight=False, markup=False)
 
 
 def _spare(
@@ -207,36 +187,26 @@ def _later_turns(
     """
     least = prompts
     for _ in range(1, run.num_turns):
-        least, _ = fitting(run, target, _unanswered(records, least, encoder))
+        # Behind answers that say nothing, where the template takes such.
+        following: list[Prompt] = []
+        for prompt in least:
+            with contextlib.suppress(InputError):
+                following += next_turns(records, [prompt], [[]], encoder)
+        least, _ = fitting(run, target, following)
     found, latest = list(prompts), prompts
     for turn in range(1, run.num_turns):
-        asked = [p for p in latest if _num_questions(records[p.dialogue]) > turn]
+        going_on = [p for p in latest if len(questions(records[p.dialogue])) > turn]
         latest = []
         # The longest first: what leaves no room behind its answer is told of early.
-        asked.sort(key=lambda p: -len(p.token_ids))
-        for prompt in tqdm(asked, desc="target's own text", unit="prompt"):
+        going_on.sort(key=lambda p: -len(p.token_ids))
+        for prompt in tqdm(going_on, desc="target's own text", unit="prompt"):
             answer = decode(target, NoDraft(), prompt.token_ids, run.max_new_tokens).token_ids
             following = next_turns(records, [prompt], [answer], encoder)
             fit, left_out = fitting(run, target, following)
-            _tell(f"left out: {why}" for why in left_out)
+            _tell(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
         found += latest
-    return found
-
-
-def _num_questions(record: Record) -> int:
-    return sum(message["role"] == "user" for message in record.messages or [])
-
-
-def _unanswered(
-    records: Sequence[Record], prompts: Sequence[Prompt], encoder: Encoder
-) -> list[Prompt]:
-    """The next turns behind answers that say nothing, where the template takes such."""
-    found = []
-    for prompt in prompts:
-        with contextlib.suppress(InputError):
-            found += next_turns(records, [prompt], [[]], encoder)
     return found
 
 
@@ -267,13 +237,13 @@ def seed_of(prompt: Prompt, seed: int) -> int:
 
 
 def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Journal:
-    """What an earlier start of the same measurement has done, to be continued.
+    """Opens the journal of a measurement, which an earlier start may have begun.
 
     Args:
         run: the settings.
         name: of the result.
         bench: what is measured.
-        more: of which the rows depend too; JSON values.
+        more: JSON values on which the rows depend too.
 
     Raises:
         InputError: an earlier start measured something else, or nothing can be written.
@@ -285,7 +255,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
             "target": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
-            "heads": [checksums(each.path) for each in bench.heads],
+            "heads": [checksums(head.path) for head in bench.heads],
             "generation_config": bench.target.logits_processing,
             "stop": [*bench.target.stop_ids, *bench.target.stop_strings],
             "device": device_name(),
@@ -307,20 +277,20 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
 
 
 def checksums(path: str) -> list[str | None]:
-    """Of the weight files in a folder; none of a Hub id, whose revision stays as it is."""
+    """Checksums of the weight files in a folder; none of a Hub id, whose revision is fixed."""
     files = sorted(Path(path).glob("*.safetensors"))
     return [weights_checksum(file.parent, file.stem) for file in files]
 
 
 def partial_folder(run: MeasureRun, name: str) -> Path:
-    """Where the journals of a measurement lie until its result is written."""
+    """The folder of the journals of a measurement until its result is written."""
     return (Path(run.out_dir) / name).with_suffix(".partial")
 
 
 def greedy_responses(
     target: Target, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[list[int]]:
-    """The target's own greedy tokens per prompt, from the engine without drafting."""
+    """The target's own greedy tokens per prompt, decoded without drafting."""
     return [
         decode(target, NoDraft(), prompt.token_ids, max_new_tokens).token_ids
         for prompt in tqdm(prompts, desc="target's own text", unit="prompt")

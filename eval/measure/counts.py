@@ -1,4 +1,4 @@
-"""What an engine must count of the drafts of a head, and where its counts fall apart from that."""
+"""Counts of drafts: ours for a head, and where those of a serving engine differ."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from heads.target_model.model import Target
 def drafted(
     target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, depth: int
 ) -> DraftCounts:
-    """One greedy text by our own decoder, its drafts counted as engines count them.
+    """Decodes a greedy text with our engine, its drafts counted as serving engines count them.
 
     Unlike the steps of a decode, the paths go on beyond the end of the text.
 
@@ -29,7 +29,7 @@ def drafted(
 
 @dataclass(frozen=True)
 class Totals:
-    """Over all texts; `accepted` per depth."""
+    """Sums over all texts; `accepted` per depth."""
 
     drafts: int
     accepted: list[int]
@@ -43,7 +43,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where a text is another one; None where one of them has ended."""
+    """The first place where two texts differ; None where one of them has ended."""
 
     prompt: int
     token: int
@@ -63,11 +63,11 @@ def divergences(ours: list[DraftCounts], engine: list[DraftCounts]) -> list[Firs
 
 
 def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: float) -> list[str]:
-    """Says what falls apart: nothing, if an engine computes what we do.
+    """Lines that say which counts differ: none, if a serving engine computes what we do.
 
     Args:
         ours: texts by `drafted`.
-        engine: those of the same prompts by a running engine.
+        engine: those of the same prompts by a running serving engine.
         tolerance: share of the texts that may differ, and share of the greater count by which
             drafts, and accepted tokens of a depth, may.
     """

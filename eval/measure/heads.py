@@ -20,9 +20,9 @@ from heads.kinds import load_head, name_of
 from heads.storage import locate
 
 SHAPE_FILE = "draft_tree.json"
-"""What `eval/tree_search.py` found best for a head, beside its weights."""
+"""Beside the weights of a head: the best tree, by `eval/tree_search.py`."""
 CONFIDENCE_FILE = "draft_confidence.json"
-"""What `eval/calibrate.py` did."""
+"""The same for its calibration, by `eval/calibrate.py`."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class BenchHead:
         tree: a static tree, or the shape of dynamic ones.
         chain: one candidate per depth.
         searched_on: checksum of the data on which the tree was searched for; None if it was not.
-        calibration: by which the chain may be cut; None if nobody has calibrated it that deep here.
-        calibrated_on: checksum of the data that this was done with.
+        calibration: to cut the chain by; None if nobody has calibrated it that deep here.
+        calibrated_on: checksum of the data of the calibration.
     """
 
     path: str
@@ -49,7 +49,7 @@ class BenchHead:
 
     @property
     def family(self) -> str:
-        """What the head's methods are named after."""
+        """The name of the head's kind, in the names of its methods."""
         return name_of(self.head)
 
     @property
@@ -95,9 +95,14 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     if isinstance(usual, DynamicShape):
         if run.tree is not None:
             raise InputError(f"tree: {head.phrase} drafts dynamic trees; set dynamic_tree.*")
-        shape: Shape = _dynamic_shape(run, usual, stored)
+        limits = asdict(usual) | stored.get("dynamic_tree", {})
+        chosen = {name: getattr(run.dynamic_tree, name) or limits[name] for name in limits}
+        shape: Shape = DynamicShape(**chosen)
     else:
-        shape = _static_tree(run.tree or stored.get("tree"), usual, head.most_tokens)
+        paths, most = run.tree or stored.get("tree"), head.most_tokens
+        shape = usual if paths is None else Tree.from_paths(paths)
+        if not 0 < shape.depth <= (most or shape.depth):
+            raise InputError(f"tree: depth {shape.depth}, this head has depths 1..{most}")
     chain = Tree.chain(run.depth or head.usual_depth)
     calibration = _calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
@@ -122,7 +127,7 @@ def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
 
 
 def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
-    """What was written for chains as deep at least, and the checksum of its data.
+    """The stored calibration, if it is of chains as deep at least, and its data's checksum.
 
     Raises:
         InputError: it is not what `eval/calibrate.py` writes.
@@ -157,18 +162,5 @@ def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: P
 
 
 def device_name() -> str:
-    """What figures are measured on."""
+    """The device that figures are measured on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def _static_tree(paths: list[list[int]] | None, usual: Tree, most: int | None) -> Tree:
-    tree = usual if paths is None else Tree.from_paths(paths)
-    if not 0 < tree.depth <= (most or tree.depth):
-        raise InputError(f"tree: depth {tree.depth}, this head has depths 1..{most}")
-    return tree
-
-
-def _dynamic_shape(run: MeasureRun, usual: DynamicShape, stored: dict[str, Any]) -> DynamicShape:
-    limits = asdict(usual) | stored.get("dynamic_tree", {})
-    chosen = {name: getattr(run.dynamic_tree, name) for name in limits}
-    return DynamicShape(**{name: chosen[name] or limits[name] for name in limits})

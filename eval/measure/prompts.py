@@ -46,7 +46,7 @@ def first_turns(records: Sequence[Record], encoder: Encoder) -> list[Prompt]:
     """
     prompts = []
     for index, record in enumerate(records):
-        messages, users = record.messages or [], _users(record)
+        messages, users = record.messages or [], questions(record)
         if not users:
             raise InputError(f"{record.where}: no user message to answer; measuring needs prompts")
         start = messages[: messages.index(users[0]) + 1]
@@ -80,7 +80,7 @@ def next_turns(
     following = []
     for prompt, answer in zip(prompts, answers, strict=True):
         index, turn = prompt.dialogue, prompt.turn
-        users = _users(records[index])
+        users = questions(records[index])
         if turn < len(users):
             tools = records[index].tools
             written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
@@ -91,7 +91,8 @@ def next_turns(
     return following
 
 
-def _users(record: Record) -> Messages:
+def questions(record: Record) -> Messages:
+    """The user's messages."""
     return [message for message in record.messages or [] if message["role"] == "user"]
 
 

@@ -47,7 +47,7 @@ def replay(
 
 
 def steps_along(tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]) -> list[Step]:
-    """The verify passes over a response [n], of drafts as `ranked_drafts` gives them."""
+    """The verify passes over a response [n], by its `ranked_drafts`."""
     return verify_steps(accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 
@@ -82,7 +82,17 @@ def accepted_lengths(
     tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]
 ) -> list[int]:
     """[n] draft tokens accepted if a pass had token i as its root, text end unheeded."""
-    return [_follow(tree, each, response_ids[row + 1 :]) for row, each in enumerate(ranked)]
+    lengths = []
+    for root, candidates in enumerate(ranked):
+        node, depth = 0, 0
+        for wanted, of_depth in zip(response_ids[root + 1 :], candidates, strict=False):
+            children = tree.children[node]
+            node = next((c for c in children if of_depth[tree.ranks[c]] == wanted), -1)
+            if node < 0:
+                break
+            depth += 1
+        lengths.append(depth)
+    return lengths
 
 
 def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[list[bool]]:
@@ -96,19 +106,6 @@ def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[l
         [each[d][0] == after for each, after in zip(ranked, response_ids[d + 1 :], strict=False)]
         for d in range(len(ranked[0]))
     ]
-
-
-def _follow(tree: Tree, ranked: list[list[int]], future: list[int]) -> int:
-    """Depth of the path whose tokens are the first of `future`; `ranked` is [depth][width]."""
-    node, depth = 0, 0
-    while depth < min(len(future), len(ranked)):
-        wanted = future[depth]
-        children = tree.children[node]
-        node = next((c for c in children if ranked[depth][tree.ranks[c]] == wanted), -1)
-        if node < 0:
-            break
-        depth += 1
-    return depth
 
 
 def verify_steps(accepted: list[int], num_tokens: int) -> list[Step]:

@@ -106,15 +106,15 @@ def interval(
     """95% bootstrap interval of a figure.
 
     Args:
-        groups: what is drawn from with replacement, as often as there are groups. What depends
-            on each other, the prompts of a dialogue, is one of them.
-        figure: of drawn groups, and of the numbers of drawn runs.
+        groups: drawn with replacement, as many as there are. Prompts that depend on each other,
+            those of a dialogue, are one group.
+        figure: computes it from drawn groups and the numbers of drawn runs.
         seed: of the draws.
-        num_runs: of which as many are drawn, for all groups the same, with replacement too.
+        num_runs: runs, of which as many are drawn with replacement, for all groups the same.
 
     Returns:
         The 2.5th and 97.5th percentile, in the unit of the figure; None for a single group,
-        which says nothing of others.
+        which tells nothing about others.
     """
     if len(groups) < 2:
         return None
@@ -128,18 +128,18 @@ def interval(
 
 def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
     """The prompts of each dialogue."""
-    found: dict[int, list[PromptSteps]] = {}
+    dialogues: dict[int, list[PromptSteps]] = {}
     for prompt in prompts:
-        found.setdefault(prompt.dialogue, []).append(prompt)
-    return list(found.values())
+        dialogues.setdefault(prompt.dialogue, []).append(prompt)
+    return list(dialogues.values())
 
 
 def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     """95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
     # Sums stand for a dialogue's passes.
     sums = [
-        (sum(s.num_emitted for p in each for s in p.steps), sum(len(p.steps) for p in each))
-        for each in by_dialogue(prompts)
+        (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
+        for group in by_dialogue(prompts)
     ]
     return interval(sums, lambda drawn, _: _ratio(drawn), seed)
 
@@ -170,13 +170,13 @@ def tau_difference(
     def difference(drawn: Sequence[list[int]]) -> float:
         return _ratio([(c, d) for _, _, c, d in drawn]) - _ratio([(a, b) for a, b, _, _ in drawn])
 
-    found = list(pairs.values())
-    return difference(found), interval(found, lambda drawn, _: difference(drawn), seed)
+    groups = list(pairs.values())
+    return difference(groups), interval(groups, lambda drawn, _: difference(drawn), seed)
 
 
-def shown(ends: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
+def shown(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
     """An interval for people; a dash where there is none."""
-    return "-" if ends is None else between.join(f"{end:.{digits}f}" for end in ends)
+    return "-" if bounds is None else between.join(f"{bound:.{digits}f}" for bound in bounds)
 
 
 def tree_figures(result: dict[str, Any]) -> dict[str, Any]:

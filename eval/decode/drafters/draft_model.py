@@ -25,7 +25,7 @@ from heads.target_model.model import Taps, Target, last_states
 
 @dataclass(frozen=True)
 class DraftLength:
-    """When a chain ends before its full depth.
+    """The end of a chain before its full depth.
 
     Attributes:
         start: tokens of a text's first draft; the next has 2 more if all were accepted, else 1
@@ -78,6 +78,14 @@ class DraftModel:
         numbers = {node: number for number, node in enumerate(self.order)}
         self.numbers = upload([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
         self.cache: TreeCache | None = None
+        self.draws = self.generators
+        # Per text: tokens that the cache does not hold, tokens committed, tokens of a draft at
+        # most and now.
+        self.unread: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.limits: list[int] = []
+        self.drafted: list[int] = []
+        self.tokens, self.depth = torch.empty(0, dtype=torch.int64), 0
 
     def observe(self, seen: Committed) -> None:
         """Keeps what was accepted in the cache."""
@@ -93,8 +101,13 @@ class DraftModel:
             pairs = zip(self.unread, seen.token_ids, strict=True)
             self.unread = [before + tokens for before, tokens in pairs]
             return
+        assert seen.nodes is not None
+        read = self.order[: sum(len(level.nodes) for level in self.levels[1 : self.depth])]
+        paths = [[read.index(n) for n in path if n in read] for path in seen.paths]
+        numbers = self.numbers[seen.nodes[:, 1:]]
+        counts = ((numbers >= 0) & (numbers < len(read))).sum(1)
+        self.cache.commit(paths, Kept(numbers.clamp_min(0), counts))
         kept = [tokens[1:] for tokens in seen.token_ids]
-        paths = self._commit(seen)
         self.unread = [tokens[len(path) :] for tokens, path in zip(kept, paths, strict=True)]
         if self.length.start is not None:
             self.limits = [
@@ -117,11 +130,20 @@ class DraftModel:
         while self.depth < max(self.drafted):
             level = self.levels[self.depth]
             if self.depth > 0:
-                logits = self._expand(level)
+                fed = self.tokens[:, level.places].clamp_min(0)
+                mask = level.mask if self.tree.width > 1 else None
+                output = self.model.extend(self.cache, fed, mask, level.depths)
+                logits = self.model.logits(output.hidden_states)
             tokens = self._sample(fit(logits, self.vocab_size), level, probs)
             self.tokens = torch.cat([self.tokens, tokens], dim=1)
             self.depth += 1
-        return self._draft(probs)
+        q = _by_node(self.levels, probs) if probs else None
+        if min(self.drafted) == self.tree.depth:
+            return Draft.of(self.tree, self.tokens, q)
+        tree = self.tree.down_to(self.depth)
+        depths = tree_layout(tree, self.tokens.device).depths[:, 1:]
+        over = depths > upload(self.drafted, self.tokens.device).unsqueeze(1)
+        return Draft.of(tree, self.tokens.masked_fill(over, PAD), q)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
@@ -129,9 +151,8 @@ class DraftModel:
             self.generators = self.generators.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
-            self.lengths = [self.lengths[row] for row in rows]
-            self.limits = [self.limits[row] for row in rows]
-            self.drafted = [self.drafted[row] for row in rows]
+            for values in (self.lengths, self.limits, self.drafted):
+                values[:] = [values[row] for row in rows]
 
     def take(self, row: int, other: "DraftModel") -> None:
         """A row goes on with the one text of another drafter, whose prompt is read for it."""
@@ -141,31 +162,9 @@ class DraftModel:
         if prompt:
             read_rows(self.model, other.cache, [prompt])
         self.cache.take(row, other.cache)
-        self.unread[row], self.lengths[row], self.limits[row] = (
-            [last],
-            *other.lengths,
-            *other.limits,
-        )
+        self.unread[row] = [last]
+        self.lengths[row], self.limits[row] = other.lengths[0], other.limits[0]
         self.generators.take(row, other.generators)
-
-    def _commit(self, seen: Committed) -> list[list[int]]:
-        """Keeps what was read of accepted paths; gives the numbers of these nodes."""
-        assert self.cache is not None
-        assert seen.nodes is not None
-        read = self.order[: sum(len(level.nodes) for level in self.levels[1 : self.depth])]
-        paths = [[read.index(n) for n in path if n in read] for path in seen.paths]
-        numbers = self.numbers[seen.nodes[:, 1:]]
-        counts = ((numbers >= 0) & (numbers < len(read))).sum(1)
-        self.cache.commit(paths, Kept(numbers.clamp_min(0), counts))
-        return paths
-
-    def _expand(self, level: "_Level") -> Tensor:
-        """[B, n, V] logits after the nodes of a level."""
-        assert self.cache is not None
-        fed = self.tokens[:, level.places].clamp_min(0)
-        mask = level.mask if self.tree.width > 1 else None
-        output = self.model.extend(self.cache, fed, mask, level.depths)
-        return self.model.logits(output.hidden_states)
 
     def _sample(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
         """[B, C] children by [B, n, V] logits; when sampling, `probs` gets their q [B, n, V]."""
@@ -176,24 +175,12 @@ class DraftModel:
             candidates = sample_distinct(probs[-1], level.num_candidates, self.draws)
         tokens = candidates[:, level.parents, level.picks]
         if self.length.confidence > 0:
+            # Unsure chains end with this token.
             q = probs[-1] if probs else logits.float().softmax(-1)
-            self._end_unsure(q[:, 0].gather(1, tokens)[:, 0].tolist())
+            for row, confidence in enumerate(q[:, 0].gather(1, tokens)[:, 0].tolist()):
+                if confidence < self.length.confidence:
+                    self.drafted[row] = min(self.drafted[row], self.depth + 1)
         return tokens
-
-    def _end_unsure(self, confidence: list[float]) -> None:
-        """Ends chains with the token chosen last, by its probabilities [B]."""
-        for row, value in enumerate(confidence):
-            if value < self.length.confidence:
-                self.drafted[row] = min(self.drafted[row], self.depth + 1)
-
-    def _draft(self, probs: list[Tensor]) -> Draft:
-        q = _by_node(self.levels, probs) if probs else None
-        if min(self.drafted) == self.tree.depth:
-            return Draft.of(self.tree, self.tokens, q)
-        tree = self.tree.down_to(self.depth)
-        depths = tree_layout(tree, self.tokens.device).depths[:, 1:]
-        over = depths > upload(self.drafted, self.tokens.device).unsqueeze(1)
-        return Draft.of(tree, self.tokens.masked_fill(over, PAD), q)
 
 
 def room(model: Target, length: int) -> int:
@@ -233,7 +220,7 @@ def fit(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def same_tokenizer(target: Target, draft: Target) -> bool:
-    """Whether token ids mean the same to both.
+    """Says whether token ids mean the same to both.
 
     Tokens that only one of them knows may be there, if the other has not used their ids.
     """

@@ -1,7 +1,7 @@
-"""Of a suffix draft and a head's draft, per text and step the one that promises more tokens.
+"""Hybrid drafts: per text and step the suffix draft or the head's, whichever promises more tokens.
 
-What a head will get is known only when it has drafted, so that its promise is what it got before;
-a step in which every text takes its suffix draft costs the head nothing.
+How many tokens of a head's draft will be accepted is not known beforehand, so its promise is the
+mean of earlier steps. A step in which every text takes its suffix draft costs the head nothing.
 
 Source: snowflakedb/ArcticInference, which takes a suffix draft that counts on as many tokens as the
 head would draft; here half of what it counts on must be what the head has lately got.
@@ -15,19 +15,19 @@ from eval.decode.drafters.suffix import Suffix
 from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
 
 KEPT = 0.5
-"""Of the tokens that a suffix draft counts on, the share that was right on 72 prompts of six kinds;
+"""The share of the tokens that a suffix draft counts on that was right, on 72 prompts of six kinds;
 the same for drafts of 1 and of 20 tokens."""
 MEMORY = 0.8
-"""What a step leaves of the mean of those before it."""
+"""The weight of the mean of all steps before, against one new step."""
 
 
 class Hybrid:
-    """Chooses by what either draft is expected to get.
+    """Chooses the draft of which more tokens are expected to be accepted.
 
     Args:
         head: ranks its candidates, and may go without a draft in any step.
         suffix: drafts for the same texts.
-        expected: tokens that the head is expected to get before it has got any.
+        expected: accepted tokens of a head's draft, until any are known.
     """
 
     static_nodes = None
@@ -53,10 +53,10 @@ class Hybrid:
 
     def propose(self, roots: Roots) -> Draft:
         """Chains where the suffix promises more, the head's trees elsewhere."""
-        found = self.suffix.drafts(roots.ids)
-        pairs = zip(found, self.means, strict=True)
+        drafts = self.suffix.drafts(roots.ids)
+        pairs = zip(drafts, self.means, strict=True)
         self.copied = [KEPT * score >= mean and bool(tokens) for (tokens, score), mean in pairs]
-        chains = [tokens for tokens, _ in found]
+        chains = [tokens for tokens, _ in drafts]
         if all(self.copied):
             return Draft.chains(chains, self.device)
         draft = self.head.propose(roots)

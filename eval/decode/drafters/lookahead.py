@@ -40,7 +40,7 @@ class _Pool:
             tails.popitem(last=False)
 
     def after(self, token: int) -> list[Ngram]:
-        """What may follow, the latest first."""
+        """The tails that may follow, the latest first."""
         return list(reversed(self.tails.get(token, OrderedDict())))
 
 

@@ -28,7 +28,7 @@ class _Table:
         raise NotImplementedError
 
     def draft(self, num_tokens: int) -> list[int]:
-        """What may follow the text."""
+        """Tokens that may follow the text."""
         raise NotImplementedError
 
 
@@ -100,7 +100,7 @@ class _FromText:
         self.tables: list[_Table] = []
 
     def observe(self, seen: Committed) -> None:
-        """Taps on; a root is in the table since it was proposed from."""
+        """Reads on; a root is in the table since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.tables:
             self.tables = [self.table(*self.limits) for _ in seen.token_ids]

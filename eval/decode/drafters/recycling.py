@@ -18,7 +18,7 @@ from heads.target_model.model import Taps
 
 NUM_SUCCESSORS = 8
 CPU_NODES, GPU_NODES = 8, 80
-"""Of the usual tree: what pays on a core, and the paper's."""
+"""Nodes of the usual tree: as many as pay on a core, and the paper's."""
 DEPTH = 6
 ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
 """How often each successor was right below a token that was, for a small chat model; the same at
@@ -37,7 +37,7 @@ class Successors:
         self.table: Tensor | None = None
 
     def learn(self, tokens: Tensor, logits: Tensor) -> None:
-        """Takes what the target gave [B, N, V] after tokens [B, N]; PAD stays without."""
+        """Takes the target's logits [B, N, V] after tokens [B, N]; PAD stays without."""
         if self.table is None:
             size = (logits.shape[-1] + 1, NUM_SUCCESSORS)
             self.table = torch.full(size, PAD, device=logits.device)
@@ -69,7 +69,6 @@ class Recycling:
 
     def observe(self, seen: Committed) -> None:
         """Learns from every node of the last draft."""
-        self.device = seen.output.hidden_states.device
         if seen.logits is not None:
             assert self.drafted is not None
             self.successors.learn(self.drafted, seen.logits)
@@ -77,18 +76,18 @@ class Recycling:
     def propose(self, roots: Roots) -> Draft:
         """Successors of successors."""
         nodes = [roots.tokens]
-        found: dict[int, Tensor] = {}
+        successors: dict[int, Tensor] = {}
         for parent, rank in zip(self.tree.parents[1:], self.tree.ranks[1:], strict=True):
-            if parent not in found:
-                found[parent] = self.successors.of(nodes[parent])
-            nodes.append(found[parent][:, rank])
+            if parent not in successors:
+                successors[parent] = self.successors.of(nodes[parent])
+            nodes.append(successors[parent][:, rank])
         self.drafted = torch.stack(nodes, 1)
         return Draft.of(self.tree, self.drafted[:, 1:])
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only."""
         if self.drafted is not None:
-            self.drafted = self.drafted[upload(rows, self.device)]
+            self.drafted = self.drafted[upload(rows, self.drafted.device)]
 
     def take(self, row: int, other: "Recycling") -> None:
         """Texts share all there is to know."""

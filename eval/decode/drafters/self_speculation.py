@@ -38,7 +38,7 @@ class SelfDraft:
         num_tokens: draft tokens, at least one.
         sampling: the target's, applied to the drafts too.
         seeds: of the draws, one per text; others than the target's.
-        ends: its output head while it drafts, if that is another.
+        output_head: of the drafts, if that is another than the target's.
     """
 
     taps = Taps()
@@ -50,30 +50,39 @@ class SelfDraft:
         num_tokens: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
-        ends: EmbeddingsAndHead | None = None,
+        output_head: EmbeddingsAndHead | None = None,
     ) -> None:
         assert num_tokens > 0
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
-        self.ends = ends or target
+        self.output_head = output_head or target
         self.sampling = sampling
         self.static_nodes = chain_nodes(num_tokens, sampling, None)
         self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
 
     def observe(self, seen: Committed) -> None:
-        """Only where the target keeps the texts."""
+        """Takes the cache in which the target keeps the texts."""
         self.cache = seen.cache
 
     def propose(self, roots: Roots) -> Draft:
         """Chains of `num_tokens` tokens, one pass each."""
-        last = roots.tokens
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
+        assert self.cache is not None
+        tokens, probs = [roots.tokens], []
         for depth in range(self.num_tokens):
-            last = self._sample(self._read(last, depth), probs)
-            tokens.append(last)
+            output = self.target.extend(
+                self.cache,
+                tokens[-1].unsqueeze(1),
+                depths=torch.arange(depth + 1, device=self.target.device).unsqueeze(0),
+                skip=self.skip,
+            )
+            logits = self.output_head.logits(output.hidden_states[:, 0])
+            if self.sampling.greedy:
+                tokens.append(logits.argmax(-1))
+            else:
+                probs.append(self.sampling.probabilities(logits))
+                tokens.append(self.generators.sample(probs[-1]))
         draft_probs = torch.stack(probs, 1) if probs else None
-        return Draft.of(Tree.chain(self.num_tokens), torch.stack(tokens, 1), draft_probs)
+        return Draft.of(Tree.chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs)
 
     def keep(self, rows: list[int]) -> None:
         """Goes on with some texts only; the cache is the target's to cut."""
@@ -82,20 +91,6 @@ class SelfDraft:
     def take(self, row: int, other: "SelfDraft") -> None:
         """A row goes on with the one text of another drafter; the target's cache has it."""
         self.generators.take(row, other.generators)
-
-    def _read(self, tokens: Tensor, depth: int) -> Tensor:
-        """[B, V] logits after tokens [B] at a depth below the root."""
-        assert self.cache is not None
-        depths = torch.arange(depth + 1, device=tokens.device).unsqueeze(0)
-        output = self.target.extend(self.cache, tokens.unsqueeze(1), depths=depths, skip=self.skip)
-        return self.ends.logits(output.hidden_states[:, 0])
-
-    def _sample(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
-        """[B] tokens by [B, V] logits; when sampling, `probs` gets their q [B, V]."""
-        if self.sampling.greedy:
-            return logits.argmax(-1)
-        probs.append(self.sampling.probabilities(logits))
-        return self.generators.sample(probs[-1])
 
 
 class OwnText:

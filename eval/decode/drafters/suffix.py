@@ -1,4 +1,4 @@
-"""Suffix decoding: what followed the longest runs of last tokens, here and in earlier answers.
+"""Suffix decoding: drafts the followers of the longest runs of last tokens, here and in answers.
 
 Every run of tokens that has been met is a path from the root of a tree whose nodes count what
 followed. A draft starts where a run that ends the text leads and goes on to the most frequent
@@ -69,19 +69,19 @@ class SuffixTree:
         self.root = _Run(-1, [], 0)
         self.root.unfold()
 
-    def grow(self, ends: list[_Run], text: list[int]) -> list[_Run]:
+    def grow(self, runs: list[_Run], text: list[int]) -> list[_Run]:
         """Takes the last token of a text.
 
         Args:
-            ends: the runs before it that had been met before, the empty one first.
+            runs: the runs before it that had been met before, the empty one first.
             text: the text, this token included.
 
         Returns:
             The same for the next token.
         """
         going = [self.root]
-        for end in ends:
-            run = end.follow(text)
+        for shorter in runs:
+            run = shorter.follow(text)
             if run is None:
                 continue
             if len(going) < self.max_ngram:
@@ -92,28 +92,28 @@ class SuffixTree:
 
 
 def _best(
-    ends: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
+    runs: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
 ) -> tuple[list[int], float]:
-    """What may follow `root`, and how many tokens of it are expected to be right.
+    """A draft behind `root`, and how many of its tokens are expected to be right.
 
     Args:
-        ends: of a text that ends before `root`, see `SuffixTree.grow`.
+        runs: of a text that ends before `root`, see `SuffixTree.grow`.
         root: its next token.
         num_tokens: of a draft, at most.
         factor: tokens drafted per token of the run that is continued, at most.
         min_prob: a draft ends where it is less likely to be right.
     """
     best: tuple[list[int], float] = ([], 0.0)
-    for length in range(len(ends), 0, -1):
+    for length in range(len(runs), 0, -1):
         most = min(num_tokens, int(factor * length))
         if most <= best[1]:
             break
-        followers = ends[length - 1].followers
+        followers = runs[length - 1].followers
         assert followers is not None
         run = followers.get(root)
         if run is not None:
             drafted = _continued(run, most, min_prob)
-            best = max(best, drafted, key=lambda each: each[1])
+            best = max(best, drafted, key=lambda draft: draft[1])
     return best
 
 
@@ -155,7 +155,7 @@ class Suffix:
         self.texts: list[_Text] = []
 
     def observe(self, seen: Committed) -> None:
-        """Taps on; a root is in the text since it was proposed from."""
+        """Reads on; a root is in the text since it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.texts:
             self.texts = [_Text(self.answers) for _ in seen.token_ids]
@@ -190,13 +190,13 @@ class _Text:
     def __init__(self, answers: SuffixTree) -> None:
         self.answers, self.own = answers, SuffixTree(answers.max_ngram)
         self.tokens: list[int] = []
-        self.ends, self.answer_ends = [self.own.root], [answers.root]
+        self.runs, self.answer_runs = [self.own.root], [answers.root]
 
     def read(self, prompt: list[int]) -> None:
         """The prompt, or a part of it."""
         for token in prompt:
             self.tokens.append(token)
-            self.ends = self.own.grow(self.ends, self.tokens)
+            self.runs = self.own.grow(self.runs, self.tokens)
 
     def append(self, tokens: list[int]) -> None:
         """The answer goes on."""
@@ -207,10 +207,10 @@ class _Text:
     def draft(self, root: int, limits: tuple[int, float, float]) -> tuple[list[int], float]:
         """The answer goes on; what may follow. The run that ends it must not find itself."""
         self.tokens.append(root)
-        found = [_best(ends, root, *limits) for ends in (self.ends, self.answer_ends)]
+        drafts = [_best(runs, root, *limits) for runs in (self.runs, self.answer_runs)]
         self._grow()
-        return max(found, key=lambda each: each[1])
+        return max(drafts, key=lambda draft: draft[1])
 
     def _grow(self) -> None:
-        self.ends = self.own.grow(self.ends, self.tokens)
-        self.answer_ends = self.answers.grow(self.answer_ends, self.tokens)
+        self.runs = self.own.grow(self.runs, self.tokens)
+        self.answer_runs = self.answers.grow(self.answer_runs, self.tokens)

@@ -238,7 +238,7 @@ def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_afte
 
 def assert_layout(layout: TreeLayout, tree: Tree) -> None:
     assert layout.parents.tolist() == [[0, *tree.parents[1:]]]
-    assert layout.mask.tolist() == [tree.mask_rows()]
+    assert layout.mask.tolist() == [tree.mask().tolist()]
     assert layout.depths.tolist() == [list(tree.depths)]
     assert layout.parents.dtype == layout.depths.dtype == torch.int64
 

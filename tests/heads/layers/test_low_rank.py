@@ -88,7 +88,9 @@ def test_a_draft_model_and_the_target_itself_draft_through_ends_of_low_rank() ->
         model = random_target(num_hidden_layers=4)
         if rank is not None:
             model.output_head = ends.output_head
-        itself = SelfDraft(target, early_exit(target, 4), 3, ends=None if rank is None else ends)
+        itself = SelfDraft(
+            target, early_exit(target, 4), 3, output_head=None if rank is None else ends
+        )
         for drafter in (DraftModel(model, Tree.chain(3)), itself):
             found = decode(target, drafter, prompt, 16)
             assert found.token_ids == plain.token_ids
