@@ -17,11 +17,14 @@ from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.engine import NoDraft
+from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.engine import NoDraft, decode
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
-from heads.decoding.drafting import Drafter
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import Committed, Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -30,7 +33,7 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
-from heads.target_model.model import Target
+from heads.target_model.model import Target, TargetOutput
 
 WINDOW, SHORT_WINDOW = 48, 32
 """Of the target, and of every model that drafts for it."""
@@ -84,6 +87,24 @@ def peagle() -> PEagleHead:
     return head
 
 
+def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
+    """As the engine shows prompts or, if `read`, what a pass over a draft has committed."""
+    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
+    logits = torch.zeros(len(token_ids), 1, 1) if read else None
+    cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
+    return Committed(token_ids, output, cache, logits=logits)
+
+
+def ending_early(target: Target, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The target's own texts, the second of which a stop token ends after ten tokens."""
+    target.model.generation_config.eos_token_id = None
+    first = decode(target, NoDraft(), prompts[1], 10).token_ids
+    target.model.generation_config.eos_token_id = [first[9]]
+    texts = [decode(target, NoDraft(), prompt, num_tokens).token_ids for prompt in prompts]
+    assert len({len(text) for text in texts}) > 1
+    return texts
+
+
 def drafting(tree: Tree, length: DraftLength | None = None) -> Make:
     """A draft model of the target's vocabulary."""
     return lambda how, seeds: DraftModel(small_models()[1], tree, how, drafter_seeds(seeds), length)
@@ -112,6 +133,17 @@ EVERY_DRAFTER: dict[str, Make] = {
     "lookahead": lambda *_: Lookahead(),
     "self draft": lambda how, seeds: SelfDraft(small_target(), [1], 5, how, drafter_seeds(seeds)),
 }
+
+
+WITHOUT_MODELS: dict[str, Callable[[], Drafter]] = {
+    "prompt lookup": PromptLookup,
+    "ngram": Ngram,
+    "lookahead": Lookahead,
+    "small lookahead": lambda: Lookahead(1, 2, 1),
+    "suffix": lambda: Suffix(SuffixTree(24), 24, 3.0),
+    "recycling": lambda: Recycling(Successors(), recycling_tree(12)),
+}
+"""For any target."""
 
 
 DRAWN = {

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from drafters import EVERY_DRAFTER, small_target
+from drafters import EVERY_DRAFTER, WITHOUT_MODELS, ending_early, small_target
+from toys import random_target
 
 from eval.decode.drafters.draft_model import read_rows
 from eval.decode.engine import decode, decode_batch
@@ -50,6 +51,23 @@ def test_the_prompts_of_a_batch_come_in_parts(name: str, monkeypatch) -> None:
     if name not in ("lookahead", "other tokenizer"):
         assert [text.steps for text in found] == [text.steps for text in whole]
     assert max(widths[:4]) == 4
+
+
+SMALL = [[5, 17, 40, 8, 77, 23, 61], [5, 17, 40] * 3, [61, 23, 77, 8, 40, 17, 5] * 2, [9]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("name", WITHOUT_MODELS)
+def test_a_batch_gives_the_targets_texts_greedy_and_sampled(name: str, family: str) -> None:
+    target, make = random_target(family), WITHOUT_MODELS[name]
+    texts = ending_early(target, SMALL, 50)
+    greedy = decode_batch(target, make(), SMALL, 50)
+    assert [text.token_ids for text in greedy] == texts
+    assert any(step.num_accepted for text in greedy for step in text.steps)
+    likeliest = Sampling(temperature=0.7, top_k=1)
+    sampled = decode_batch(target, make(), SMALL, 50, likeliest, [3, 4, 5, 6])
+    assert [text.token_ids for text in sampled] == texts
+    assert [text.steps for text in sampled] == [text.steps for text in greedy]
 
 
 def test_of_long_texts_a_draft_model_keeps_the_last_states_alone(monkeypatch) -> None:

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from drafters import seen
 from pytest import approx
 from toys import eagle_head, noisy_head, random_target, texts
 
@@ -10,13 +11,12 @@ from conf.settings.eagle import EagleForm
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import Taps, Target
 
 FORK = Tree.from_paths([[0], [1], [0, 0]])
 
@@ -38,15 +38,6 @@ class Forks:
 
     def keep(self, rows: list[int]) -> None:
         self.num_texts = len(rows)
-
-
-def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
-    """What the engine would show of prompts, or of what a pass has read."""
-    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
-    logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    return Committed(
-        token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits=logits
-    )
 
 
 def hybrid(expected: float = 1.0) -> Hybrid:

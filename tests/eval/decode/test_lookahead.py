@@ -3,15 +3,12 @@ import torch
 from toys import random_target
 
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, decode
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, Committed, Roots
-from heads.decoding.sampling import Sampling
-from heads.target_model.model import Target, TargetOutput
+from heads.target_model.model import TargetOutput
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
-PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
-SIZES = [(1, 2, 1), (4, 2, 3), (7, 5, 7)]
 
 
 def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Committed:
@@ -106,27 +103,6 @@ def test_the_texts_own_ngrams_are_guessed() -> None:
     assert {(4,), (4, 1)} <= set(branches(drafter, [3])[0])
 
 
-def with_a_stop(target: Target) -> list[list[int]]:
-    """Sets a stop token that ends one of the texts early; gives the texts."""
-    target.model.generation_config.eos_token_id = None
-    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
-    target.model.generation_config.eos_token_id = [first[9]]
-    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
-def test_a_batch_gives_the_targets_texts(family: str, size: tuple[int, int, int]) -> None:
-    target = random_target(family)
-    texts = with_a_stop(target)
-    assert len({len(text) for text in texts}) > 1
-    found = decode_batch(target, Lookahead(*size), PROMPTS, 50)
-    assert [one.token_ids for one in found] == texts
-    for prompt, one in zip(PROMPTS, found, strict=True):
-        alone = decode(target, Lookahead(*size), prompt, 50)
-        assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_guesses_are_accepted(seed: int) -> None:
     target = random_target(seed=seed)
@@ -136,13 +112,3 @@ def test_guesses_are_accepted(seed: int) -> None:
     assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 40).token_ids
     assert max(step.num_accepted for step in found.steps) >= 4
     assert len(found.steps) < 25
-
-
-def test_sampling_the_likeliest_is_greedy() -> None:
-    target = random_target()
-    sampling = Sampling(temperature=0.7, top_k=1)
-    texts = with_a_stop(target)
-    found = decode_batch(target, Lookahead(), PROMPTS, 50, sampling, [3, 4, 5, 6])
-    greedy = decode_batch(target, Lookahead(), PROMPTS, 50)
-    assert [one.token_ids for one in found] == texts
-    assert [one.steps for one in found] == [one.steps for one in greedy]

@@ -4,32 +4,23 @@ from statistics import median
 
 import pytest
 import torch
+from drafters import ending_early, seen
 from toys import random_target
 
 from eval.decode.drafters.lookup import Ngram, PromptLookup
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, decode
 from eval.decode.generate import hf_generate
-from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Committed, Roots
-from heads.decoding.sampling import GREEDY, Sampling
-from heads.target_model.model import Target, TargetOutput
+from heads.decoding.drafting import PAD, Roots
+from heads.decoding.sampling import GREEDY
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 DRAFTERS = [PromptLookup, Ngram]
 
 
-def seen(*token_ids: list[int], read: bool = False) -> Committed:
-    """What the engine would show of prompts, or of what a pass has read."""
-    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
-    logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
-    return Committed(list(token_ids), output, cache, logits=logits)
-
-
 def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:
     """The draft behind a text, which ends in the root."""
-    drafter.observe(seen(text[:-1]))
+    drafter.observe(seen([text[:-1]], read=False))
     draft = drafter.propose(Roots.of(text[-1:]))
     assert draft.depth == draft.tokens.shape[1]
     assert draft.tokens.dtype == torch.int64
@@ -78,12 +69,12 @@ def test_ngrams_follow_the_majority_and_go_on(
 
 def test_texts_that_find_less_are_filled_up() -> None:
     drafter = PromptLookup(3)
-    drafter.observe(seen([1, 2, 3, 4], [7, 8], [6]))
+    drafter.observe(seen([[1, 2, 3, 4], [7, 8], [6]], read=False))
     draft = drafter.propose(Roots.of([1, 7, 5]))
     gap = PAD
     assert draft.tokens.tolist() == [[2, 3, 4], [8, 7, gap], [gap, gap, gap]]
     drafter.keep([1])
-    drafter.observe(seen([7, 8], read=True))
+    drafter.observe(seen([[7, 8]]))
     assert drafter.propose(Roots.of([7])).tokens.tolist() == [[8, 7]]
 
 
@@ -115,37 +106,14 @@ def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | typ
     luck = random.Random(1)
     text = luck.choices(range(4), k=60)
     one = drafter(6)
-    one.observe(seen(text[:9]))
+    one.observe(seen([text[:9]], read=False))
     place = 9
     while place < 50:
         draft = one.propose(Roots.of([text[place]])).tokens[0].tolist()
         assert draft == drafted(drafter(6), text[: place + 1])
         kept = luck.randint(1, 4)
-        one.observe(seen(text[place : place + kept], read=True))
+        one.observe(seen([text[place : place + kept]]))
         place += kept
-
-
-def with_a_stop(target: Target) -> list[list[int]]:
-    """Sets a stop token that ends one of the texts early; gives the texts."""
-    target.model.generation_config.eos_token_id = None
-    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
-    target.model.generation_config.eos_token_id = [first[9]]
-    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
-def test_a_batch_gives_the_targets_texts(
-    family: str, drafter: type[PromptLookup] | type[Ngram]
-) -> None:
-    target = random_target(family)
-    texts = with_a_stop(target)
-    assert len({len(text) for text in texts}) > 1
-    found = decode_batch(target, drafter(5), PROMPTS, 50)
-    assert [one.token_ids for one in found] == texts
-    for prompt, one in zip(PROMPTS, found, strict=True):
-        alone = decode(target, drafter(5), prompt, 50)
-        assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -162,23 +130,11 @@ def test_a_text_that_repeats_itself_takes_few_passes(
     assert len(found.steps) < 20
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampling_the_likeliest_is_greedy(drafter: type[PromptLookup] | type[Ngram]) -> None:
-    target = random_target()
-    sampling = Sampling(temperature=0.7, top_k=1)
-    texts = with_a_stop(target)
-    found = decode_batch(target, drafter(5), PROMPTS, 50, sampling, [3, 4, 5, 6])
-    greedy = decode_batch(target, drafter(5), PROMPTS, 50)
-    assert [one.token_ids for one in found] == texts
-    assert [one.steps for one in found] == [one.steps for one in greedy]
-
-
 @pytest.mark.parametrize("max_ngram", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 3, 10])
 def test_prompt_lookup_takes_as_many_passes_as_generate(max_ngram: int, num_tokens: int) -> None:
     target = random_target()
-    texts = with_a_stop(target)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
+    for prompt, text in zip(PROMPTS, ending_early(target, PROMPTS, 50), strict=True):
         ours = decode(target, PromptLookup(num_tokens, max_ngram), prompt, 50)
         # The engine's first token comes from the prompt's pass, before anything is drafted.
         theirs = hf_generate(
@@ -195,7 +151,7 @@ def test_a_step_does_not_search_a_long_text(drafter: type[PromptLookup] | type[N
     seconds = []
     for length in (256, 8192):
         one = drafter()
-        one.observe(seen(luck.choices(range(200), k=length)))
+        one.observe(seen([luck.choices(range(200), k=length)], read=False))
         steps = []
         for _ in range(200):
             started = time.perf_counter()

@@ -1,17 +1,11 @@
-import pytest
 import torch
-from toys import random_target
 
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
-from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, Committed, Roots
-from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.model import Target, TargetOutput
+from heads.target_model.model import TargetOutput
 
-PROMPT = [5, 17, 40, 8, 77, 23, 61]
-PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
 TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0]])
 
 
@@ -72,39 +66,3 @@ def test_the_usual_tree_has_the_likeliest_nodes() -> None:
     assert tree.ranks == (-1, 0, 1, 0, 1, 0, 0, 0, 0)
     assert recycling_tree(80).num_nodes == 81
     assert recycling_tree(80).width <= 8
-
-
-def with_a_stop(target: Target) -> list[list[int]]:
-    """Sets a stop token that ends one of the texts early; gives the texts."""
-    target.model.generation_config.eos_token_id = None
-    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
-    target.model.generation_config.eos_token_id = [first[9]]
-    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
-def test_a_batch_gives_the_targets_texts(family: str) -> None:
-    target = random_target(family)
-    texts = with_a_stop(target)
-    assert len({len(text) for text in texts}) > 1
-    successors = Successors()
-    for num_nodes in (1, 20):
-        drafter = Recycling(successors, recycling_tree(num_nodes))
-        found = decode_batch(target, drafter, PROMPTS, 50)
-        assert [one.token_ids for one in found] == texts
-    assert max(step.num_accepted for one in found for step in one.steps) > 3
-
-
-def test_sampling_the_likeliest_is_greedy() -> None:
-    target = random_target()
-    texts = with_a_stop(target)
-
-    def drafter() -> Recycling:
-        return Recycling(Successors(), recycling_tree(12))
-
-    found = decode_batch(
-        target, drafter(), PROMPTS, 50, Sampling(temperature=0.7, top_k=1), [3, 4, 5, 6]
-    )
-    greedy = decode_batch(target, drafter(), PROMPTS, 50)
-    assert [one.token_ids for one in found] == texts
-    assert [one.steps for one in found] == [one.steps for one in greedy]

@@ -4,28 +4,11 @@ from collections import Counter
 from statistics import median
 
 import pytest
-import torch
+from drafters import seen
 from pytest import approx
-from toys import random_target
 
 from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Committed, Roots
-from heads.decoding.sampling import Sampling
-from heads.target_model.model import Target, TargetOutput
-
-PROMPT = [5, 17, 40, 8, 77, 23, 61]
-PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
-
-
-def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
-    """What the engine would show of prompts, or of what a pass has read."""
-    output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
-    logits = torch.zeros(len(token_ids), 1, 1) if read else None
-    return Committed(
-        token_ids, output, TreeCache(len(token_ids), torch.device("cpu"), 1), logits=logits
-    )
+from heads.decoding.drafting import PAD, Roots
 
 
 def suffix(max_ngram: int = 24, *limits) -> Suffix:
@@ -159,37 +142,6 @@ def test_texts_may_end_before_any_was_seen() -> None:
     drafter = suffix()
     drafter.keep([1])
     assert drafted(drafter, [1, 2, 1]) == ([2], 1)
-
-
-def with_a_stop(target: Target) -> list[list[int]]:
-    """Sets a stop token that ends one of the texts early; gives the texts."""
-    target.model.generation_config.eos_token_id = None
-    first = decode(target, NoDraft(), PROMPTS[1], 10).token_ids
-    target.model.generation_config.eos_token_id = [first[9]]
-    return [decode(target, NoDraft(), prompt, 50).token_ids for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
-def test_a_batch_gives_the_targets_texts(family: str) -> None:
-    target = random_target(family)
-    texts = with_a_stop(target)
-    assert len({len(text) for text in texts}) > 1
-    answers = SuffixTree(24)
-    for factor in (1.0, 3.0):
-        found = decode_batch(target, Suffix(answers, 24, factor), PROMPTS, 50)
-        assert [one.token_ids for one in found] == texts
-    # The second time all is known.
-    assert max(step.num_accepted for one in found for step in one.steps) > 15
-
-
-def test_sampling_the_likeliest_is_greedy() -> None:
-    target = random_target()
-    sampling = Sampling(temperature=0.7, top_k=1)
-    texts = with_a_stop(target)
-    found = decode_batch(target, suffix(), PROMPTS, 50, sampling, [3, 4, 5, 6])
-    greedy = decode_batch(target, suffix(), PROMPTS, 50)
-    assert [one.token_ids for one in found] == texts
-    assert [one.steps for one in found] == [one.steps for one in greedy]
 
 
 @pytest.mark.parametrize("num_ids", [1, 3, 200])
