@@ -17,6 +17,7 @@ from heads.target_model.attention_pattern import AttentionPattern
 from heads.target_model.check import check_served
 from heads.target_model.model import Taps, Target
 from scripts.bench.harness import peak_bytes
+from tests.heads.target_model.test_attention import in_order, textbook
 
 CPU = torch.device("cpu")
 # Two packed sequences of three documents, the first with padding; windows are of 12 tokens.
@@ -76,19 +77,13 @@ def test_a_document_is_longer_than_a_number_of_tokens_or_not() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_document_is_read_as_if_it_were_alone(family: str) -> None:
-    target = target_of(family)
-    assert_read_alone(target)
-    plain = [PLAIN if family in ("gemma2", "gpt_oss") else FUSED]
-    assert target.attention_calls == [(size, *plain) for size in target.attention_pattern.windows]
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_read_without_masks(family: str) -> None:
+def test_every_family_is_read_without_masks_and_each_document_alone(family: str) -> None:
     target = target_of(family)
     check_served(target)
     assert target.needs_masks == ""
-    assert [window for window, _ in target.attention_calls] == target.attention_pattern.windows
+    assert_read_alone(target)
+    plain = [PLAIN if family in ("gemma2", "gpt_oss") else FUSED]
+    assert target.attention_calls == [(size, *plain) for size in target.attention_pattern.windows]
 
 
 def test_layers_are_tapped_in_a_read() -> None:
@@ -270,18 +265,8 @@ def test_chunks_give_what_masks_give(scores: Scores) -> None:
     query, keys, values = (torch.randn(700, number, 8) for number in (4, 2, 2))
     documents = Documents.of(torch.tensor([[0] * 600 + [1] * 100]))
     found = by_document(query, keys, values, documents, scores)
-    dots = torch.einsum("nhd,mhd->hnm", query, keys.repeat_interleave(2, 1))
-    dots = dots * (scores.scale or 8**-0.5)
-    if scores.cap:
-        dots = scores.cap * torch.tanh(dots / scores.cap)
-    distance = torch.arange(700)[:, None] - torch.arange(700)
-    seen = (distance >= 0) & (distance < (scores.window or 700))
+    seen = in_order(700, scores.window)
     seen[600:, :600] = False
-    sinks = torch.full((4,), -torch.inf) if scores.sinks is None else scores.sinks
-    # A key more, which has no value.
-    dots = torch.cat(
-        [dots.masked_fill(~seen, -torch.inf), sinks.view(4, 1, 1).expand(-1, 700, 1)], -1
-    )
-    weights = dots.softmax(-1)[..., :-1]
-    expected = torch.einsum("hnm,mhd->nhd", weights, values.repeat_interleave(2, 1))
+    heads = (states.transpose(0, 1)[None] for states in (query, keys, values))
+    expected = textbook(*heads, seen, scores)[0].transpose(0, 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

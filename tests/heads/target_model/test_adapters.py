@@ -1,4 +1,7 @@
-"""A saved adapter, whatever it changes: the target says what the adapted model says, or refuses."""
+"""Adapters: a saved one, whatever it changes, and what a trained one costs.
+
+The target says what the adapted model says, or refuses; its layers may be run again for gradients.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +11,21 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from toys import CHATML, packed, random_model, save_target, tokenizer
+from torch import Tensor
+from toys import CHATML, FAMILIES, packed, random_model, random_target, save_target, tokenizer
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
 from conf.settings.export import MergeAdapterRun
-from conf.settings.medusa import MedusaConfig
+from conf.settings.medusa import AdapterConfig, MedusaConfig
 from conf.settings.target import TargetConfig
+from heads.layers.documents import Documents
 from heads.medusa.head import MedusaHead
+from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target, tokenizer_of
+from heads.target_model.model import Target
 from scripts import merge_adapter
+from scripts.bench.harness import peak_bytes
 from train.medusa import MedusaObjective
 
 CPU = torch.device("cpu")
@@ -75,7 +83,7 @@ def first_loss(target: Any) -> float:
     return float(objective(batch, objective.weights).total)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["two ends", "tied ends"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_the_target_says_what_the_adapted_model_says(tmp_path: Path, kind: str, tied: bool) -> None:
@@ -160,7 +168,7 @@ def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("held", "lacking"), [("lm_head", "embed_tokens"), ("embed_tokens", "lm_head")]
 )
-def test_added_tokens_of_one_end_are_refused(tmp_path: Path, held: str, lacking: str) -> None:
+def test_added_tokens_of_one_matrix_are_refused(tmp_path: Path, held: str, lacking: str) -> None:
     """As the rows of the other would be drawn anew at every start."""
     config = settings(tmp_path)
     adapted(
@@ -193,24 +201,22 @@ def test_so_does_a_chat_template_alone(tmp_path: Path) -> None:
     assert load_target(config, CPU).tokenizer.chat_template == "{{ 'alone' }}"
 
 
-def test_a_tokenizer_without_template_takes_that_of_the_target(tmp_path: Path) -> None:
+NAMED = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, CHATML), (NAMED, NAMED)])
+def test_without_a_template_of_its_own_a_tokenizer_takes_the_target_s(
+    tmp_path: Path, own: Any, expected: Any
+) -> None:
     config = settings(tmp_path)
     adapted(tmp_path / "adapter", KINDS["lora"])
-    own = tokenizer(None)
-    own.add_tokens(["<other>"])
-    own.save_pretrained(tmp_path / "adapter")
+    beside = tokenizer(None)
+    beside.chat_template = own
+    beside.add_tokens(["<other>"])
+    beside.save_pretrained(tmp_path / "adapter")
     found = tokenizer_of(config)
-    assert found.chat_template == CHATML
-    assert found.convert_tokens_to_ids("<other>") == len(own) - 1
-
-
-def test_named_templates_beside_an_adapter_stay(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
-    own = tokenizer()
-    own.chat_template = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
-    own.save_pretrained(tmp_path / "adapter")
-    assert tokenizer_of(config).chat_template == {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
+    assert found.chat_template == expected
+    assert found.convert_tokens_to_ids("<other>") == len(beside) - 1
 
 
 def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -> None:
@@ -219,3 +225,74 @@ def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -
     (tmp_path / "adapter/tokenizer_config.json").write_text("{")
     with pytest.raises(InputError, match=r"^target\.adapter=.*adapter: cannot load it: "):
         tokenizer_of(config)
+
+
+# --- A LoRA that is trained.
+
+LENGTHS = [150, 90, 16]
+WITHOUT_DROPOUT = {"mixtral", "qwen3_moe", "qwen3_next"}  # peft has none for experts
+MODULES = {  # nor for all of a state space, nor for a router that gives two tensors
+    "falcon_h1": ["in_proj", "q_proj"],
+    "mamba2": ["in_proj"],
+    "llama4_text": ["q_proj", "o_proj"],
+}
+
+
+def trained(family: str, recompute: bool, **changes: int) -> "Trained":
+    target = random_target(family, max_position_embeddings=512, **changes)
+    dropout = 0.0 if family in WITHOUT_DROPOUT else 0.3
+    config = AdapterConfig(
+        rank=4, dropout=dropout, modules=MODULES.get(family), recompute_layers=recompute
+    )
+    return Trained(target, Adapter(target, config, seed=0))
+
+
+class Trained:
+    """A target and an adapter that has learnt something."""
+
+    def __init__(self, target: Target, adapter: Adapter) -> None:
+        self.target, self.adapter = target, adapter
+        generator = torch.Generator().manual_seed(1)
+        for factor in adapter.factors.values():
+            factor.data.normal_(std=0.1, generator=generator)
+
+    def gradients(self) -> list[Tensor]:
+        """Of a loss on one packed sequence; dropout is drawn anew alike."""
+        torch.manual_seed(7)
+        ids = torch.randint(3, 90, (1, sum(LENGTHS)))
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+        numbers = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
+        states = self.target.read(ids, positions, Documents.of(numbers)).hidden_states
+        found = torch.autograd.grad(states.square().mean(), [*self.adapter.parameters()])
+        return list(found)
+
+
+# A family of each kind of layer; what differs in the others is not run again.
+OFTEN = ("llama", "gemma4_text", "gpt_oss", "mixtral", "lfm2", "qwen3_next", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in OFTEN else [pytest.mark.slow]) for f in FAMILIES]
+)
+def test_layers_that_are_run_again_give_the_same_gradients(family: str) -> None:
+    kept, again = (trained(family, recompute).gradients() for recompute in (False, True))
+    assert any(each.any() for each in kept)
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+def test_so_they_do_with_masks() -> None:
+    found = []
+    for recompute in (False, True):
+        each = trained("mistral", recompute)
+        each.target.needs_masks = "it is a test"
+        found.append(each.gradients())
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_layers_that_are_run_again_take_a_fraction_of_the_memory() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8}
+    kept, again = (
+        peak_bytes(trained("llama", recompute, **sizes).gradients, CPU)
+        for recompute in (False, True)
+    )
+    assert again < kept / 3

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import CHATML, FAMILIES, random_model, random_target, save_target
+from toys import CHATML, random_model, random_target, save_target
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import heads.processor
@@ -21,11 +21,6 @@ from heads.target_model.load import load_model, load_target, load_tokenizer
 from heads.target_model.model import Taps, Target
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_passes_its_own_check(family: str) -> None:
-    check_served(random_target(family))
 
 
 @pytest.mark.parametrize("family", ["lfm2", "llama4_text", "mamba2", "qwen3_next"])
@@ -126,47 +121,15 @@ def test_a_dtype_that_the_processor_imitates_is_told(
     assert found == lines
 
 
-def test_missing_target_is_named(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"target\.path=.*nothing.*cannot load it"):
-        load_target(TargetConfig(path=str(tmp_path / "nothing")), CPU)
-
-
-def test_truncated_target_weights_are_named(tmp_path) -> None:
-    folder = save_target(tmp_path / "t")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"target\.path=.*cannot load it"):
-        load_target(TargetConfig(path=str(folder)), CPU)
-
-
-def test_adapter_changes_the_target(tmp_path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    folder = save_target(tmp_path / "t")
-    plain = load_target(TargetConfig(path=str(folder)), CPU)
-    model = get_peft_model(random_model(vocab_size=300), LoraConfig(target_modules=["q_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_()
-    model.save_pretrained(tmp_path / "lora")
-    adapted = load_target(TargetConfig(path=str(folder), adapter=str(tmp_path / "lora")), CPU)
-    ids = torch.arange(5, 12)[None]
-    document = Documents.single(7, CPU)
-    position = torch.arange(7)[None]
-    before = plain.read(ids, position, document).hidden_states
-    after = adapted.read(ids, position, document).hidden_states
-    assert (before - after).abs().max() > 1e-3
-    torch.testing.assert_close(
-        after, model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
-    )
-
-
-def test_missing_adapter_is_named(tmp_path) -> None:
-    folder = save_target(tmp_path / "t")
-    (tmp_path / "empty").mkdir()
-    config = TargetConfig(path=str(folder), adapter=str(tmp_path / "empty"))
+def test_files_that_are_missing_or_truncated_are_named(tmp_path) -> None:
+    folder, weights = save_target(tmp_path / "t"), tmp_path / "t/model.safetensors"
+    adapted = TargetConfig(path=str(folder), adapter=str(tmp_path))
     with pytest.raises(InputError, match=r"target\.adapter=.*no adapter_model\.safetensors"):
-        load_target(config, CPU)
+        load_target(adapted, CPU)
+    weights.write_bytes(weights.read_bytes()[:1000])
+    for path in (folder, tmp_path / "nothing"):
+        with pytest.raises(InputError, match=rf"target\.path={path}: cannot load it"):
+            load_target(TargetConfig(path=str(path)), CPU)
 
 
 @pytest.mark.parametrize("kind", [Quantization.int8, Quantization.nf4])

@@ -1,9 +1,11 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from toys import FAMILIES, random_model
 
 from conf.errors import InputError
@@ -15,8 +17,16 @@ from heads.target_model.remote import final_norm, load_remote
 CPU = torch.device("cpu")
 
 
-def layerless(folder: Path, **settings):
+def remote(folder: Path, **settings):
     return load_remote(TargetConfig(path=str(folder), dtype=Dtype.float32, **settings), CPU)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Saves a random model whose weights are changed."""
+    random_model().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -25,7 +35,7 @@ def test_it_is_the_target_with_the_layers_taken_out(family: str, tmp_path: Path)
     for parameter in model.parameters():
         parameter.data.add_(0.1)  # norms of ones show nothing
     model.save_pretrained(tmp_path)
-    bare = layerless(tmp_path)
+    bare = remote(tmp_path)
     assert len(decoder_of(bare).layers) == 0
     assert bare.config.num_hidden_layers == model.config.num_hidden_layers
     for part in ("get_input_embeddings", "get_output_embeddings"):
@@ -38,55 +48,47 @@ def test_it_is_the_target_with_the_layers_taken_out(family: str, tmp_path: Path)
 def test_an_output_head_tied_to_the_embedding_is_there(tmp_path: Path) -> None:
     model = random_model(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
-    assert torch.equal(layerless(tmp_path).lm_head.weight, model.get_input_embeddings().weight)
+    assert torch.equal(remote(tmp_path).lm_head.weight, model.get_input_embeddings().weight)
 
 
 def test_how_the_layers_are_quantised_does_not_matter(tmp_path: Path) -> None:
-    model = random_model()
-    model.save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(4, 4, dtype=torch.int8)}))
     path = tmp_path / "config.json"
     stated = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | stated))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(4, 4, dtype=torch.int8)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(layerless(tmp_path).lm_head.weight, model.lm_head.weight)
+    assert torch.equal(remote(tmp_path).lm_head.weight, random_model().lm_head.weight)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    random_model().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(InputError, match=r"lack weights of LlamaForCausalLM: model.norm.weight$"):
-        layerless(tmp_path)
+        remote(tmp_path)
     with pytest.raises(InputError, match=r"target.path=.*nowhere: cannot load it"):
-        layerless(tmp_path / "nowhere")
+        remote(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
 )
-def test_ends_of_another_size_are_refused(tmp_path: Path, name: str) -> None:
-    random_model().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[name] = tensors[name][:-4].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+def test_parts_of_another_size_are_refused(tmp_path: Path, name: str) -> None:
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name][:-4].contiguous()}))
     with pytest.raises(InputError, match=rf"{name} has shape \[(92|60).* in its files, \[(96|64)"):
-        layerless(tmp_path)
+        remote(tmp_path)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_codes_of_an_embedding_are_no_numbers(tmp_path: Path, scaled: bool) -> None:
-    random_model().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
     name = "model.embed_tokens.weight"
-    tensors[name] = (tensors[name] * 100).to(torch.int8)
-    if scaled:
-        tensors[f"{name}_scale"] = torch.full((96, 1), 0.01)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = (tensors[name] * 100).to(torch.int8)
+        if scaled:
+            tensors[f"{name}_scale"] = torch.full((96, 1), 0.01)
+
+    rewrite(tmp_path, quantise)
     with pytest.raises(InputError, match=rf"{name}.*of a quantisation that transformers does not"):
-        layerless(tmp_path)
+        remote(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +102,4 @@ def test_codes_of_an_embedding_are_no_numbers(tmp_path: Path, scaled: bool) -> N
 def test_settings_of_layers_are_the_engine_s(tmp_path: Path, setting, value, shown) -> None:
     message = f"target.{setting}={shown}: .* the engine runs those; unset it"
     with pytest.raises(InputError, match=message):
-        layerless(tmp_path, **{setting: value})
+        remote(tmp_path, **{setting: value})

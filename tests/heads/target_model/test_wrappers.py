@@ -119,20 +119,22 @@ def test_weights_that_are_not_there_are_not_drawn(folder: Path, tmp_path: Path) 
         loaded(tmp_path)
 
 
-def test_ends_and_engine_states_are_those_of_the_whole_model(folder: Path, tmp_path: Path) -> None:
+def test_stored_parts_and_engine_states_are_those_of_the_whole_model(
+    folder: Path, tmp_path: Path
+) -> None:
     target = loaded(folder)
     states = target.read_text(PROMPTS[0], Taps((target.num_layers,)))
     expected = target.logits(states.hidden_states)
 
-    layerless = RemoteTarget.of(TargetConfig(path=str(folder)), CPU)
-    normed = layerless.final_norm(states.layers[target.num_layers])
-    torch.testing.assert_close(layerless.logits(normed), expected)
-    assert layerless.num_layers == 4
+    remote = RemoteTarget.of(TargetConfig(path=str(folder)), CPU)
+    normed = remote.final_norm(states.layers[target.num_layers])
+    torch.testing.assert_close(remote.logits(normed), expected)
+    assert remote.num_layers == 4
 
-    target.save(tmp_path / "ends")
-    ends = EmbeddingsAndHead.load(tmp_path / "ends", CPU)
-    torch.testing.assert_close(ends.logits(states.hidden_states), expected)
-    for each in (target, layerless, ends):
+    target.save(tmp_path / "stored")
+    stored = EmbeddingsAndHead.load(tmp_path / "stored", CPU)
+    torch.testing.assert_close(stored.logits(states.hidden_states), expected)
+    for each in (target, remote, stored):
         assert each.architectures == ["Mistral3ForConditionalGeneration"]
         assert each.config.model_type == "mistral"
 
