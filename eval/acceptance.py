@@ -29,13 +29,7 @@ from conf.command.journal import Journal
 from conf.settings.measure import Mode
 from eval.decode.engine import NoDraft, Step, decode
 from eval.measure import processes
-from eval.measure.bench import (
-    Bench,
-    open_bench,
-    open_journal,
-    seed_of,
-    write_result,
-)
+from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, shown, summary, tree_figures

@@ -136,9 +136,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _equal_texts(
-    result: dict[str, Any],
-) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
+def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
     """Methods with their number of equal texts, and that of texts equal under all that promise."""
     lossless, methods = result["lossless"], result["methods"]
     if lossless is None:

@@ -43,10 +43,7 @@ def test_errors_by_hand() -> None:
     # Two bins: of three chances of .2 on average one was kept, of one of .95 none.
     chances = np.array([0.15, 0.95, 0.19, 0.11])
     kept = np.array([True, False, False, False])
-    assert bins(chances, kept) == [
-        (pytest.approx(0.15), pytest.approx(1 / 3), 3),
-        (0.95, 0.0, 1),
-    ]
+    assert bins(chances, kept) == [(pytest.approx(0.15), pytest.approx(1 / 3), 3), (0.95, 0.0, 1)]
     assert ece(chances, kept) == pytest.approx(0.75 * (1 / 3 - 0.15) + 0.25 * 0.95)
     assert ece(np.array([1.0, 0.999]), np.array([True, True])) == pytest.approx(0.0005)
     assert ece(np.array([]), np.array([], bool)) == 0

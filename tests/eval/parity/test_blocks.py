@@ -33,11 +33,7 @@ MORE = {
 }
 
 
-SCALED = {
-    "input_embedding_scale": 1.5,
-    "output_multiplier": 0.25,
-    "final_logit_softcapping": 0.5,
-}
+SCALED = {"input_embedding_scale": 1.5, "output_multiplier": 0.25, "final_logit_softcapping": 0.5}
 
 
 def made(target: Target, name: str) -> BlockHead:

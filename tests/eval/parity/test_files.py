@@ -61,19 +61,15 @@ def test_a_fault_in_the_golden_file_is_named(good: Path, tmp_path: Path, fault: 
 
 BROKEN_FOLDERS = {
     "a pickled file": (lambda f: (f / "pytorch_model.bin").touch(), "pickled files"),
-    "a second file of weights": (
-        lambda f: shutil.copy(f / WEIGHTS, f / "more.safetensors"), "exactly one",
-    ),
-    "golden logits among the weights": (
-        lambda f: shutil.copy(f / GOLDEN, f / "parity.safetensors"), "exactly one",
-    ),
+    "a second file of weights": (lambda f: shutil.copy(f / WEIGHTS, f / "more.safetensors"),
+     "exactly one"),
+    "golden logits among the weights": (lambda f: shutil.copy(f / GOLDEN, f / "parity.safetensors"),
+     "exactly one"),
     "no golden logits": (lambda f: shutil.rmtree(f / "parity"), "cannot be checked"),
-    "golden logits without metadata": (
-        lambda f: save_file({"logits": torch.zeros(1)}, f / GOLDEN), "metadata",
-    ),
-    "truncated weights": (
-        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "truncated",
-    ),
+    "golden logits without metadata": (lambda f: save_file({"logits": torch.zeros(1)}, f / GOLDEN),
+     "metadata"),
+    "truncated weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]),
+     "truncated"),
     "a list for a config": (lambda f: (f / CONFIG).write_text("[]"), "no JSON object"),
     "a broken config": (lambda f: (f / CONFIG).write_text("{"), "cannot be read"),
     "no config": (lambda f: (f / CONFIG).unlink(), "cannot be read"),

@@ -338,10 +338,7 @@ def test_both_baselines_are_named_and_one_dialogue_has_no_interval(pages) -> Non
     assert "(-), tau" in text
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0, 1, [0, 0.5, 1]), (0.9, 1.1, [0.9, 1, 1.1])],
-)
+@pytest.mark.parametrize(("low", "high", "ticks"), [(0, 1, [0, 0.5, 1]), (0.9, 1.1, [0.9, 1, 1.1])])
 def test_ticks_are_round(low, high, ticks) -> None:
     assert Axis(low, high, 0, 100).ticks == pytest.approx(ticks)
 

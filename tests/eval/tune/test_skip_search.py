@@ -7,11 +7,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import decode
 from eval.measure.stats import PromptSteps, tau
 from eval.tune import skip_search
-from eval.tune.skip_search import (
-    PassCosts,
-    measure_costs,
-    search_layers,
-)
+from eval.tune.skip_search import PassCosts, measure_costs, search_layers
 from heads.decoding.drafting import Roots
 from heads.target_model.model import Target
 from tests.eval.decode.test_self_speculation import agreeing_target
