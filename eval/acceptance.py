@@ -47,62 +47,55 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
         if number not in journal.done:
             row = _measured(bench, config, prompt)
             journal.append([{"id": number, **row}])
-    rows = sorted(processes.gathered(journal.rows()), key=_place)
-    found = {
-        name: summary([_prompt_steps(row[name]) for row in rows], depth, config.seed)
-        for name, depth in (("chain", bench.head.chain.depth), ("tree", bench.head.tree.depth))
-    }
-    result = {"mode": config.mode.value, **found["chain"], bench.head.tree_name: found["tree"]}
+    rows = processes.gathered(journal.rows())
+    rows.sort(key=lambda row: (row["chain"]["turn"], row["chain"]["dialogue"]))
+
+    def figures(name: str, depth: int) -> dict[str, object]:
+        prompts = [
+            PromptSteps(**row[name] | {"steps": [Step(**step) for step in row[name]["steps"]]})
+            for row in rows
+        ]
+        return summary(prompts, depth, config.seed)
+
+    chain, tree = figures("chain", bench.head.chain.depth), figures("tree", bench.head.tree.depth)
+    result = {"mode": config.mode.value, **chain, bench.head.tree_name: tree}
     if config.mode is Mode.replay:
-        texts = [row["agreement"] for row in rows]
-        depths = [[each for text in texts for each in text[d]] for d in range(len(texts[0]))]
-        result["agreement"] = [sum(depth) / max(1, len(depth)) for depth in depths]
+        depths = zip(*(row["agreement"] for row in rows), strict=True)
+        flat = [[agrees for text in texts for agrees in text] for texts in depths]
+        result["agreement"] = [sum(depth) / max(1, len(depth)) for depth in flat]
     return result
-
-
-def _place(row: dict[str, Any]) -> tuple[int, int]:
-    return row["chain"]["turn"], row["chain"]["dialogue"]
 
 
 def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, Any]:
     """The steps of chain and tree, and of a replay the chain's agreement per depth."""
+    target, head, length = bench.target, bench.head, config.max_new_tokens
+
+    def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
+        thinking = num_thinking(prompt, response, target.tokenizer)
+        place = (prompt.dialogue, prompt.turn)
+        return asdict(PromptSteps(prompt.category, steps, drafted, *place, thinking))
+
+    def decoded(name: str) -> dict[str, Any]:
+        seed = seed_of(prompt, config.seed)
+        drafter = head.drafter(name, bench.sampling, [seed])
+        text = decode(target, drafter, prompt.token_ids, length, bench.sampling, seed)
+        return row(text.token_ids, text.steps, text.drafted)
+
     if config.mode is Mode.decode:
-        return {kind: _decoded(bench, config, prompt, kind) for kind in ("chain", "tree")}
-    head, shapes = bench.head, {"chain": bench.head.chain, "tree": bench.head.tree}
-    response = decode(bench.target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids
-    output = bench.target.read_response(prompt.token_ids, response, head.head.taps)
-    found: dict[str, Any] = {}
-    for name, shape in shapes.items():
+        return {name: decoded(name) for name in ("chain", "tree")}
+    response = decode(target, NoDraft(), prompt.token_ids, length).token_ids
+    output = target.read_response(prompt.token_ids, response, head.head.taps)
+    measured: dict[str, Any] = {}
+    for name, shape in (("chain", head.chain), ("tree", head.tree)):
         if not isinstance(shape, Tree):
-            found[name] = _decoded(bench, config, prompt, name)
+            measured[name] = decoded(name)
             continue
         ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, response)
         steps = steps_along(shape, ranked, response)
-        drafted = [shape.num_nodes - 1] * len(steps)
-        found[name] = _kept(bench, prompt, response, steps, drafted)
+        measured[name] = row(response, steps, [shape.num_nodes - 1] * len(steps))
         if name == "chain":
-            found["agreement"] = agreements(ranked, response)
-    return found
-
-
-def _decoded(bench: Bench, config: AcceptanceRun, prompt: Prompt, kind: str) -> dict[str, Any]:
-    seed = seed_of(prompt, config.seed)
-    drafter = bench.head.drafter(kind, bench.sampling, [seed])
-    length = config.max_new_tokens
-    text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
-    return _kept(bench, prompt, text.token_ids, text.steps, text.drafted)
-
-
-def _kept(
-    bench: Bench, prompt: Prompt, text: list[int], steps: list[Step], drafted: list[int]
-) -> dict[str, Any]:
-    thinking = num_thinking(prompt, text, bench.target.tokenizer)
-    place = (prompt.dialogue, prompt.turn)
-    return asdict(PromptSteps(prompt.category, steps, drafted, *place, thinking))
-
-
-def _prompt_steps(row: dict[str, Any]) -> PromptSteps:
-    return PromptSteps(**{**row, "steps": [Step(**step) for step in row["steps"]]})
+            measured["agreement"] = agreements(ranked, response)
+    return measured
 
 
 def show(result: dict[str, Any], console: Console) -> None:

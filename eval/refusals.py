@@ -1,4 +1,4 @@
-"""What of settings is refused before anything is imported for them, prepared, loaded or made."""
+"""Refusals of settings before anything is imported for them, prepared, loaded or made."""
 
 import os
 from pathlib import Path

@@ -65,8 +65,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"{lossless['num_equal']} of {lossless['num_prompts']} texts equal to the target's "
         "greedy text under every method"
     )
-    for found in lossless["first_divergences"][:5]:
-        console.print(f"  {found}", highlight=False)
+    for divergence in lossless["first_divergences"][:5]:
+        console.print(f"  {divergence}", highlight=False)
 
 
 def main(config: SpeedupRun) -> None:
@@ -81,14 +81,14 @@ def main(config: SpeedupRun) -> None:
         if config.compile:
             longest = max(len(prompt.token_ids) for prompt in bench.prompts)
             bench.target.compile(slots_for(longest + config.max_new_tokens, MAX_NODES))
-        found = {
+        runs = {
             size: time_methods(bench, config, methods, size, journal) for size in config.batch_sizes
         }
     if not bench.main:
         return
-    result = summarise(bench, config, methods, found[config.batch_size])
+    result = summarise(bench, config, methods, runs[config.batch_size])
     result["concurrency"] = {
-        str(size): at_size(methods, runs, config.seed) for size, runs in found.items()
+        str(size): at_size(methods, of_size, config.seed) for size, of_size in runs.items()
     }
     console = Console()
     show(result, console)

@@ -191,7 +191,7 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
 
 
 def _gpu(config: TreeSearchRun) -> bool | None:
-    """Whether the usual shape is that of a GPU; recorded curves are of such."""
+    """True where the usual shape is that of a GPU, of which recorded curves are."""
     return True if config.curve else None
 
 

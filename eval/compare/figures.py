@@ -179,7 +179,7 @@ def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
 
 
 def lossless(bench: Bench, methods: dict[str, Method], runs: list[PromptRun]) -> dict[str, Any]:
-    """How many greedy texts are those of plain decoding under every method, and where not."""
+    """Counts greedy texts that are those of plain decoding under every method, and lists others."""
     divergences = []
     for index, run in enumerate(runs):
         expected = run.texts[VANILLA][0].token_ids
@@ -200,7 +200,7 @@ def lossless(bench: Bench, methods: dict[str, Method], runs: list[PromptRun]) ->
 def _divergence(
     target: Target, prompt: Prompt, expected: list[int], text: list[int]
 ) -> dict[str, Any]:
-    """Where two texts part, and by how much the target preferred its choice there."""
+    """The place where two texts part, and the margin of the target's choice there."""
     position = common_prefix(expected, text)
     output = target.read_text(prompt.token_ids + expected[:position])
     best, second = target.logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
@@ -250,7 +250,7 @@ def _origins(text: Generation) -> list[int]:
 
 
 def _pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """What each token adds to the text; a character split over tokens goes to its last one."""
+    """Text that each token adds; a character split over tokens goes to its last one."""
     pieces, shown = [], ""
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:end])

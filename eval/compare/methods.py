@@ -242,7 +242,7 @@ class MethodBuilder:
         make: Callable[[list[int], Store], Drafter],
         tree: Tree | None = None,
     ) -> Method:
-        """Of drafters that share what they learnt from earlier texts."""
+        """Makes a method whose drafters share a store of earlier texts."""
         shared = [store()]
 
         def forget() -> None:

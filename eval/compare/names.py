@@ -6,7 +6,7 @@ from conf.errors import InputError
 
 VANILLA = "vanilla"
 BASELINES = (VANILLA, "generate")
-"""What drafts nothing: both run whatever is chosen, and speed-ups are over the faster one."""
+"""Methods that draft nothing: both always run, and speed-ups are over the faster one."""
 METHODS = {
     VANILLA: "the engine without drafting",
     "generate": "transformers' generate",
@@ -24,13 +24,13 @@ METHODS = {
     "skip_layers": "as early_exit; prompts beyond data.num_prompts to search on, or "
     "self_draft.skip",
 }
-"""What each method without a head is or needs."""
+"""Methods without a head, with what each is or needs."""
 OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
 """Ways of a head to draft: its kind stands before, as in `medusa_tree`."""
 
 
 def known_methods() -> dict[str, str]:
-    """What each method is or needs.
+    """Every method, with a phrase of what it is or needs.
 
     With several heads of a kind, further ones are called `eagle_tree_2` and so on, in the order of
     `head.path` and `heads`.

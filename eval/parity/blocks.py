@@ -144,7 +144,7 @@ class BlockConfigReader:
             key, place, offset = "aux_hidden_state_layer_ids", self.root, 0
         else:
             key, place, offset = "target_layer_ids", block, 1
-        ids = [each + offset for each in place.need(key, list, "guesses layers")]
+        ids = [index + offset for index in place.need(key, list, "guesses layers")]
         known, trained = range(self.golden.num_layers), self.export.layers
         if ids != sorted(set(ids)) or not set(ids) <= set(known):
             raise place.wrong(key, f"each of {list(known)} (less {offset}) once, in rising order")
@@ -174,7 +174,7 @@ class BlockConfigReader:
         return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
     def causal(self, place: Settings, key: str) -> bool:
-        """Whether rows see no later one, where there is a window in some layers alone.
+        """True if rows see no later row of their block, at least in the layers that have a window.
 
         Raises:
             InputError: it is not said, or of layers that see all of the text.
@@ -198,13 +198,9 @@ class ServedBlocks(ServedLayers):
     """An exported block drafter; each head adds what it has beyond DFlash.
 
     Args:
-        export: the serving engine's files.
-        golden: sizes of the target.
-        shape: what the serving engine builds.
+        export, golden: as of `ServedHead`.
+        shape: as the serving engine builds it.
         more: shapes of the tensors that this head adds.
-
-    Raises:
-        InputError: the serving engine would refuse the files, guess, or serve another head.
     """
 
     shape: BlockShape
@@ -223,7 +219,7 @@ class ServedBlocks(ServedLayers):
 
     @property
     def lines(self) -> list[str]:
-        """What was checked, one each."""
+        """Lines of what was checked."""
         shape = self.shape
         rows = "one after another" if shape.causal else "all at once"
         seen = "all of the text" if shape.window is None else f"{shape.window} tokens"

@@ -26,7 +26,7 @@ class Settings:
         return self._values.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, if only as null."""
+        """True if the key is there, if only as null."""
         return key in self._values
 
     def keys(self) -> list[str]:
@@ -91,7 +91,7 @@ class Settings:
             raise self.wrong(key, f"{expected!r}, {why}")
 
     def wrong(self, key: str, allowed: str) -> InputError:
-        """What to raise about the value of a key."""
+        """The error to raise about the value of a key."""
         found = repr(self._values[key]) if key in self._values else "absent"
         return InputError(
             f"{self.file}: {self._prefix}{key} is {found}: {self.engine} needs {allowed}"

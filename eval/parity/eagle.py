@@ -1,4 +1,4 @@
-"""How serving engines read an EAGLE head: names, keys, defaults, layer numbers, and `config.json`.
+"""EAGLE heads as serving engines read them: names, keys, defaults, layer numbers, `config.json`.
 
 Sources, read November 2026: vLLM 0.32 `model_executor/models/llama_eagle.py`, `llama_eagle3.py`,
 `qwen3_eagle3.py`, `v1/worker/gpu_model_runner.py`; SGLang `srt/models/llama_eagle.py`,
@@ -23,7 +23,7 @@ LAUNCH = "eagle3_layers_to_capture"
 
 
 class LayerIds(Enum):
-    """Where a serving engine finds the target layers that an EAGLE-3 head reads."""
+    """Places where serving engines find the target layers that an EAGLE-3 head reads."""
 
     hidden_states = "hidden_states"
     """`eagle_aux_hidden_state_layer_ids` at the root or in `eagle_config`; i is what enters
@@ -38,7 +38,7 @@ class LayerIds(Enum):
 
 
 class FusionBias(Enum):
-    """Where a serving engine takes a bias of the fusion layer from."""
+    """Biases of the fusion layer that serving engines have."""
 
     never = "never"
     always = "always"
@@ -56,7 +56,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True)
 class Conventions:
-    """How one serving engine reads one kind of EAGLE head.
+    """Conventions of one serving engine for one kind of EAGLE head.
 
     Attributes:
         title: the serving engine, for messages.
@@ -97,76 +97,48 @@ class Conventions:
 
 
 BIASES = ("attention_bias", "mlp_bias")
+# fmt: off
 VLLM_EAGLE3 = Conventions(
     "vLLM",
     ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM",
      "Eagle3Qwen3ForCausalLM"),
-    flags=FLAGS,
-    layers=LayerIds.hidden_states,
-    always_fuses=True,
-    biases=BIASES,
-    qwen3=True,
-)  # fmt: skip
+    flags=FLAGS, layers=LayerIds.hidden_states, always_fuses=True, biases=BIASES, qwen3=True,
+)
 CONVENTIONS = {
     ("vllm", "eagle1"): Conventions(
-        "vLLM", ("LlamaForCausalLM", "EagleLlamaForCausalLM"), ("layers.0.",), biases=BIASES
+        "vLLM", ("LlamaForCausalLM", "EagleLlamaForCausalLM"), ("layers.0.",), biases=BIASES,
     ),
     ("vllm", "eagle3"): VLLM_EAGLE3,
     ("speculators", "eagle3"): replace(
-        VLLM_EAGLE3,
-        architectures=("Eagle3Speculator", "Eagle3DraftModel"),
-        prefixes=("layers.0.",),
-        random_head=True,
-        t2d=Presence.must,
+        VLLM_EAGLE3, architectures=("Eagle3Speculator", "Eagle3DraftModel"),
+        prefixes=("layers.0.",), random_head=True, t2d=Presence.must,
     ),
     ("sglang", "eagle1"): Conventions(
-        "SGLang",
-        ("LlamaForCausalLMEagle",),
-        ("layers.0.",),
-        fc_bias=FusionBias.always,
-        embedding=Presence.no,
+        "SGLang", ("LlamaForCausalLMEagle",), ("layers.0.",),
+        fc_bias=FusionBias.always, embedding=Presence.no,
     ),
     # `fc` follows the key `bias`, but so does a bias of the attention's output.
     ("sglang", "eagle3"): Conventions(
-        "SGLang",
-        ("LlamaForCausalLMEagle3",),
-        flags=("norm_output", "fc_norm"),
-        layers=LayerIds.outputs,
-        random_head=True,
-        embedding=Presence.no,
+        "SGLang", ("LlamaForCausalLMEagle3",), flags=("norm_output", "fc_norm"),
+        layers=LayerIds.outputs, random_head=True, embedding=Presence.no,
     ),
     # `EAGLE3` is put before the name, without an `Eagle3` at its end.
     ("trtllm", "eagle3"): Conventions(
-        "TensorRT-LLM",
-        ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
-        flags=("norm_output", "fc_norm", "norm_before_fc"),
-        nested=("norm_before_fc",),
-        layers=LayerIds.launch,
-        fc_bias=FusionBias.key,
-        biases=("mlp_bias",),
-        rope=RopeKeys.old,
-        embedding=Presence.no,
-        t2d=Presence.no,
+        "TensorRT-LLM", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+        flags=("norm_output", "fc_norm", "norm_before_fc"), nested=("norm_before_fc",),
+        layers=LayerIds.launch, fc_bias=FusionBias.key, biases=("mlp_bias",),
+        rope=RopeKeys.old, embedding=Presence.no, t2d=Presence.no,
     ),
     ("original", "eagle1"): Conventions(
-        "EAGLE",
-        ("LlamaForCausalLM",),
-        ("layers.0.",),
-        fc_bias=FusionBias.key,
-        rope=RopeKeys.two_keys,
-        embedding=Presence.must,
+        "EAGLE", ("LlamaForCausalLM",), ("layers.0.",),
+        fc_bias=FusionBias.key, rope=RopeKeys.two_keys, embedding=Presence.must,
     ),
     ("original", "eagle3"): Conventions(
-        "EAGLE",
-        ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
-        ("midlayer.",),
-        written=False,
-        rope=RopeKeys.two_keys,
-        random_head=True,
-        embedding=Presence.must,
-        t2d=Presence.must,
+        "EAGLE", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"), ("midlayer.",), written=False,
+        rope=RopeKeys.two_keys, random_head=True, embedding=Presence.must, t2d=Presence.must,
     ),
 }
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

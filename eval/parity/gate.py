@@ -46,7 +46,7 @@ class Served(Protocol):
     """A head as a serving engine reads it."""
 
     lines: list[str]
-    """What was checked, one each."""
+    """Lines of what was checked."""
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """[S, R] logits of the golden ids at each depth, and [S] their logsumexp over all."""

@@ -101,7 +101,7 @@ class ServedHead:
 
     @property
     def lines(self) -> list[str]:
-        """What was checked, one each."""
+        """Lines of what was checked."""
         raise NotImplementedError
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -117,7 +117,7 @@ class ServedHead:
         )
 
     def wrong(self, name: str, found: str, needed: str) -> InputError:
-        """What to raise about a tensor."""
+        """The error to raise about a tensor."""
         return InputError(f"{self.export.weights}: {name} {found}: {self.title} needs {needed}")
 
     def renamed(self, rename: Callable[[str], str]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Pictures of the measurements, as PNG files."""
+"""Pictures of measurements: each function draws the contents of a results file into a PNG file."""
 
 import math
 import re
@@ -27,12 +27,7 @@ STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.pro
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
-    """Draws tau per category with intervals, and alpha per depth per category.
-
-    Args:
-        result: the contents of `acceptance.json`.
-        path: the PNG file to write.
-    """
+    """Draws tau per category with intervals, and alpha per depth per category."""
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
     names, height = _named(rows)
     size = (12, max(4.2, 1 + height))
@@ -52,12 +47,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
-    """Draws speed, tau and alpha of every method, and where the time of a verify pass went.
-
-    Args:
-        result: the contents of `speedup.json`.
-        path: the PNG file to write.
-    """
+    """Draws speed, tau and alpha of every method, and where the time of a verify pass went."""
     methods = result["methods"]
     labels, height = _named(
         f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()
@@ -95,12 +85,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
-    """Draws throughput, speed-up and waits of every method by the number of texts at a time.
-
-    Args:
-        sizes: the contents of `concurrency` in `speedup.json`.
-        path: the PNG file to write.
-    """
+    """Draws throughput, speed-up and waits of every method by the number of texts at a time."""
     figure, (speed, gain, waits) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     numbers = [int(size) for size in sizes]
     for place, name in enumerate(next(iter(sizes.values()))["methods"]):
@@ -142,12 +127,7 @@ def step_ms(row: dict[str, Any]) -> dict[str, float]:
 
 
 def plot_tree_search(result: dict[str, Any], path: Path) -> None:
-    """Draws expected tokens per second by draft tokens, and what a pass costs.
-
-    Args:
-        result: the contents of `tree_search.json`.
-        path: the PNG file to write.
-    """
+    """Draws expected tokens per second by draft tokens, and what a pass costs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     best: dict[int, float] = {}
     for row in result["candidates"]:
@@ -173,12 +153,7 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_calibration(result: dict[str, Any], path: Path) -> None:
-    """Draws shares accepted by chance, before and after, and the speed that thresholds promise.
-
-    Args:
-        result: the contents of `calibrate.json`.
-        path: the PNG file to write.
-    """
+    """Draws shares accepted by chance, before and after, and the speed that thresholds promise."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for axis, (when, depths) in zip(axes, result["reliability"].items(), strict=False):
         axis.plot([0, 1], [0, 1], color="black", linewidth=0.8)
@@ -209,9 +184,7 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
 
     At depth d a head has read d - 1 features of its own: alpha is EAGLE's n-alpha, n = d - 1.
 
-    Args:
-        results: the contents of `acceptance.json` by the head's name.
-        path: the PNG file to write.
+    From `acceptance.json`.
     """
     names, height = _named(results)
     size = (15, max(4.2, 1 + height))
@@ -233,12 +206,7 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def plot_pruning(result: dict[str, Any], path: Path) -> None:
-    """Draws tau, coverage and expected speed-up by the size of the draft vocabulary.
-
-    Args:
-        result: the contents of `prune.json`.
-        path: the PNG file to write.
-    """
+    """Draws tau, coverage and expected speed-up by the size of the draft vocabulary."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     rows = [*result["pruned"], result["before"]]
     sizes = [row["num_ids"] for row in rows]

@@ -1,4 +1,4 @@
-"""How many tokens to draft at each batch size, and from which on drafting stops paying."""
+"""Lengths of chains to draft by batch size, and the size from which on drafting stops paying."""
 
 import statistics
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SIZES = (2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class BatchSizeAdvice:
-    """How long a chain to draft at one batch size.
+    """Chains at one batch size.
 
     Attributes:
         batch_size: texts decoded together.

@@ -145,7 +145,7 @@ class ChainCosts:
 
 @dataclass(frozen=True)
 class ChainForecast:
-    """What other chains would have done in the steps of whole ones.
+    """Forecast of other chains from the steps of whole ones.
 
     Attributes:
         threshold: at which they are cut; None for whole ones.
@@ -182,7 +182,7 @@ class ChainForecast:
     def _replayed(
         cls, steps: ChainSteps, lengths: NDArray[np.int64], drafts: Floats, curve: CostCurve
     ) -> "ChainForecast":
-        """By seconds of drafts per length; a text that stops short goes on from another place."""
+        """Replays steps, given seconds of drafts per length."""
         passes = np.array([curve.at(length + 1) for length in range(steps.logits.shape[1] + 1)])
         accepted = np.minimum(steps.accepted, lengths)
         emitted = np.minimum(steps.emitted, accepted + 1)

@@ -1,4 +1,4 @@
-"""Which decoder layers the target can leave out when it drafts for itself, and how long to draft.
+"""Search for the layers that the target can leave out when it drafts for itself.
 
 Layers are given up one by one, each time the one that costs the least, and early exits are tried
 beside that. A set is measured by the speed that it promises: the tokens per step that it would
@@ -205,7 +205,7 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
     prefill(target, cache, [token_ids])
 
     def seconds(length: int, skip: Sequence[int] = ()) -> float:
-        """Of a pass over a chain behind the text, the choice of the next tokens included."""
+        """Seconds of a pass over a chain behind the text, and of the choice of the next tokens."""
         ids = torch.full((1, length), token_ids[0], device=target.device)
         places = torch.arange(length, device=target.device)
         causal = places.unsqueeze(1) >= places

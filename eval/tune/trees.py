@@ -101,7 +101,7 @@ def best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tr
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """How far a text followed what an EAGLE head drew from one place of it.
+    """A tree that an EAGLE head drew from a place of a text, as far as the text followed it.
 
     Whatever limits a dynamic tree has, it keeps the likeliest of the nodes above its depth.
 

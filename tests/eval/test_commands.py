@@ -1,22 +1,49 @@
+"""`eval/acceptance.py` and `eval/speedup.py`, on Medusa and EAGLE heads."""
+
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from toys import noisy_head, save_target
+from toys import eagle_head, noisy_head, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import HeadRef
+from conf.settings.drafting import DynamicTreeConfig, HeadRef
+from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
 from conf.settings.target import TargetConfig
+from data.rows.records import load_records
+from data.templates.encoder import Encoder
 from eval import acceptance, speedup, tree_search
+from eval.decode.engine import decode
+from eval.measure.bench import seed_of
+from eval.measure.prompts import first_turns
+from eval.measure.stats import PromptSteps, tau
+from heads.decoding.sampling import Sampling, drafter_seeds
+from heads.eagle.drafter import EagleChain
+from heads.kinds import load_head
 from heads.target_model.load import load_target
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory) -> dict:
     return made(tmp_path_factory.mktemp("eval"), "llama")
+
+
+@pytest.fixture(scope="module")
+def eagles(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("eagle")
+    path = str(save_target(folder / "target", num_hidden_layers=4))
+    target = load_target(TargetConfig(path=path), torch.device("cpu"))
+    eagle_head(target, EagleForm.eagle3, 150, num_updates=40).save(folder / "eagle3")
+    eagle_head(target, EagleForm.eagle1, num_updates=40).save(folder / "eagle1")
+    prompts = folder / "prompts.jsonl"
+    rows = [{"category": c, "turns": [f"hello {c}, how are you?"]} for c in ("math", "writing")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"target": path, "data": str(prompts), "head": "", "folder": folder}
 
 
 def made(folder: Path, family: str) -> dict:
@@ -43,18 +70,26 @@ def settings(setting: dict, out_dir: Path) -> dict:
     }
 
 
-def measured(setting: dict, out_dir: Path, mode: Mode) -> dict:
-    acceptance.main(AcceptanceRun(**settings(setting, out_dir), mode=mode))
+def measured(setting: dict, out_dir: Path, **changes: Any) -> dict:
+    acceptance.main(AcceptanceRun(**{**settings(setting, out_dir), **changes}))
     assert (out_dir / "acceptance.png").is_file()
     return json.loads((out_dir / "acceptance.json").read_text())
 
 
+def with_eagle(eagles: dict, name: str) -> dict:
+    return {**eagles, "head": str(eagles["folder"] / name)}
+
+
+def figures(result: dict, tree: str) -> list:
+    names = ("tau", "alpha", "per_position", "by_category", "num_tokens", tree)
+    return [result[name] for name in names]
+
+
 def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
-    replayed = measured(setting, tmp_path / "r", Mode.replay)
-    decoded = measured(setting, tmp_path / "d", Mode.decode)
+    replayed = measured(setting, tmp_path / "r", mode=Mode.replay)
+    decoded = measured(setting, tmp_path / "d", mode=Mode.decode)
     assert (replayed["mode"], decoded["mode"]) == ("replay", "decode")
-    figures = ("tau", "alpha", "per_position", "by_category", "num_tokens", "static_tree")
-    assert {k: replayed[k] for k in figures} == {k: decoded[k] for k in figures}
+    assert figures(replayed, "static_tree") == figures(decoded, "static_tree")
     assert len(replayed["alpha"]) == 3
     assert replayed["num_prompts"] == 12  # two turns of 6 dialogues
     assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
@@ -62,13 +97,21 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
     assert replayed["data"]["form"] == "turns"
 
 
+@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
+def test_so_they_do_for_eagle_heads(eagles, tmp_path, head: str) -> None:
+    own = with_eagle(eagles, head)
+    replayed, decoded = (measured(own, tmp_path / m.value, mode=m, depth=3) for m in Mode)
+    assert figures(replayed, "dynamic_tree") == figures(decoded, "dynamic_tree")
+    assert len(replayed["alpha"]) == len(replayed["agreement"]) == 3
+    assert replayed["tree"] == {"depth": 5, "top_k": 4, "num_tokens": 8}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_so_they_do_on_recurrent_layers(tmp_path: Path, family: str) -> None:
     own = made(tmp_path, family)
-    replayed, decoded = (measured(own, tmp_path / each.value, each) for each in Mode)
-    figures = ("tau", "alpha", "per_position", "by_category", "num_tokens", "static_tree")
-    assert {k: replayed[k] for k in figures} == {k: decoded[k] for k in figures}
+    replayed, decoded = (measured(own, tmp_path / mode.value, mode=mode) for mode in Mode)
+    assert figures(replayed, "static_tree") == figures(decoded, "static_tree")
 
 
 @pytest.mark.slow
@@ -109,6 +152,36 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
     ] * len(shown)
 
 
+def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path) -> None:
+    changes = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "depth": 3}
+    result = measured(with_eagle(eagles, "eagle3"), tmp_path, mode=Mode.decode, **changes)
+    assert (result["temperature"], result["top_p"], result["top_k"]) == (0.8, 0.9, 20)
+    target = load_target(TargetConfig(path=eagles["target"]), torch.device("cpu"))
+    head = load_head(str(eagles["folder"] / "eagle3")).attach(target).eval()
+    steps = []
+    for prompt in first_turns(load_records(eagles["data"]).records, Encoder(target.tokenizer)):
+        seed, warm = seed_of(prompt, 0), Sampling(0.8, 0.9, 20)
+        drafter = EagleChain(head, 3, warm, drafter_seeds([seed]))
+        found = decode(target, drafter, prompt.token_ids, 24, warm, seed)
+        steps.append(PromptSteps("", found.steps))
+    assert result["tau"] == tau(steps) > 1.0
+
+
+def test_speedup_runs_eagles_methods_and_is_lossless(eagles, tmp_path) -> None:
+    own = settings(with_eagle(eagles, "eagle3"), tmp_path)
+    tree = DynamicTreeConfig(depth=3, top_k=2, num_tokens=5)
+    methods = ["eagle_chain", "eagle_tree"]
+    run = SpeedupRun(**own, num_repeats=1, num_warmups=0, dynamic_tree=tree, methods=methods)
+    speedup.main(run)
+    result = json.loads((tmp_path / "speedup.json").read_text())
+    assert list(result["methods"]) == ["vanilla", "generate", "eagle_chain", "eagle_tree"]
+    assert result["lossless"] == {"num_prompts": 2, "num_equal": 2, "first_divergences": []}
+    assert result["tree"] == {"depth": 3, "top_k": 2, "num_tokens": 5}
+    run = replace(run, temperature=1.0, out_dir=str(tmp_path / "sampled"))
+    speedup.main(run)
+    assert json.loads((tmp_path / "sampled/speedup.json").read_text())["lossless"] is None
+
+
 def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
     own = settings(setting, tmp_path) | {"max_new_tokens": 4}
     run = SpeedupRun(**own, methods=["medusa_tree"], num_repeats=1, num_warmups=0)
@@ -146,6 +219,30 @@ def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) 
     with pytest.raises(InputError, match=message):
         acceptance.main(AcceptanceRun(**{**settings(setting, tmp_path / "o"), **changes}))
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 1.0}, r"temperature=1\.0: only greedy text can be replayed"),
+        ({"temperature": -1.0}, r"temperature=-1\.0: must be at least 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0: must be above 0"),
+        ({"tree": [[0]]}, r"tree: an EAGLE head drafts dynamic trees"),
+    ],
+)
+def test_bad_settings_of_eagle_heads_are_named(
+    eagles, tmp_path, changes: dict, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        measured(with_eagle(eagles, "eagle3"), tmp_path / "o", **changes)
+    assert not (tmp_path / "o").exists()
+
+
+def test_layers_of_a_head_that_counts_otherwise(eagles, tmp_path) -> None:
+    own = settings(eagles, tmp_path / "o")
+    own["head"] = HeadRef(path=str(eagles["folder"] / "eagle3"), layers=[0, 1, 9])
+    with pytest.raises(InputError, match=r"head\.layers: \[9\], but .* hidden states 0\.\.4"):
+        acceptance.main(AcceptanceRun(**own))
 
 
 def test_a_result_is_never_overwritten(setting, tmp_path) -> None:

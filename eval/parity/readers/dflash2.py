@@ -22,7 +22,7 @@ SELECTOR = "candidate_selector."
 
 @dataclass(frozen=True)
 class DFlash2Settings:
-    """What a DFlash-2 head has beyond a DFlash head.
+    """Settings of a DFlash-2 head beyond those of a DFlash head.
 
     Attributes:
         conv_kernel_size: taps of each convolution.
@@ -48,9 +48,6 @@ class ServedDFlash2(ServedBlocks):
     Args:
         export, golden, shape: as of `ServedBlocks`.
         settings: beyond those of a DFlash head.
-
-    Raises:
-        InputError: as of `ServedBlocks`.
     """
 
     def __init__(

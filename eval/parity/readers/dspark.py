@@ -27,9 +27,6 @@ class ServedDSpark(ServedBlocks):
         markov: the type of its Markov head.
         rank: r.
         confidence_size: width of what its confidence head reads; 0 without one.
-
-    Raises:
-        InputError: as of `ServedBlocks`.
     """
 
     def __init__(

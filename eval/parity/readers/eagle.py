@@ -30,13 +30,9 @@ class ServedEagle(ServedLayers):
     """An exported EAGLE head.
 
     Args:
-        export: the serving engine's files.
-        golden: sizes of the target.
-        conventions: how they are read.
+        export, golden: as of `ServedHead`.
+        conventions: by which they are read.
         num_layers: of the head.
-
-    Raises:
-        InputError: the serving engine would refuse the files, guess, or serve another head.
     """
 
     shape: EagleShape
@@ -57,7 +53,7 @@ class ServedEagle(ServedLayers):
 
     @property
     def lines(self) -> list[str]:
-        """What was checked, one each."""
+        """Lines of what was checked."""
         shape = self.shape
         on = ", ".join(sorted(shape.flags)) or "none"
         read = f"hidden states {list(shape.layers)}" if shape.eagle3 else "the last hidden state"

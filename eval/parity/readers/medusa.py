@@ -31,15 +31,7 @@ RENAMED = (
 
 
 class ServedMedusa(ServedHead):
-    """Exported Medusa heads.
-
-    Args:
-        export: the serving engine's files.
-        golden: sizes of the target.
-
-    Raises:
-        InputError: the serving engine would refuse the files, guess, or serve other heads.
-    """
+    """Exported Medusa heads."""
 
     def __init__(self, export: Export, golden: Golden) -> None:
         super().__init__(export, golden, TITLES[export.format])
@@ -92,7 +84,7 @@ class ServedMedusa(ServedHead):
 
     @property
     def lines(self) -> list[str]:
-        """What was checked, one each."""
+        """Lines of what was checked."""
         return [
             f"config.json: {self.title} reads {self._num_heads} heads of {self._num_blocks} "
             f"blocks over {self._hidden_size} hidden units",

@@ -103,19 +103,8 @@ def large() -> dict[str, Any]:
         "breakdown": {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0, "host": 67.8},
     }  # fmt: skip
     words = (
-        "The",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "a",
-        "lazy",
-        "dog",
-        "and",
-        "runs",
-        ".",
-    )
+        "The", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", ".",
+    )  # fmt: skip
     story = [[f" {rng.choice(words)}", rng.choice((0, 1, 1, 2, 3, 4, 5))] for _ in range(160)]
     methods = {name: drafting(name, rng) for name in DRAFTING}
     for ends in ("tau_ci95", "speedup_ci95"):  # of a category with one dialogue
