@@ -1,17 +1,21 @@
 """What drafters with a head share: texts of a batch end, and others take their rows.
 
-Letters: B texts.
+Letters: B texts, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self, final
 
+import torch
 from torch import Tensor
 
-from heads.decoding.cache import upload
-from heads.decoding.chains import Calibration
+from heads.decoding.cache import SlotBuffer, Slots, upload
+from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
 from heads.decoding.drafting import Committed, Draft, Roots
-from heads.decoding.tree import Shape
+from heads.decoding.dynamic_trees import ExpandedTree, rerank
+from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.tree import DynamicShape, Shape, Tree
 
 
 class HeadDrafter(ABC):
@@ -24,18 +28,19 @@ class HeadDrafter(ABC):
 
     Attributes:
         state: names of the attributes that hold something of each text. Those are tensors [B, ...],
-            or have `rows` and `take` as `Generators`; None before anything was seen.
+            `Committed`, or have `rows` and `take` as `Generators`; None before anything was seen.
         taps, static_nodes: see `heads.decoding.drafting.Drafter`.
     """
 
-    state: ClassVar[tuple[str, ...]] = ()
+    state: tuple[str, ...] = ()
     static_nodes: int | None = None
 
     def __init__(
         self, head: Any, shape: Shape | None = None, calibration: Calibration | None = None
     ) -> None:
         self.head, self.taps = head, head.taps
-        self.shape, self.calibration = shape, calibration
+        self.shape: Any = shape
+        self.calibration = calibration
 
     @abstractmethod
     def observe(self, seen: Committed) -> None:
@@ -58,9 +63,106 @@ class HeadDrafter(ABC):
     @final
     def take(self, row: int, other: Self) -> None:
         """A row goes on with the one text of another drafter, which has seen its prompt alone."""
+        self._meet(other)
         for name in self.state:
             held, new = getattr(self, name), getattr(other, name)
             if isinstance(held, Tensor):
                 held[row] = new[0]
+            elif isinstance(held, Committed):
+                setattr(self, name, held.put(row, new))
             else:
                 held.take(row, new)
+
+    def _meet(self, other: Self) -> None:
+        """Has both ready for a text to change over."""
+        assert type(other) is type(self)
+
+
+class HeadChain(HeadDrafter):
+    """Drafts chains, the best tokens or, when sampling, drawn from their distributions.
+
+    Args:
+        head: what drafts.
+        depth: draft tokens.
+        sampling: the target's, applied to the drafts too.
+        seeds: of the draws, one per text; others than the target's.
+        calibration: cuts the chains; None leaves them whole.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        depth: int,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.tree, self.sampling = Tree.chain(depth), sampling
+        super().__init__(head, self.tree, calibration)
+        self.static_nodes = chain_nodes(depth, sampling, calibration)
+        self.generators = Generators.seeded(seeds, next(head.parameters()).device)
+        self.state = (*self.state, "generators")
+
+    def sampler(self) -> ChainSampler:
+        """Of the tokens of a draft."""
+        return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
+
+
+class HeadTree(HeadDrafter):
+    """Drafts the likeliest nodes of all that it expands.
+
+    Attributes:
+        nested: see `heads.decoding.drafting.DynamicDrafter`.
+    """
+
+    nested: ClassVar[bool] = True
+
+    def __init__(self, head: Any, shape: DynamicShape) -> None:
+        super().__init__(head, shape)
+        self.static_nodes = 1 + shape.num_tokens
+
+    @abstractmethod
+    def expand(self, roots: Roots) -> ExpandedTree:
+        """See `heads.decoding.drafting.DynamicDrafter`."""
+
+    def propose(self, roots: Roots) -> Draft:
+        """Trees of at most `num_tokens` nodes below the roots."""
+        return rerank(self.expand(roots), self.shape)
+
+
+class TextCache:
+    """Keys and values of the committed texts in each layer of a head.
+
+    Args:
+        num_layers: of the head.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.buffers = [SlotBuffer() for _ in range(num_layers)]
+        self.slots: Slots | None = None
+
+    def open(self, num_texts: int, device: torch.device, target: Slots) -> Slots:
+        """Where tokens stand, from now on held as the target's."""
+        if self.slots is None:
+            self.slots = Slots(num_texts, device)
+        self.slots.hold_as(target)
+        return self.slots
+
+    @property
+    def opened(self) -> Slots:
+        """Where tokens stand, once there are some."""
+        assert self.slots is not None
+        return self.slots
+
+    def rows(self, rows: list[int]) -> Self:
+        """Goes on with some texts only."""
+        if self.slots is not None:
+            self.slots.keep(rows, *self.buffers)
+        return self
+
+    def take(self, row: int, other: "TextCache") -> None:
+        """A row goes on with the one text of another."""
+        length = 0 if other.slots is None else other.slots.lengths[0]
+        self.opened.take(row, length)
+        for own, new in zip(self.buffers, other.buffers, strict=True):
+            own.replace(row, new, length, len(self.opened.lengths))

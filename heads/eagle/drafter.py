@@ -7,35 +7,29 @@ chains that are cut.
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import SlotBuffer, Slots, rounded, upload
-from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
+from heads.decoding.cache import rounded, upload
 from heads.decoding.drafting import PAD, Committed, Draft, Roots
-from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree, rerank
-from heads.decoding.sampling import GREEDY, Generators, Sampling
-from heads.decoding.tree import DynamicShape, Tree
+from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
+from heads.decoding.head_drafter import HeadChain, HeadDrafter, HeadTree, TextCache
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.network import EagleNetwork, Text
 
 
-class EagleMemory(ABC):
-    """What a head keeps of the committed texts: keys and values of each of its layers.
+class EagleMemory(HeadDrafter):
+    """Keeps keys and values of the committed texts in each of a head's layers."""
 
-    Args:
-        head: attached to the target.
-    """
+    head: EagleNetwork
+    state = ("seen", "cache")
 
-    def __init__(self, head: EagleNetwork) -> None:
-        self.head = head
-        self.taps = head.taps
-        self.buffers = [SlotBuffer() for _ in range(head.config.llama.num_hidden_layers)]
-        self.slots: Slots | None = None
+    def __init__(self, head: EagleNetwork, *how: Any) -> None:
+        super().__init__(head, *how)
+        self.cache = TextCache(head.config.llama.num_hidden_layers)
         self.seen: Committed | None = None
 
     def observe(self, seen: Committed) -> None:
@@ -50,29 +44,15 @@ class EagleMemory(ABC):
         else:
             self.seen = self.seen.then(seen)
 
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
-        if self.seen is not None:
-            self.seen = self.seen.rows(rows)
-        if self.slots is not None:
-            self.slots.keep(rows, *self.buffers)
-
-    def take(self, row: int, other: "EagleMemory") -> None:
-        """A row goes on with the one text of another drafter, which reads on here."""
+    def _meet(self, other: Self) -> None:
+        """The other's text is read but for its last token, and goes on here."""
         assert self.seen is not None
-        assert other.seen is not None
-        length = other._read_ahead()
-        if self.slots is None:
-            states = self.seen.output.hidden_states
-            self.slots = Slots(len(states), states.device)
-            self.slots.hold_as(self.seen.cache.slots)
-        self.slots.take(row, length)
-        for own, new in zip(self.buffers, other.buffers, strict=True):
-            own.replace(row, new, length, len(self.slots.lengths))
-        self.seen = self.seen.put(row, other.seen)
+        other._read_ahead()
+        states = self.seen.output.hidden_states
+        self.cache.open(len(states), states.device, self.seen.cache.slots)
 
-    def _read_ahead(self) -> int:
-        """Taps a prompt but for its last token, which waits for the next; tokens read so far."""
+    def _read_ahead(self) -> None:
+        """Reads a prompt but for its last token, which waits for the next."""
         assert self.seen is not None
         (tokens,) = self.seen.token_ids
         if len(tokens) > 1:
@@ -80,7 +60,6 @@ class EagleMemory(ABC):
             output = self.seen.output.at(torch.arange(len(tokens) - 1, device=device).unsqueeze(0))
             before = Committed([tokens[:-1]], output, self.seen.cache)
             self._read(before, upload(tokens[-1:], device))
-        return 0 if self.slots is None else self.slots.lengths[0]
 
     @abstractmethod
     def _read(self, seen: Committed, following: Tensor) -> Any:
@@ -90,15 +69,13 @@ class EagleMemory(ABC):
         """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
-        if self.slots is None:
-            self.slots = Slots(num_texts, features.device)
-        self.slots.hold_as(seen.cache.slots)
+        slots = self.cache.open(num_texts, features.device, seen.cache.slots)
         last = seen.counts.unsqueeze(1) - 1
         if not all(seen.token_ids):
             last = last.clamp_min(0)  # of a text that has nothing in a part, which is forgotten
         ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
-        return fused, ids.flatten(), self.slots.place(length, length)
+        return fused, ids.flatten(), slots.place(length, length)
 
     def _remember(
         self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: Committed
@@ -107,14 +84,9 @@ class EagleMemory(ABC):
         new_keys, new_values = (
             each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
         )
-        width, needed = rounded(self._slots.width(places.shape[1])), seen.cache.needed
-        every = self.buffers[layer].write(new_keys, new_values, places, width, needed)
+        width, needed = rounded(self.cache.opened.width(places.shape[1])), seen.cache.needed
+        every = self.cache.buffers[layer].write(new_keys, new_values, places, width, needed)
         return every[0].transpose(1, 2), every[1].transpose(1, 2)
-
-    @property
-    def _slots(self) -> Slots:
-        assert self.slots is not None
-        return self.slots
 
     def _known(self, positions: Tensor) -> Tensor:
         """Positions within the head's window; nothing that is made of others is drafted."""
@@ -134,15 +106,15 @@ class _EagleDrafter(EagleMemory):
         seen, self.seen = self.seen, None
         text, branches = self._read(seen, roots.tokens)
         outputs = self.head.draft(text, last_rows(seen), branches)
-        return outputs, self._slots.committed[:, 0] - 1, branches
+        return outputs, self.cache.opened.committed[:, 0] - 1, branches
 
     def _read(self, seen: Committed, following: Tensor) -> tuple[Text, Branches]:
         """See above."""
         fused, ids, places = self._taken(seen, following)
         text = self.head.read(fused, ids, self._known(places.flatten()))
         keys, values = self._remember(0, text.keys, text.values, places, seen)
-        self._slots.advance(seen.counts, seen.token_ids)
-        return text, Branches(keys, values, Stretch.up_to(self._slots.committed[:, 0]))
+        self.cache.opened.advance(seen.counts, seen.token_ids)
+        return text, Branches(keys, values, Stretch.up_to(self.cache.opened.committed[:, 0]))
 
 
 def last_rows(seen: Committed) -> Tensor:
@@ -151,36 +123,13 @@ def last_rows(seen: Committed) -> Tensor:
     return places + torch.arange(len(places), device=places.device) * length
 
 
-class EagleChain(_EagleDrafter):
-    """Drafts a chain, the best token or, when sampling, one drawn from its distribution.
-
-    Args:
-        head: attached to the target.
-        depth: draft tokens.
-        sampling: the target's, applied to the drafts too.
-        seeds: of the draws, one per text; others than the target's.
-        calibration: cuts the chains; None leaves them whole.
-    """
-
-    def __init__(
-        self,
-        head: EagleNetwork,
-        depth: int,
-        sampling: Sampling = GREEDY,
-        seeds: Sequence[int] = (1,),
-        calibration: Calibration | None = None,
-    ) -> None:
-        super().__init__(head)
-        self.tree = Tree.chain(depth)
-        self.sampling = sampling
-        self.calibration = calibration
-        self.static_nodes = chain_nodes(depth, sampling, calibration)
-        self.generators = Generators.seeded(seeds, head.fc.weight.device)
+class EagleChain(HeadChain, _EagleDrafter):
+    """Drafts a chain, each token from the head's output for the one before."""
 
     def propose(self, roots: Roots) -> Draft:
         """Chains of `depth` tokens."""
         outputs, positions, branches = self._begin(roots)
-        draws = ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
+        draws = self.sampler()
         tokens: list[Tensor] = []
         for step in range(self.tree.depth):
             if draws.ended:
@@ -192,36 +141,9 @@ class EagleChain(_EagleDrafter):
         places = positions.unsqueeze(1) + torch.arange(len(tokens), device=positions.device)
         return draws.chains(self.tree, self._drafted(torch.stack(tokens, 1), places))
 
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
-        super().keep(rows)
-        self.generators = self.generators.rows(rows)
 
-    def take(self, row: int, other: "EagleMemory") -> None:
-        """A row goes on with the one text of another drafter."""
-        assert isinstance(other, EagleChain)
-        super().take(row, other)
-        self.generators.take(row, other.generators)
-
-
-class EagleTree(_EagleDrafter):
-    """Drafts EAGLE-2's tree.
-
-    Args:
-        head: attached to the target.
-        shape: its limits.
-    """
-
-    nested = True
-
-    def __init__(self, head: EagleNetwork, shape: DynamicShape) -> None:
-        super().__init__(head)
-        self.shape = shape
-        self.static_nodes = 1 + shape.num_tokens
-
-    def propose(self, roots: Roots) -> Draft:
-        """Trees of at most `num_tokens` nodes below the roots."""
-        return rerank(self.expand(roots), self.shape)
+class EagleTree(HeadTree, _EagleDrafter):
+    """Drafts EAGLE-2's tree."""
 
     def expand(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""

@@ -3,8 +3,6 @@
 Or a chain of them, cut where it becomes unlikely, of which no further head runs.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ class MedusaDrafter(HeadDrafter):
         tree: static tree, no deeper than there are heads.
     """
 
-    state: ClassVar = ("hidden",)
+    state = ("hidden",)
     hidden: Tensor | None = None
 
     def __init__(self, head: MedusaNetwork, tree: Tree) -> None:

@@ -183,7 +183,7 @@ def test_what_trains_is_what_drafts(target, heads, name: str) -> None:
         text = documents[document][: place + 2]
         drafter = BlockChain(heads[name], 4 if name.startswith("dflash") else 5)
         observed(target, drafter, text)
-        assert drafter.slots.lengths == [place + 1]
+        assert drafter.cache.opened.lengths == [place + 1]
         _, outputs, _ = drafter._slots(Roots.of(text[-1:]))
         torch.testing.assert_close(trained[row], outputs[0], rtol=1e-4, atol=1e-4)
 

@@ -165,7 +165,7 @@ def test_what_trains_is_what_drafts(target, head, num_segments: int) -> None:
             drafter = PEagleChain(head, 4)
             observed(target, drafter, text)
             logits = drafter._logits(Roots.of(text[-1:]))
-            assert drafter.slots.lengths == [place + 1]
+            assert drafter.cache.opened.lengths == [place + 1]
             found = head.logits(outputs[row])
             torch.testing.assert_close(found, logits[0, step], rtol=1e-4, atol=1e-4)
 
