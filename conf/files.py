@@ -56,7 +56,7 @@ def check_room(out_dir: str) -> None:
         InputError: with what is in the way.
     """
     folder = Path(out_dir).absolute()
-    existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         what = "a file" if existing.exists() else "a link to nowhere"
         raise InputError(f"out_dir={out_dir}: {existing} is {what}: name a folder")

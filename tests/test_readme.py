@@ -12,6 +12,7 @@ import pytest
 from doors import COMMANDS as OF_DOORS
 from doors import WORKERS
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from mutants import TESTS
 from omegaconf import DictConfig, OmegaConf
 
 from data.rows.forms import FORMS, MASKS, PROMPTS, REPLIES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
@@ -163,6 +164,12 @@ def test_rooms_and_files_beside_a_page_exist() -> None:
     assert ("train/README.md", "loop/") in named
     for page, path in named:
         assert (ROOT / page).parent.joinpath(path).exists(), f"{page}: {path}"
+
+
+def test_files_of_the_mutants_exist() -> None:
+    for file, tests in TESTS.items():
+        for path in (file, *(f"tests/{name}.py" for name in tests.split())):
+            assert (ROOT / path).exists(), path
 
 
 def test_make_targets_exist() -> None:

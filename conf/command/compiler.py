@@ -61,7 +61,7 @@ def _header() -> str:
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     include = sysconfig.get_paths(scheme)["include"]
     searched = (os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))
-    folders = [include, *(each for paths in searched for each in paths.split(os.pathsep) if each)]
+    folders = [include, *(path for paths in searched for path in paths.split(os.pathsep) if path)]
     if any((Path(folder) / "Python.h").is_file() for folder in folders):
         return ""
     return f"Python.h (in {include}; e.g. apt-get install python3-dev)"

@@ -127,7 +127,7 @@ class Command(Generic[Config]):
             store.store(group="head", name=recipe, node=node, package="_global_")
         head = [{"head": recipe} for recipe in self.recipes[:1]]
         loggings = ("job_logging", "hydra_logging")
-        silent = [{f"override hydra/{each}": "disabled"} for each in loggings]
+        silent = [{f"override hydra/{logging}": "disabled"} for logging in loggings]
         defaults = [f"{self.name}_schema", "_self_", *head, *silent]
         settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
         store.store(name=self._node, node=settings)
@@ -140,14 +140,14 @@ class Command(Generic[Config]):
 
     def _help(self, argv: list[str]) -> None:
         """Prints all settings, or those that argv names; overrides beside them show in values."""
-        given = [each for each in argv if not each.startswith("-")]
-        overrides = [each for each in given if "=" in each]
+        given = [word for word in argv if not word.startswith("-")]
+        overrides = [word for word in given if "=" in word]
         try:
             composed = self.composed(overrides)
         except HydraException as error:
             raise InputError(str(error)) from error
         settings = words.settings(self.schema, composed)
-        asked = [each for each in given if "=" not in each]
+        asked = [word for word in given if "=" not in word]
         if asked:
             text = "\n\n".join(words.explained(settings, name) for name in asked)
         else:
@@ -175,7 +175,7 @@ def _jobs(argv: list[str]) -> list[list[str]]:
         return [argv]
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    given = [each for each in argv if not each.startswith("-")]
+    given = [word for word in argv if not word.startswith("-")]
     try:
         parsed = OverridesParser.create().parse_overrides(given)
         return BasicSweeper.split_arguments(parsed, None)[0]
@@ -201,11 +201,10 @@ def _checked(composed: DictConfig, number: int | None) -> Any:
     try:
         return OmegaConf.to_object(composed)
     except errors.MissingMandatoryValue as error:
-        raise InputError(f"{error.full_key} is unset{_allowed(error)}") from error
-
-
-def _allowed(error: errors.MissingMandatoryValue) -> str:
-    kind = get_type_hints(error.object_type)[str(error.key)]
-    if issubclass(kind, Enum):
-        return f"; allowed: {', '.join(each.value for each in kind)}"
-    return ": set it on the command line"
+        kind, told = (
+            get_type_hints(error.object_type)[str(error.key)],
+            ": set it on the command line",
+        )
+        if issubclass(kind, Enum):
+            told = f"; allowed: {', '.join(choice.value for choice in kind)}"
+        raise InputError(f"{error.full_key} is unset{told}") from error

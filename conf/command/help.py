@@ -68,41 +68,46 @@ def settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
     return list(_settings(schema, composed, "", ""))
 
 
-def page(doc: str, found: list[Setting], recipes: tuple[str, ...]) -> str:
+def page(doc: str, settings: list[Setting], recipes: tuple[str, ...]) -> str:
     """Explains what a command does, all its settings, and how they are set.
 
     Args:
         doc: the script's docstring.
-        found: its settings.
+        settings: of the command.
         recipes: that `head=` may name; the first is taken unless it is set.
     """
     lines = [inspect.cleandoc(doc)]
-    for number, each in enumerate(found):
-        if number == 0 or each.section != found[number - 1].section:
-            lines += ["", *_heading(each)]
-            if each.section == "head" and recipes:
+    for number, setting in enumerate(settings):
+        if number == 0 or setting.section != settings[number - 1].section:
+            lines += ["", *_heading(setting)]
+            if setting.section == "head" and recipes:
                 others = ", ".join(recipes[1:]) or "there is no other"
                 lines += _beside(f"  head={recipes[0]}", f"Recipe in conf/head; others: {others}.")
-        key = f"{each.name}={each.value}"
-        lines += _beside(f"  {key}" if each.section else key, each.words)
-        lines += _choices(each)
+        key = f"{setting.name}={setting.value}"
+        lines += _beside(f"  {key}" if setting.section else key, setting.words)
+        choices = setting.choices
+        if choices:
+            lines += _beside("", f"One of {', '.join(choices)}.")
+        for value, words in choices.items():
+            lines += _beside("", f"{value}: {words}") if words else []
     return "\n".join([*lines, "", *textwrap.wrap(END, _width())])
 
 
-def explained(found: list[Setting], name: str) -> str:
+def explained(settings: list[Setting], name: str) -> str:
     """Explains a setting, or all of a section, with what may be given.
 
     Raises:
         InputError: there is none of this name.
     """
-    chosen = [each for each in found if name in (each.name, each.section)]
+    chosen = [setting for setting in settings if name in (setting.name, setting.section)]
     if not chosen:
-        names = {each.name for each in found} | {each.section for each in found if each.section}
+        names = {word for s in settings for word in (s.name, s.section) if word}
         raise InputError(f"{name}: no setting and no section has this name{_near(name, names)}")
     lines = _heading(chosen[0]) if chosen[0].section == name else []
-    for each in chosen:
-        lines += [f"{each.name}={each.value}", *_indented(f"{each.kind}."), *_indented(each.words)]
-        for value, words in each.choices.items():
+    for setting in chosen:
+        lines.append(f"{setting.name}={setting.value}")
+        lines += [*_indented(f"{setting.kind}."), *_indented(setting.words)]
+        for value, words in setting.choices.items():
             lines += textwrap.wrap(f"{value}: {words}" if words else value, _width(),
                                    initial_indent=" " * 4, subsequent_indent=" " * 6)  # fmt: skip
     return "\n".join(lines)
@@ -144,7 +149,7 @@ def _commands() -> Iterator[tuple[str, type[Any]]]:
 
 
 def _near(name: str, names: set[str]) -> str:
-    parts = {each.rpartition(".")[2]: each for each in sorted(names)}
+    parts = {known.rpartition(".")[2]: known for known in sorted(names)}
     near = get_close_matches(name, names, cutoff=0.7)
     near += [parts[part] for part in get_close_matches(name.rpartition(".")[2], parts)]
     return f": near are {', '.join(dict.fromkeys(near))}" if near else ", see --help"
@@ -158,15 +163,16 @@ def _settings(schema: type[Any], composed: Any, section: str, about: str) -> Ite
             own = " ".join(filter(None, (inspect.getdoc(kind), words.get(name))))
             yield from _settings(kind, composed[name], full, own)  # type: ignore[arg-type]
             continue
-        enum = _enum(kind)
+        kinds = (kind, *get_args(kind))
+        enum = next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
         own = words.get(name) or (inspect.getdoc(enum) if enum else None) or ""
         value = UNSET if OmegaConf.is_missing(composed, name) else shown(composed[name])
-        choices = {each.value: words_of(enum).get(each.name, "") for each in enum} if enum else {}
+        choices = {e.value: words_of(enum).get(e.name, "") for e in enum} if enum else {}
         yield Setting(section, full, value, _kind(kind), own, choices, about)
 
 
 def _ordered(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[str]:
-    names = [each.name for each in fields(schema)]
+    names = [field.name for field in fields(schema)]
 
     def place(name: str) -> tuple[int, int]:
         if name in FIRST and is_dataclass(hints[name]):
@@ -189,53 +195,42 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(shown(each) for each in value)}]"
+        return f"[{','.join(map(shown, value))}]"
     return str(value)
 
 
 @cache
 def words_of(schema: type[Any]) -> dict[str, str]:
     """Collects the docstring of each attribute of a class, its bases' where it has none."""
-    found: dict[str, str] = {}
-    for each in reversed(schema.__mro__):
-        if each.__module__.startswith("conf."):
-            found |= _written(each)
-    return found
-
-
-def _written(schema: type[Any]) -> dict[str, str]:
-    body = _classes(schema.__module__)[schema.__name__].body
-    found = {}
-    for statement, following in pairwise(body):
-        target = statement.target if isinstance(statement, ast.AnnAssign) else None
-        if isinstance(statement, ast.Assign):
-            target = statement.targets[0]  # type: ignore[assignment]
-        text = following.value if isinstance(following, ast.Expr) else None
-        if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
-            found[target.id] = " ".join(str(text.value).split())
-    return found
+    words: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        if not base.__module__.startswith("conf."):
+            continue
+        for statement, following in pairwise(_classes(base.__module__)[base.__name__].body):
+            target = statement.target if isinstance(statement, ast.AnnAssign) else None
+            if isinstance(statement, ast.Assign):
+                target = statement.targets[0]  # type: ignore[assignment]
+            text = following.value if isinstance(following, ast.Expr) else None
+            if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+                words[target.id] = " ".join(str(text.value).split())
+    return words
 
 
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
-
-
-def _enum(kind: Any) -> type[Enum] | None:
-    kinds = (kind, *get_args(kind))
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
+    return {part.name: part for part in tree.body if isinstance(part, ast.ClassDef)}
 
 
 def _kind(kind: Any) -> str:
     if get_origin(kind) in (Union, UnionType):
-        return ", or ".join(dict.fromkeys(_kind(each) for each in get_args(kind)))
+        return ", or ".join(dict.fromkeys(map(_kind, get_args(kind))))
     if kind is type(None):
         return "null"
     if get_origin(kind) is list:
         return f"list ({_kind(get_args(kind)[0])})"
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return "one of " + ", ".join(each.value for each in kind)
+        return "one of " + ", ".join(choice.value for choice in kind)
     return KINDS.get(kind, "anything")
 
 
@@ -260,13 +255,3 @@ def _beside(key: str, text: str) -> list[str]:
         return [key, *(" " * COLUMN + line for line in lines)]
     rest = (" " * COLUMN + line for line in lines[1:])
     return [key.ljust(COLUMN) + lines[0], *rest]
-
-
-def _choices(setting: Setting) -> list[str]:
-    """The values of an enum: each with its words, the others in one line."""
-    plain = [value for value, words in setting.choices.items() if not words]
-    lines = _beside("", f"One of {', '.join(setting.choices)}.") if setting.choices else []
-    if len(plain) == len(setting.choices):
-        return lines
-    told = [f"{value}: {words}" for value, words in setting.choices.items() if words]
-    return [*lines, *(line for each in told for line in _beside("", each))]
