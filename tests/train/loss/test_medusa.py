@@ -74,9 +74,9 @@ def test_mask_is_that_of_the_predicted_token() -> None:
 
 
 def test_no_head_predicts_across_documents_or_into_padding() -> None:
-    batch = packed([1] * 8, [0, 0, 0, 1, 1, 1, -1, -1])
-    assert supervised(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
-    assert supervised(batch, 2).int().tolist() == [[0] * 8]
+    batch = packed([1] * 9, [0, 0, 0, 1, 1, 1, -1, -1, -1])
+    assert supervised(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0, 0]]
+    assert supervised(batch, 2).int().tolist() == [[0] * 9]
     shorter_than_heads_look_ahead = packed([1, 1], [0, 0])
     assert shorter_than_heads_look_ahead[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 

@@ -40,11 +40,11 @@ def save(folder: Path, made: Tensors, number: int, keep: int = 2) -> Path:
 
 
 def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
-    saved = save(tmp_path, tensors(), 1)
+    saved = save(tmp_path, tensors(), 3)
     progress, found = checkpoint.read(saved)
-    assert progress == Progress(1, 10, RUN)
+    assert progress == Progress(3, 30, RUN)
     state = json.loads((saved / "state.json").read_text())
-    assert (state["step"], state["tokens"], state["position"]) == (1, 10, 2)
+    assert (state["step"], state["tokens"], state["position"]) == (3, 30, 6)
     assert sorted(found.head) == ["bias", "weight"]
     assert sorted(found.state) == ["weight.exp_avg", "weight.exp_avg_sq"]
     assert found.head["bias"].tolist() == [0.0, 1.0, 2.0]
