@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import ABSENT, not_negative, positive
+from conf.settings.checks import ABSENT, not_negative, positive, share
 from conf.settings.eagle import Divergence
 from conf.settings.training import FrozenTargetRun
 
@@ -75,9 +75,7 @@ class BlockConfig:
             raise InputError(f"head.block_size={self.block_size}: must be at least 2")
         if not self.text_weight + self.divergence_weight:
             raise InputError("head.text_weight: every loss has weight 0")
-        for name in ("off_path_weight", "slot_smoothing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"head.{name}={getattr(self, name)}: must be from 0 to 1")
+        share("head", self, "off_path_weight", "slot_smoothing")
         if self.draft_vocab_size is not None and not self.own_output_head:
             raise InputError(
                 f"head.draft_vocab_size={self.draft_vocab_size}: needs head.own_output_head=true, "

@@ -38,6 +38,15 @@ def below_one(prefix: str, config: object, name: str) -> None:
     _refuse(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
 
 
+def share(prefix: str, config: object, *names: str) -> None:
+    """Refuses numbers below 0 or above 1.
+
+    Raises:
+        InputError: with the key, the value and what is allowed.
+    """
+    _refuse(prefix, config, names, lambda value: not 0 <= value <= 1, "from 0 to 1")
+
+
 def _refuse(
     prefix: str, config: object, names: Iterable[str], bad: Callable[[Any], bool], allowed: str
 ) -> None:

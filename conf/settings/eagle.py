@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import not_negative, positive
+from conf.settings.checks import not_negative, positive, share
 from conf.settings.training import FrozenTargetRun
 
 
@@ -182,9 +182,7 @@ class PEagleConfig(FeatureHeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("head", self, "num_layers", "num_anchors", "num_segments", "kept_share")
-        for name in ("kept_share", "least_share", "off_path_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"head.{name}={getattr(self, name)}: must be from 0 to 1")
+        share("head", self, "kept_share", "least_share", "off_path_weight")
 
 
 @dataclass

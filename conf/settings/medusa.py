@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import below_one, not_negative, positive
+from conf.settings.checks import below_one, not_negative, positive, share
 from conf.settings.training import FrozenTargetRun, TrainConfig, TrainRun
 
 
@@ -40,9 +40,7 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")
-        not_negative("head", self, "off_path_weight")
-        if self.off_path_weight > 1:
-            raise InputError(f"head.off_path_weight={self.off_path_weight}: must be from 0 to 1")
+        share("head", self, "off_path_weight")
 
 
 @dataclass
