@@ -36,7 +36,7 @@ from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target, TargetOutput
 
 WINDOW, SHORT_WINDOW = 48, 32
-"""Of the target, and of every model that drafts for it."""
+"""Windows of the target, and of every model that drafts for it."""
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 2]])
 Make = Callable[[Sampling, Sequence[int]], Drafter]
 

@@ -1,4 +1,4 @@
-"""Which draft tokens the target keeps: greedily, or so that sampling keeps its distribution.
+"""Acceptance of draft tokens: greedily, or so that sampling keeps the target's distribution.
 
 A rule decides on every node of every tree at once, as if the walk from the root had come to it:
 is it accepted, given that its parent was and its earlier siblings were rejected? The walk down is

@@ -34,7 +34,7 @@ Output = TypeVar("Output")
 WIDTH = 512
 """Slots by which what a pass reads grows."""
 FREE = -1
-"""In place of a text, where a row has had none yet."""
+"""The number of no text, of a row that has had none yet."""
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Draft tokens, and depths, that drafts are filled up to."""
 
@@ -115,7 +115,7 @@ def _was_open(pool: Any, device: int) -> bool:
 
 
 def obstacle(target: Target, sampling: Sampling) -> str:
-    """Why passes of a target cannot be captured; empty where they can."""
+    """The reason why passes of a target cannot be captured; empty where they can."""
     if not sampling.greedy:
         return "tokens are sampled by generators of the host"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
@@ -166,10 +166,10 @@ class Captured:
         kind = StepBatch if self.what == "step" else PassBatch
         batch = kind(self.target, self.make, requests, self.max_new_tokens, batch_size)
         batch.captured, self.kept = self.kept, None
-        found = batch.decoded()
+        generations = batch.decoded()
         # Larger batches give rows up as they end, and what they leave holds a cache.
         self.kept = batch.captured if batch_size == 1 else None
-        return found
+        return generations
 
 
 class _Graphs(Generic[Output]):
@@ -185,7 +185,7 @@ class _Graphs(Generic[Output]):
         self.met: set[Hashable] = set()
 
     def awaits(self, key: Hashable) -> bool:
-        """Whether a graph is to be captured before the next run."""
+        """True where a graph is to be captured before the next run."""
         return key in self.met and key not in self.captured
 
     def capture(self, key: Hashable, call: Callable[[], Output]) -> None:
@@ -258,11 +258,11 @@ class CapturedSteps:
         self.record: Tensor | None = None
 
     def fits(self, longest: int) -> bool:
-        """Whether a text that long has room."""
+        """True where a text that long has room."""
         return slots_for(longest, self.num_nodes) <= self.capacity
 
     def prepare(self, longest: int) -> bool:
-        """For a step of texts known to be so long; whether it is to be captured first."""
+        """Reserves slots for texts known to be so long; true if the step awaits its capture."""
         width, held = slots_for(longest, self.num_nodes), self.cache.slots.held
         if self.target.capacity is not None:
             width = self.target.capacity
@@ -451,7 +451,7 @@ class CapturedPasses:
         self.key = PassShape(None, 0, 0), 0
 
     def fits(self, longest: int) -> bool:
-        """Whether a text that long has room, with as much drafted for it as ever was."""
+        """True where a text that long has room, with as much drafted for it as ever was."""
         return slots_for(longest, 1 + self.most) <= self.capacity
 
     def take(self, committed: Committed, roots: Tensor, longest: int) -> Committed:
@@ -464,7 +464,7 @@ class CapturedPasses:
         return replace(committed, cache=self.cache)
 
     def prepare(self, draft: Draft, longest: int) -> bool:
-        """For a draft, and texts known to be so long; whether its pass is to be captured first."""
+        """Takes a draft for texts known to be so long; true if its pass awaits its capture."""
         shape = PassShape.of(draft)
         if shape.num_tokens > SIZES[-1]:
             raise CaptureError(f"{shape.num_tokens} draft tokens, more than {SIZES[-1]}")

@@ -166,12 +166,12 @@ def hf_generate(
         steps, drafted = passes.steps(longest, len(texts[0]))
         arrivals = passes.arrivals[: len(steps) + 1]
         return [Generation(texts[0], steps, [], clock.times[0], drafted, arrivals)]
-    found = []
+    generations = []
     for text, times in zip(texts, clock.times, strict=True):
         steps = [Step(0, 1, num_left) for num_left in range(len(text) - 1, 0, -1)]
         arrivals = passes.arrivals[: len(steps) + 1]
-        found.append(Generation(text, steps, [], times, [0] * len(steps), arrivals))
-    return found
+        generations.append(Generation(text, steps, [], times, [0] * len(steps), arrivals))
+    return generations
 
 
 def _settings(

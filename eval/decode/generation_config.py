@@ -1,4 +1,4 @@
-"""What a target's generation config asks for: what is followed, what is refused, what ends a text.
+"""The generation config of a target: settings that are followed or refused, and ends of texts.
 
 How tokens are sampled, and how many, a run says itself. The rest changes what `generate` writes.
 What depends on the text alone is followed by transformers' own processors, on rows of ids whose
@@ -133,7 +133,7 @@ def node_rows(
 
 
 class Stops:
-    """What ends a response: a stop token, or a token that completes a string.
+    """Ends of a response: a stop token, or a token that completes a string.
 
     Args:
         ids: the stop tokens.
@@ -155,7 +155,7 @@ class Stops:
         return cls(ids, target.stop_strings, target.tokenizer)
 
     def ended(self, tokens: list[int]) -> bool:
-        """Whether a response, which had not ended before, ends with the last of its tokens."""
+        """Says whether a response, which had not ended before, ends with its last token."""
         if not self.strings or tokens[-1] in self.ids:
             return tokens[-1] in self.ids
         tail = self.tokenizer.decode(

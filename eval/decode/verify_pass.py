@@ -1,4 +1,4 @@
-"""One pass of the target over draft trees: what it reads, what is accepted, what the host learns.
+"""One pass of the target over draft trees, the accepted paths, and their record for the host.
 
 Letters: B texts, N tree nodes (root included), A nodes kept, D hidden, V vocab.
 """
@@ -116,7 +116,7 @@ class Verified:
         return self.accepted.num_accepted + 1
 
     def committed(self, steps: Sequence[HostStep], cache: TreeCache) -> Committed:
-        """What drafters see of the pass, once the host knows it."""
+        """The pass as drafters observe it, once the host knows its steps."""
         paths = [step.path for step in steps]
         longest = max(map(len, paths))
         path = self.accepted.nodes[:, :longest]

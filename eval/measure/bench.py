@@ -161,15 +161,15 @@ def _spare(
 ) -> list[Prompt]:
     """Some prompts behind those that are measured, if there are any."""
     measured = run.data.num_prompts or len(records)
-    found: list[Prompt] = []
+    spare: list[Prompt] = []
     for record in records[measured : measured + NUM_SPARE]:
         try:
             [prompt] = first_turns([record], encoder)
             check_prompt(target, prompt, run.max_new_tokens)
         except InputError:  # nobody asked for this one
             continue
-        found.append(prompt)
-    return found
+        spare.append(prompt)
+    return spare
 
 
 def _later_turns(
@@ -193,7 +193,7 @@ def _later_turns(
             with contextlib.suppress(InputError):
                 following += next_turns(records, [prompt], [[]], encoder)
         least, _ = fitting(run, target, following)
-    found, latest = list(prompts), prompts
+    turns, latest = list(prompts), prompts
     for turn in range(1, run.num_turns):
         going_on = [p for p in latest if len(questions(records[p.dialogue])) > turn]
         latest = []
@@ -206,8 +206,8 @@ def _later_turns(
             _tell(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
-        found += latest
-    return found
+        turns += latest
+    return turns
 
 
 def fitting(

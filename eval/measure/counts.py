@@ -53,13 +53,13 @@ class FirstDifference:
 
 def divergences(ours: list[DraftCounts], engine: list[DraftCounts]) -> list[FirstDifference]:
     """The first different token of each text that has one, prompts and tokens counted from 0."""
-    found = []
+    differences = []
     for prompt, (mine, theirs) in enumerate(zip(ours, engine, strict=True)):
         if mine.text != theirs.text:
             token = common_prefix(mine.text, theirs.text)
             ended = (*mine.text, None), (*theirs.text, None)
-            found.append(FirstDifference(prompt, token, *(text[token] for text in ended)))
-    return found
+            differences.append(FirstDifference(prompt, token, *(text[token] for text in ended)))
+    return differences
 
 
 def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: float) -> list[str]:
@@ -71,10 +71,10 @@ def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: floa
         tolerance: share of the texts that may differ, and share of the greater count by which
             drafts, and accepted tokens of a depth, may.
     """
-    found, different = [], divergences(ours, engine)
+    lines, different = [], divergences(ours, engine)
     if len(different) > tolerance * len(ours):
         at = different[0]
-        found.append(
+        lines.append(
             f"{len(different)} of {len(ours)} texts, first prompt {at.prompt} at token "
             f"{at.token}: {at.ours} by us, {at.engine} by the engine"
         )
@@ -82,9 +82,9 @@ def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: floa
     counts = {"drafts": (mine.drafts, theirs.drafts)}
     for depth, pair in enumerate(zip(mine.accepted, theirs.accepted, strict=True), start=1):
         counts[f"accepted at depth {depth}"] = pair
-    found += [
+    lines += [
         f"{name}: {a} by us, {b} by the engine"
         for name, (a, b) in counts.items()
         if abs(a - b) > tolerance * max(a, b)
     ]
-    return found
+    return lines

@@ -136,15 +136,15 @@ def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | No
     if not stored:
         return None, None
     try:
-        found = Calibration.of(stored)
+        calibration = Calibration.of(stored)
     except ValueError as error:
         raise InputError(
             f"head.path={ref.path}: {CONFIDENCE_FILE}: {error}; delete it, or run "
             "eval/calibrate.py again"
         ) from None
-    if len(found.temperatures) < depth:
+    if len(calibration.temperatures) < depth:
         return None, None
-    return found, stored.get("data")
+    return calibration, stored.get("data")
 
 
 def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: Path) -> Path:

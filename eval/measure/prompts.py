@@ -26,9 +26,9 @@ class Prompt:
     turn: int = 1
     """Counted from 1."""
     messages: Messages = field(default_factory=list)
-    """What was rendered; the last message is the user's."""
+    """The rendered messages; the last is the user's."""
     thinking: tuple[tuple[str, str], ...] = ()
-    """What begins and what ends thinking in the response, in every way that it may be written."""
+    """Pairs of tags around thinking in the response, in every way that they may be written."""
     where: str = ""
     """File and line of the record, and the turn."""
 

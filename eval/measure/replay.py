@@ -103,7 +103,10 @@ def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[l
     continues its own features.
     """
     return [
-        [each[d][0] == after for each, after in zip(ranked, response_ids[d + 1 :], strict=False)]
+        [
+            candidates[d][0] == after
+            for candidates, after in zip(ranked, response_ids[d + 1 :], strict=False)
+        ]
         for d in range(len(ranked[0]))
     ]
 

@@ -97,7 +97,7 @@ STATIC = [*WITHOUT_HEADS, *LEARNT]
 
 @cache
 def prompts() -> list[list[int]]:
-    """Of several lengths, out of the texts from which heads learn."""
+    """Prompts of several lengths, out of the texts from which heads learn."""
     with off():
         target = random_target("cpu")
         target.model.generation_config.eos_token_id = []

@@ -77,7 +77,7 @@ def tree(form: EagleForm) -> Callable[..., Drafter]:
 
 
 def block(name: str) -> BlockMaker:
-    """Of a kind, from features that two layers have."""
+    """A head of a kind, on features of two layers."""
     return lambda target: fresh(target, settings_of(name, layers=[0, 1], num_layers=1))
 
 

@@ -26,13 +26,13 @@ LENGTHS = (20, 6, 2, 19, 7, 2)  # of two sequences
 
 
 def recurrent_of(device: str) -> Target:
-    """Of two layers with short convolutions, and two that attend."""
+    """A target of two layers with short convolutions, and two that attend."""
     model = random_model("lfm2", num_hidden_layers=4)
     return Target(model.to(device), None, "lfm2")
 
 
 def longrope_of(device: str) -> Target:
-    """Of which some documents are longer than the switch."""
+    """A target for which some documents are longer than the switch."""
     settings = {"short_factor": [1.5] * 16, "long_factor": [3.0 + n for n in range(16)]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
     rope["partial_rotary_factor"] = 1.0

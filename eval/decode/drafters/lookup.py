@@ -33,7 +33,7 @@ class _Table:
 
 
 class _FirstPlaces(_Table):
-    """Where each n-gram stands first."""
+    """The first place of each n-gram."""
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         super().__init__(max_ngram, min_ngram)
@@ -53,7 +53,7 @@ class _FirstPlaces(_Table):
 
 
 class _Followers(_Table):
-    """How often each token followed each n-gram."""
+    """Counts of the tokens that followed each n-gram."""
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         super().__init__(max_ngram, min_ngram)

@@ -21,8 +21,8 @@ CPU_NODES, GPU_NODES = 8, 80
 """Nodes of the usual tree: as many as pay on a core, and the paper's."""
 DEPTH = 6
 ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
-"""How often each successor was right below a token that was, for a small chat model; the same at
-every depth."""
+"""Rates at which each successor was right below a right token, for a small chat model; the same
+at every depth."""
 
 
 def recycling_tree(num_tokens: int) -> Tree:

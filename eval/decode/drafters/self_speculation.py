@@ -125,7 +125,7 @@ class OwnText:
             depth: draft tokens.
         """
         roots = self.places[self.first :]
-        mask, positions, found = self.places < roots.unsqueeze(1), self.places, []
+        mask, positions, drafted = self.places < roots.unsqueeze(1), self.places, []
         own = torch.eye(len(roots), dtype=torch.bool, device=mask.device)
         for below in range(depth):
             fed = (roots + below).clamp_max(len(self.ids) - 1)
@@ -135,5 +135,5 @@ class OwnText:
                 self.cache, self.ids[fed][None], mask[None], positions[None], skip=skip
             )
             logits = self.target.logits(output.hidden_states[0])
-            found.append(logits.argmax(-1, keepdim=True))
-        return torch.stack(found)
+            drafted.append(logits.argmax(-1, keepdim=True))
+        return torch.stack(drafted)

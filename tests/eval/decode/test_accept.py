@@ -1,4 +1,4 @@
-"""What the target keeps of a draft; above all that sampling keeps the target's distribution.
+"""Acceptance keeps the target's distribution, whoever drafts.
 
 Most statistical tests walk texts over a vocabulary of V = 6 in which the next token depends on
 the last one alone, so the distribution of the first two tokens is known exactly; the last ones
@@ -162,7 +162,7 @@ def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
 
 
 def fits(counts: Tensor, expected: Tensor) -> bool:
-    """Whether counts may have been drawn from probabilities of the same shape.
+    """Says whether counts may have been drawn from probabilities of the same shape.
 
     Total variation of n draws over K cells is at most sqrt(K / n) / 2 on average (Jensen, then
     Cauchy-Schwarz) and one draw moves it by at most 1 / n, so it exceeds that by more than
@@ -336,7 +336,7 @@ def next_probs(target: Target, ids: list[int], sampling: Sampling) -> Tensor:
 
 
 def text_probs(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Of all that the target may say first after PROMPT."""
+    """Probabilities of all first tokens that the target may say after PROMPT."""
     found = {(): 1.0}
     for _ in range(NUM_SAID):
         found = {
@@ -349,7 +349,7 @@ def text_probs(target: Target, sampling: Sampling) -> dict[tuple[int, ...], floa
 
 
 def keeps_what_is_said(family: str, kind: str) -> bool:
-    """Whether a target says in drafts what it says without."""
+    """Says whether a target's texts with drafts have the distribution of those without."""
     target, sampling = endless_target(family), Sampling(3.0, top_k=3)
     seeds = list(range(NUM_DECODES))
     made = drafter(kind, noisy_head(target), sampling, seeds)

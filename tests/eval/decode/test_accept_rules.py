@@ -1,4 +1,4 @@
-"""What the target samples from, and which path a rule accepts: by hand, and as papers write it.
+"""Sampling and acceptance: by hand, and as papers write them.
 
 Papers walk down from the root in a loop over one text; `verify` does all texts and nodes at once.
 With the same uniforms both must keep the same nodes, and with the same draws give the same bonus.
@@ -36,7 +36,7 @@ def seeded(num_texts: int, first: int = 0) -> Generators:
 
 
 def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
-    """Of the same draft and logits [N, V] in every text."""
+    """The outcome of the same draft and logits [N, V] in every text."""
     root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
     every = logits.expand(len(root), -1, -1)
     return verify(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))

@@ -41,7 +41,7 @@ def target_of(family: str = "llama", num_layers: int = 2) -> Target:
 
 
 def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
-    """What reads no layers and what reads some, of the same draft length."""
+    """Drafters that read no layers and some that do, of the same draft length."""
     vocab = DraftVocab.everything(target.vocab_size)
     eagle = EagleHead.untrained(target, EagleConfig(layers=[0, 1, 2]), vocab, seed=0)
     medusa = noisy_head(target)

@@ -1,4 +1,4 @@
-"""What every drafter must do alike."""
+"""Demands on every drafter."""
 
 import pytest
 import torch

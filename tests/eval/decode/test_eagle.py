@@ -247,7 +247,7 @@ def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict
 def piece(
     target: Target, head: EagleHead, texts: list[list[int]], start: int, end: int
 ) -> Committed:
-    """What the engine would show of texts of one length when it has read on."""
+    """As the engine shows texts of one length when it has read on."""
     outputs = [target.read_text(text, head.taps) for text in texts]
     shown = TargetOutput(
         torch.cat([output.hidden_states[:, start:end] for output in outputs]),

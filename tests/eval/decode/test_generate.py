@@ -1,4 +1,4 @@
-"""What is seen of transformers' own loops, and what any drafter is seen to draft."""
+"""Steps of transformers' own loops, and counts of any drafter's tokens."""
 
 import copy
 

@@ -12,7 +12,7 @@ PROMPT = [5, 17, 40, 8, 77, 23, 61]
 
 
 def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Committed:
-    """What the engine would show, with the target's answers at some nodes."""
+    """As the engine shows a pass, with the target's answers at some nodes."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
     logits = None

@@ -10,7 +10,7 @@ TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0]])
 
 
 def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Committed:
-    """What the engine would show, with the target's best tokens after each node."""
+    """As the engine shows a pass, with the target's best tokens after each node."""
     output = TargetOutput(torch.zeros(num_texts, 1, 1))
     cache = TreeCache(num_texts, torch.device("cpu"), 1)
     logits = None

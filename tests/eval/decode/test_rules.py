@@ -1,4 +1,4 @@
-"""What a target's generation config asks for, and what ends a text: as `generate` has it."""
+"""A target's generation config is followed, and texts end, as in `generate`."""
 
 import copy
 from collections import Counter

@@ -21,7 +21,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=0.9)
 
 
 class SelfReplay:
-    """What `SelfDraft` drafts along a text, for `eval.measure.replay`."""
+    """Drafts of `SelfDraft` along a text, for `eval.measure.replay`."""
 
     taps = Taps()
 
