@@ -369,7 +369,7 @@ open_store(DataConfig(features=out_dir), TargetConfig(path=f"{inputs}/target"))
 try:
     open_store(DataConfig(features=out_dir), TargetConfig(path="me/toy", revision=commits[0]))
 except InputError as error:
-    assert "it has revision" in str(error), error
+    assert "target.revision was" in str(error), error
 else:
     raise AssertionError
 """
