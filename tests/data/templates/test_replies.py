@@ -12,7 +12,7 @@ from conf.settings.data import DataConfig
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
-from data.templates.replies import parse_reply
+from data.templates.replies import parse_reply, thinking_tags
 from scripts import regenerate
 from tests.chats import assistant as said
 from tests.chats import rows_in, user, write_rows
@@ -77,6 +77,19 @@ def test_a_call_with_words_behind_it_stays_text() -> None:
     notes = FAMILIES["ministral"]
     reply = notes.call + " and more" + notes.close
     assert read("ministral", reply, [LOOK]) == said(notes.call + " and more")
+
+
+def test_a_call_whose_arguments_are_no_object_stays_text() -> None:
+    notes = FAMILIES["ministral"]
+    call = notes.call.replace('{"at": "Oslo"}', "[1]")
+    assert call != notes.call
+    assert read("ministral", call + notes.close, [LOOK]) == said(call)
+
+
+def test_the_templates_own_tags_of_thinking_come_first() -> None:
+    tags = thinking_tags(encoder("ministral").template({}, None))
+    assert tags[0] == ("[THINK]", "[/THINK]")
+    assert ("<think>", "</think>") in tags[1:]
 
 
 def tiny_target(folder: Path, family: str) -> TargetConfig:

@@ -360,6 +360,12 @@ def test_thinking_that_was_cut_off_is_not_closed() -> None:
         assert encoder(family).tokenizer.decode(learnt(sample)) == expected
 
 
+def test_a_call_that_was_cut_off_is_not_closed() -> None:
+    said = replace(record(["Where?", CALLS]), cut_off=frozenset({1}))
+    ((_, call),) = turns_of(encoder("qwen2.5").encode(said), "qwen2.5")
+    assert call == f"<tool_call>\n{OSLO}\n</tool_call>"
+
+
 def test_a_turn_of_which_the_template_shows_nothing_is_not_learnt() -> None:
     """Its end alone would teach the target to say nothing."""
     thinks = {"role": "assistant", "content": "", "reasoning_content": "So"}
