@@ -1,4 +1,6 @@
-"""What a draft head answers: loading, drafting, pruning, export and publishing ask nothing else.
+"""The questions that a draft head answers.
+
+Loading, drafting, pruning, export and publishing ask nothing else.
 
 A kind of head is a folder of `heads/` and a line of `heads/kinds.py`. Nothing outside that folder
 and its entry script knows its name. What a head must write: `untrained`, `candidates`, `drafter`,
@@ -41,7 +43,7 @@ as engines draft, and beyond what is hardly ever right to the end."""
 
 @dataclass(frozen=True)
 class Variant:
-    """What the files of one kind of head may be.
+    """One sort of files that a kind of head has.
 
     Attributes:
         title: what people call such heads ("EAGLE-3 heads").
@@ -77,7 +79,7 @@ def _none() -> Files:
 
 @dataclass(frozen=True)
 class Export:
-    """How a serving engine takes a head.
+    """The form in which a serving engine takes a head.
 
     Attributes:
         problem: why it cannot serve the head, as the end of a sentence; None if it can.
@@ -95,7 +97,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Golden:
-    """What a head makes of features.
+    """The logits that a head makes of features.
 
     Attributes:
         logits: [D, S, V] float32, -inf where the head cannot draft the id.
@@ -110,7 +112,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What a model card says of a head.
+    """The facts of a head on its model card.
 
     Attributes:
         tag: of the Hub, for the kind of head.
@@ -276,7 +278,7 @@ class DraftHead(nn.Module, ABC):
         """
 
     def files(self) -> Files:
-        """What `save` writes: unless told, fields of `config` and parameters by their names."""
+        """The folder that `save` writes; here fields of `config`, and parameters by their names."""
         # Not `state_dict`, which FSDP takes as a wish for shards.
         tensors = {name: each.detach() for name, each in self.named_parameters()}
         if not self.vocab.full:
@@ -286,13 +288,13 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
-        """How a serving engine takes the head, written to a folder; not yet attached perhaps."""
+        """The form in which a serving engine takes the head, which may not be attached yet."""
 
     @abstractmethod
     def golden(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> Golden:
-        """What the head makes of features, in float32 on the CPU.
+        """The logits that the head makes of features, in float32 on the CPU.
 
         Args:
             target: the frozen target, which the head is attached to in the dtype of the export.
@@ -303,13 +305,13 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """What the head, the record of its training and its measurement say of it."""
+        """The facts on its model card, by the record of its training and its measurement."""
 
     # The same for every head.
 
     @property
     def target(self) -> EmbeddingsAndHead:
-        """What a head that borrows from its target is attached to."""
+        """The target of a head that is attached and borrows from it."""
         return self._target[0]
 
     @property
@@ -334,7 +336,7 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def usual_shape(self, gpu: bool | None = None) -> Shape:
-        """Of drafts that nobody has measured, on a GPU or not; this machine unless told."""
+        """The shape of drafts nobody has measured, on a GPU or not; this machine unless told."""
         if self.static:
             return usual_tree(self.longest, gpu)
         usual = usual_dynamic_shape(gpu)
@@ -355,7 +357,7 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def tensors(self) -> dict[str, Tensor]:
-        """What `save` writes, by its names in the file."""
+        """The tensors that `save` writes, by their names in the file."""
         return self.files().tensors
 
     @final
@@ -400,7 +402,7 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def readings(self) -> Iterator[tuple[str, Self]]:
-        """What its files may have meant, see `doubts`."""
+        """Heads that its files may have meant, see `doubts`."""
         for doubt in self.doubts:
             yield from doubt(self)
 

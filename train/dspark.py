@@ -41,7 +41,7 @@ class DSparkObjective(BlockObjective):
         return Student(rows, self.head.projection(), unrolled.rows.answers, scales, added)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """What Markov states are made of, they themselves three times, and the confidence's input.
+        """Bytes of the inputs of Markov states, of the states three times, and of the confidence's.
 
         Per draft H + 3 r numbers behind a gate, H + 7 r of a state that is handed on.
         """

@@ -84,7 +84,7 @@ class EagleObjective(Objective):
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
-        """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
         values of K each), and of width H 33 bytes in bfloat16 as in float32: inputs of three
@@ -119,7 +119,7 @@ class EagleObjective(Objective):
         return {**batch, UNROLLED: Unrolled.of(batch[SUPERVISION]), COUNTS: counts}
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """What the head gives on a prepared batch; `scale` [J] weighs the losses of the steps."""
+        """The loss on a prepared batch; `scale` [J] weighs the losses of the steps."""
         with record_function("head"):
             steps = self._unrolled(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
@@ -149,7 +149,7 @@ class EagleObjective(Objective):
         return head.unroll(text, ids, drafts, branches, self.config.detach_features)
 
     def _teacher(self, batch: Batch) -> Teacher:
-        """What the target says after the answered places."""
+        """The target's distributions after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].places
         temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:

@@ -68,7 +68,7 @@ class MedusaObjective(Objective):
         return sizes.Counted(copies, kept, loss + grads, grads + 3 * rows * sizes.FLOAT32)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """What the heads give on a prepared batch; `scale` [K] weighs their losses."""
+        """The loss on a prepared batch; `scale` [K] weighs their losses."""
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         soft = None
         if self.soft:

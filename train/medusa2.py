@@ -108,7 +108,7 @@ class Medusa2Objective(Objective):
         return self._weights(float(self.adapting), weight)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """What target and heads give on a batch; `scale` [1 + K] weighs their losses."""
+        """The loss of target and heads on a batch; `scale` [1 + K] weighs their losses."""
         bare = self._bare(batch) if self._wants_bare else None
         hidden = self._adapted(batch) if bare is None or self.adapting else bare
         was = self._teacher(batch, bare) if self.distilled else None
@@ -125,13 +125,13 @@ class Medusa2Objective(Objective):
 
     @property
     def _wants_bare(self) -> bool:
-        """Whether to run the target without its adapter, which adds nothing at first."""
+        """Tells whether to run the target without its adapter, which adds nothing at first."""
         return self.distilled or self.soft or not self.adapting
 
     def _teacher(
         self, batch: Batch, bare: Tensor | None, temperature: float = 1.0
     ) -> HiddenTeacher:
-        """What the target said before it was adapted."""
+        """The target's distributions before it was adapted."""
         assert bare is not None
         states = bare.flatten(0, 1)[batch[SUPERVISION].places]
         return HiddenTeacher(

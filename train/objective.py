@@ -1,4 +1,4 @@
-"""What the loop trains: an objective, and when and how fast its parameters learn."""
+"""The objective that the loop trains, and when and how fast its parameters learn."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -34,7 +34,7 @@ COUNTS = "counts"
 
 
 class Objective(nn.Module):
-    """What is trained; K terms of the loss.
+    """A loss of K terms, and how it is trained.
 
     `forward` must be written. `memory` tells what training takes, where a formula is known;
     `indexed` and `begin` are for losses that learn other rows than all, or change with the step.
@@ -79,11 +79,11 @@ class Objective(nn.Module):
         self.compiled = False
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """What a prepared micro batch gives, the losses weighed by `scale` [K] float32."""
+        """The loss on a prepared micro batch, its terms weighed by `scale` [K] float32."""
         raise NotImplementedError
 
     def memory(self, setting: Setting) -> Counted | None:
-        """What training the head takes; None where no formula is known."""
+        """The memory that training the head takes; None where no formula is known."""
         del setting
         return None
 

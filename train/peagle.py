@@ -92,7 +92,7 @@ class PEagleObjective(EagleObjective):
         return {**batch, UNROLLED: unrolled, SEGMENTS: segments, COUNTS: counts}
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
-        """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer as for EAGLE, keys and values beside: the text's and those of rows it
         stands behind. Rows of one segment are there at a time.
@@ -153,7 +153,7 @@ class PEagleObjective(EagleObjective):
 
 
 def share(config: PEagleConfig, step: int) -> float:
-    """Of the tokens that draft, those that have a row so many steps behind the text."""
+    """The share of the tokens that draft which have a row so many steps behind the text."""
     return max(config.kept_share**step, config.least_share)
 
 

@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """What blocks see.
+    """The stretch of a text that each block sees.
 
     Each text has A / T blocks, one text's after another's.
 
@@ -68,7 +68,7 @@ class Sight:
     _found: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def plan(self, query: Tensor, num_tokens: int, group: int) -> "Plan":
-        """How blocks with such queries attend to one text; found once for all layers."""
+        """Plans how blocks with such queries attend to one text, once for all layers."""
         return self._once(Plan, query, num_tokens, group, key=(query.dtype, num_tokens, group))
 
     def masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ class BlockHeadConfig:
         return self.block_size - self.first_row
 
     def ids(self, vocab: DraftVocab) -> DraftVocab:
-        """What a head drafts of the ids that it may choose: all through the target's rows."""
+        """The ids that a head drafts of those on offer: all through the target's rows."""
         return vocab if self.own_output_head else DraftVocab.everything(vocab.size)
 
     def num_rows(self, depth: int) -> int:
@@ -160,7 +160,7 @@ def _free_token(target: EmbeddingsAndHead, size: int) -> int | None:
 def block_config(
     settings: BlockConfig, target: EmbeddingsAndHead, sample_from_anchor: bool
 ) -> BlockHeadConfig:
-    """Of a fresh head for a target, with layers of the target's sizes.
+    """The architecture of a fresh head, with layers of the target's sizes.
 
     Raises:
         InputError: features or a mask token that the target does not have.
@@ -187,7 +187,7 @@ def block_config(
 
 
 def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
-    """What `config.json` says in every layout; Qwen3's keys."""
+    """The keys of `config.json` in every layout; Qwen3's."""
     llama = config.llama
     rope: Any = llama.rope_parameters
     sliding = config.window is not None
@@ -215,12 +215,12 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
 
 
 def causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
-    """What engines go by in all layers; without it, causal are those of a window."""
+    """The key that engines go by in all layers; without it, layers with a window are causal."""
     return {} if config.causal and config.full_layers else {name: config.causal}
 
 
 def dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
-    """What stands in `dflash_config`; layers as the authors count them."""
+    """The keys in `dflash_config`; layers as the authors count them."""
     window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
     return {
         "mask_token_id": config.mask_token_id,

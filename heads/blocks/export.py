@@ -23,7 +23,7 @@ EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How loaders want a kind of block drafter.
+    """The names that loaders have for a kind of block drafter.
 
     Attributes:
         name: of the method, as speculators calls it.
@@ -59,7 +59,7 @@ def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> st
 
 
 def files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> Files:
-    """What an engine that can serve the head reads."""
+    """The files that an engine reads which can serve the head."""
     added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
     own, dtype = head.files(), dtype_of(head)
     settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
@@ -125,7 +125,7 @@ def _speculators_config(
 def serve_command(
     head: BlockNetwork, engine: ExportFormat, folder: str, layout: BlockLayout
 ) -> str:
-    """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
+    """The command that starts an engine, as lines for a shell (the authors': for Python)."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:
         return vllm_command(layout.vllm, tokens, target, folder)

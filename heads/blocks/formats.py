@@ -83,7 +83,7 @@ def _settings(folder: Path, path: str) -> dict[str, Any]:
 
 @dataclass
 class BlockFile:
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
         path: as the user gave it.
@@ -173,7 +173,7 @@ class BlockFile:
         return vocab
 
     def architecture(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
-        """Of the head.
+        """The architecture of the head.
 
         Args:
             layers: in place of those in `config.json`.
@@ -333,7 +333,7 @@ class BlockFile:
 
 
 def names_kind(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
-    """Whether a folder's `config.json` is of a kind, by engines' names or by speculators'."""
+    """Tells whether a folder's `config.json` is of a kind, by engines' names or by speculators'."""
     try:
         settings = json.loads((folder / "config.json").read_text())
     except ValueError:

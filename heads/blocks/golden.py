@@ -1,4 +1,4 @@
-"""What a block drafter makes of features, slot by slot, in float32 on the CPU.
+"""The logits that a block drafter makes of features, slot by slot, in float32 on the CPU.
 
 Letters: S rows, D slots, F target hidden, H hidden, V vocabulary.
 """

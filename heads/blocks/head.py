@@ -1,4 +1,4 @@
-"""What block drafters of all kinds answer alike; see `heads/head.py`."""
+"""The answers that block drafters of all kinds share; see `heads/head.py`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

@@ -81,7 +81,7 @@ def attend_backward(
 
 
 def on_cpu(states: Tensor) -> bool:
-    """Whether the CPU's kernels take them."""
+    """Tells whether the CPU's kernels take them."""
     return states.device.type == "cpu"
 
 
@@ -96,7 +96,7 @@ def _expanded(bias: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _fits_efficient(query: Tensor) -> bool:
-    """Whether CUDA's memory-efficient kernel takes such queries."""
+    """Tells whether CUDA's memory-efficient kernel takes such queries."""
     aligned = query.shape[-1] * query.element_size() % ALIGNED_BYTES == 0
     return query.is_cuda and aligned and query.dtype in EFFICIENT_DTYPES
 

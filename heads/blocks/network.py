@@ -1,4 +1,4 @@
-"""What block drafters share: one pass drafts a whole block behind a token that is sure.
+"""The network of block drafters: one pass drafts a whole block behind a token that is sure.
 
 At token t of a text the target's features up to t are known, and the token x_{t+1}. A block of
 rows holds that token and then masks, at positions t + 1, t + 2, ...; features give its layers the
@@ -111,7 +111,7 @@ class BlockNetwork(DraftHead):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return self.fc.weight.dtype
 
     def features(self, output: TargetOutput) -> Tensor:
@@ -158,7 +158,7 @@ class BlockNetwork(DraftHead):
     def sight(
         self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
     ) -> Sight:
-        """What blocks that draft `depth` tokens see; the rest as of `Sight`."""
+        """The sight of blocks that draft `depth` tokens; the rest as of `Sight`."""
         size = self.config.num_rows(depth)
         return Sight(first, end, size, self.config.causal, self.config.window, host)
 

@@ -1,4 +1,4 @@
-"""What the files of block drafters may say wrongly; see `heads/readings.py`."""
+"""Settings that the files of block drafters may have wrong; see `heads/readings.py`."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 
 def readings(head: BlockNetwork) -> Readings:
-    """Of any block drafter."""
+    """Readings of any block drafter."""
     yield from layers(head, partial(default_layers, number=len(head.config.layers)))
     yield from orders(head)
     yield flipped(head, "causal")

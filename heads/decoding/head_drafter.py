@@ -1,4 +1,4 @@
-"""What drafters with a head share: texts of a batch end, and others take their rows.
+"""The base of drafters with a head: texts of a batch end, and others take their rows.
 
 Letters: B texts, V vocabulary.
 """
@@ -104,7 +104,7 @@ class HeadChain(HeadDrafter):
         self.state = (*self.state, "generators")
 
     def sampler(self) -> ChainSampler:
-        """Of the tokens of a draft."""
+        """The sampler of a draft's tokens."""
         return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
 
 

@@ -43,7 +43,7 @@ class DFlashHead(BlockHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: DFlashConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Of all ids, unless it has an output head of its own."""
+        """Drafts all ids, unless it has an output head of its own."""
         config = block_config(settings, target, sample_from_anchor=False)
         return cls(config, config.ids(vocab)).begin(target, seed)
 

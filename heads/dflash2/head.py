@@ -63,7 +63,7 @@ def scales_of(target: EmbeddingsAndHead) -> dict[str, Any]:
 
 
 class CandidateSelector(nn.Module):
-    """How well a candidate follows the token before it: <A[before] * P h, B[candidate]>.
+    """Scores a candidate by the token before it: <A[before] * P h, B[candidate]>.
 
     Args:
         vocab_size: V.
@@ -126,7 +126,7 @@ class DFlash2Head(BlockHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: DFlash2Config, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Of all ids."""
+        """Drafts all ids."""
         plain = block_config(settings, target, sample_from_anchor=False)
         hidden, group = plain.llama.hidden_size, settings.conv_group_size
         if hidden % group:

@@ -112,7 +112,7 @@ class DSparkHead(BlockHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Of all ids, unless it has an output head of its own."""
+        """Drafts all ids, unless it has an output head of its own."""
         plain = block_config(settings, target, sample_from_anchor=True)
         config = DSparkHeadConfig(
             **vars(plain),

@@ -1,4 +1,4 @@
-"""What rows that draft side by side look at: a stretch of a text, and their own drafts.
+"""Keys and values of rows that draft side by side: a stretch of a text, and their own drafts.
 
 Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier
 drafts of a row, K key-value heads, d head size.
@@ -77,7 +77,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Branches:
-    """What N rows look at: a text, and the drafts of each row.
+    """The keys and values that N rows look at: a text, and the drafts of each row.
 
     Each text has N / T rows, one text's after another's.
 

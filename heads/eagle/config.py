@@ -47,7 +47,7 @@ class EagleHeadConfig:
 
     @property
     def num_draft_tokens(self) -> int | None:
-        """Of the longest path: the head goes on from its own outputs to any depth."""
+        """The longest path, which has no end: a head goes on from its own outputs to any depth."""
         return None
 
 
@@ -75,7 +75,7 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
 
 
 def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> EagleHeadConfig:
-    """Of a fresh head for a target, with a layer of the target's sizes.
+    """The architecture of a fresh head, with a layer of the target's sizes.
 
     Raises:
         InputError: the target has too few layers to tell which features are read.

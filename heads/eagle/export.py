@@ -24,7 +24,7 @@ def files(
     layout: EagleLayout,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> Files:
-    """What an engine that can serve the head reads, in its layout.
+    """The files, in its layout, of an engine that can serve the head.
 
     Raises:
         InputError: see `layouts.check_target`.
@@ -53,7 +53,7 @@ def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
 
 
 def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
-    """What the engine would otherwise start at random."""
+    """Tensors that the engine would otherwise start at random."""
     added = {}
     if layout.embedding and head.embed_tokens is None:
         added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
@@ -138,7 +138,7 @@ def _speculators_config(
 
 
 def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
-    """What starts the engine with a head, as lines for a shell (the authors': for Python)."""
+    """The command that starts an engine, as lines for a shell (the authors': for Python)."""
     target = head.target_name
     eagle3 = head.config.form is EagleForm.eagle3
     tokens = NUM_DRAFT_TOKENS
@@ -169,7 +169,7 @@ def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
 
 
 def hint(head: EagleNetwork, engine: ExportFormat) -> str:
-    """What else a user of this engine should know; empty or a sentence."""
+    """Further advice for users of an engine; empty or a sentence."""
     if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
         return (
             "The authors' loader looks up the target's embedding in its "

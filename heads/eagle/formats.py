@@ -57,7 +57,7 @@ DRAFT_SIZES = ("draft_vocab_size", "hot_vocab_size", "truncated_vocab_size")
 
 @dataclass
 class Checkpoint:
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
         path: as the user gave it.
@@ -126,14 +126,14 @@ class Checkpoint:
         self.tensors[name], self.names[name] = tensor, stored
 
     def stored(self, name: str) -> str:
-        """How the file calls, or would call, a tensor."""
+        """The name that a tensor has, or would have, in the file."""
         if name in self.names or not name.startswith("layer."):
             return self.names.get(name, name)
         return self.layer_prefix + name.removeprefix("layer.")
 
     @property
     def layer_prefix(self) -> str:
-        """What the names of the layer's tensors start with in the file."""
+        """The prefix of the layer's tensors in the file."""
         for name, stored in self.names.items():
             if name.startswith("layer."):
                 return stored.removesuffix(name.removeprefix("layer."))
@@ -156,7 +156,7 @@ def _own_name(stored: str) -> str:
 def architecture(
     found: Checkpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
 ) -> EagleHeadConfig:
-    """What a file says of the parts that all EAGLE heads have.
+    """The architecture in a file, of the parts that all EAGLE heads have.
 
     Args:
         found: the file.

@@ -1,4 +1,4 @@
-"""What an EAGLE head makes of features, one draft after another, in float32 on the CPU.
+"""The logits that an EAGLE head makes of features, one draft after another, in float32 on the CPU.
 
 Letters: S rows, D depths, F target hidden, H hidden, V vocabulary, W ids the head can draft.
 """

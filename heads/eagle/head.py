@@ -33,7 +33,7 @@ BIAS_PROBLEM = (
 
 
 def feature_doubts(head: Any) -> Readings:
-    """What the files of any head of EAGLE's layers may say wrongly."""
+    """Settings that the files of any head of EAGLE's layers may have wrong."""
     if head.config.form is EagleForm.eagle1:
         swapped = {"fc.weight": parts(head.fc.weight.detach(), (1, 0))}
         yield "fc reads the feature before the embedding", reread(head, tensors=swapped)
@@ -46,7 +46,7 @@ def feature_doubts(head: Any) -> Readings:
 
 
 def output_doubts(head: Any) -> Readings:
-    """Which of its outputs a head feeds back."""
+    """The output that a head feeds back: before or after its norm."""
     if head.config.form is EagleForm.eagle3:
         yield flipped(head, "norm_output")
 

@@ -1,4 +1,4 @@
-"""What each engine's loader reads of an EAGLE head, and so which heads it can serve.
+"""The layouts of EAGLE heads that serving engines load, and so which heads each can serve.
 
 Read from the loaders themselves:
 - vLLM 0.32 `models/{llama_eagle,llama_eagle3}.py`, `configs/speculators/`;
@@ -38,7 +38,7 @@ NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 @dataclass(frozen=True)
 class EagleLayout:
-    """How a loader wants an EAGLE head.
+    """The layout in which a loader takes an EAGLE head.
 
     Attributes:
         architecture: in `architectures`.
@@ -246,5 +246,5 @@ def _check_layers(
 
 
 def takes_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
-    """Whether the engine keeps an embedding that the head brings."""
+    """Tells whether an engine keeps an embedding that the head brings."""
     return layout.own_embedding or head.config.target_hidden_size != head.config.llama.hidden_size

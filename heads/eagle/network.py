@@ -142,7 +142,7 @@ class EagleNetwork(DraftHead):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return self.fc.weight.dtype
 
     def features(self, output: TargetOutput) -> Tensor:
@@ -176,7 +176,7 @@ class EagleNetwork(DraftHead):
         return Text(inputs, residual, position_ids, rotation, keys, values)
 
     def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer reads [S, I], and its residual [S, H]; arguments as of `read`."""
+        """The input of the layer [S, I], and its residual [S, H]; arguments as of `read`."""
         embeds, layer = self._embed(token_ids), self.layer
         if layer.input_layernorm is None or layer.hidden_norm is None:
             both = self.fc(torch.cat([embeds, fused], dim=-1))

@@ -32,13 +32,13 @@ LOADERS = {
 
 
 def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:
-    """What starts vLLM's server with a head in a folder, and `more` about how it drafts."""
+    """The command that starts vLLM with a head in a folder, and `more` about how it drafts."""
     speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
 
 def template_note(provenance: dict[str, Any]) -> str:
-    """How to serve with the template settings that a head was trained under; empty if none.
+    """Advice on serving with the template settings that a head was trained under; empty if none.
 
     Args:
         provenance: contents of `headsmith.json`.

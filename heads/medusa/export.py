@@ -1,4 +1,4 @@
-"""What engines read of Medusa heads.
+"""Medusa heads in the words of each serving engine.
 
 Read from the loaders themselves: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
 `models/medusa/weight.py`; TGI 3.3 `layers/{medusa,speculative}.py`; FasterDecoding/Medusa
@@ -18,7 +18,7 @@ from heads.medusa.network import VLLM_WEIGHTS, WEIGHTS, MedusaNetwork
 
 @dataclass(frozen=True)
 class MedusaLayout:
-    """How a loader wants Medusa heads.
+    """The layout in which a loader takes Medusa heads.
 
     Attributes:
         weights: the file that it opens.
@@ -88,7 +88,7 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
-    """What starts the engine with heads, as lines for a shell; a token of each head."""
+    """The command that starts an engine with heads, as lines for a shell; a token of each head."""
     num_heads, target = head.num_heads, head.target_name
     if engine is ExportFormat.vllm:
         return vllm_command("medusa", num_heads, target, folder)

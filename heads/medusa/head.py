@@ -141,7 +141,7 @@ class MedusaHead(MedusaNetwork):
     def golden(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> Golden:
-        """Of the last hidden states alone."""
+        """Reads the last hidden states alone."""
         del target, token_ids, places
         # One head at a time: together they can be larger than the target.
         each = [deepcopy(part).to("cpu", torch.float32)(states[-1].float()) for part in self.heads]

@@ -59,7 +59,7 @@ def _num_draft_tokens(found: Checkpoint) -> int:
 
 
 def holds(folder: Path) -> bool:
-    """Whether a folder with a `config.json` says so, or has the feature that such a head learns."""
+    """Tells whether a folder says that it holds one, or has the feature that such a head learns."""
     if names_kind(folder, (), "peagle"):
         return True
     try:

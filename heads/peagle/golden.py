@@ -1,4 +1,4 @@
-"""What a P-EAGLE head makes of features, row behind row, in float32 on the CPU.
+"""The logits that a P-EAGLE head makes of features, row behind row, in float32 on the CPU.
 
 Letters: S rows, D depths, H hidden.
 """

@@ -201,7 +201,7 @@ class PEagleNetwork(EagleNetwork):
 
 
 def peagle_config(settings: Any, target: EmbeddingsAndHead) -> PEagleHeadConfig:
-    """Of a fresh head for a target, by a `PEagleConfig`.
+    """The architecture of a fresh head, by a `PEagleConfig`.
 
     Raises:
         InputError: features or a mask token that the target does not have.

@@ -1,4 +1,4 @@
-"""What every block drafter learns from.
+"""The objective of every block drafter.
 
 Anchors, the tokens behind which blocks draft, are drawn by sequence and step on the CPU: alike on
 any number of processes, and after a stop.
@@ -61,7 +61,7 @@ class BlockObjective(Objective):
         )
 
     def memory(self, setting: sizes.Setting) -> sizes.Counted:
-        """What autograd keeps of a step, counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer: 4 I e in the MLP, 8 + 2 e bytes of width Q and K each in the attention
         (projected, normed, turned), 16 + 2 e of width H: norms in float32, their output, residual
@@ -109,7 +109,7 @@ class BlockObjective(Objective):
         return {**batch, UNROLLED: unrolled, COUNTS: counts, **sight}
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """What the head gives on a prepared batch; `scale` [D] weighs the losses of the slots."""
+        """The loss on a prepared batch; `scale` [D] weighs the losses of the slots."""
         with record_function("head"):
             outputs = self._outputs(batch)
         with record_function("loss"):
@@ -144,7 +144,7 @@ class BlockObjective(Objective):
         return head.draft(ids.roll(-1)[anchors], positions[anchors] + 1, text, sight)
 
     def _teacher(self, batch: Batch) -> Teacher:
-        """What the target says after the answered places."""
+        """The target's distributions after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].places
         temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
