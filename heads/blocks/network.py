@@ -62,7 +62,7 @@ class BlockNetwork(DraftHead):
         self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
 
     def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
+        """Fresh weights, alike for a seed, and rows of the target's embedding and head; attached.
 
         Raises:
             InputError: rows of a quantised output head are wanted.

@@ -1,4 +1,4 @@
-"""How a next token is chosen: greedily, or sampled, each text with randomness of its own.
+"""The choice of a next token: greedy, or sampled, each text with randomness of its own.
 
 Letters: B texts, N tree nodes, V vocabulary.
 """
@@ -26,7 +26,7 @@ class Typical:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's next token is chosen.
+    """The choice of the target's next token.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.

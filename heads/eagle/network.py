@@ -86,7 +86,7 @@ class EagleNetwork(DraftHead):
         self.variant, self.layer_prefix = config.form.value, LAYER_NAMES[config.form]
 
     def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed, and rows of the target's ends; attached to it.
+        """Fresh weights, alike for a seed, and rows of the target's embedding and head; attached.
 
         Raises:
             InputError: rows of the target's output head that a head cannot start from.

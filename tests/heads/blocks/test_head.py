@@ -316,10 +316,10 @@ def test_heads_start_from_the_rows_of_a_biased_output_head_but_cannot_freeze_the
 def test_an_output_head_of_low_rank_keeps_the_bias() -> None:
     target = made("phi")
     target.output_head.bias.data.mul_(100)  # decides which ids are likely
-    ends = with_low_rank_head(target, 63)
-    ends.output_head.num_candidates = 4
+    lent = with_low_rank_head(target, 63)
+    lent.output_head.num_candidates = 4
     states = target.read_text(PROMPT).hidden_states
-    found, expected = ends.logits(states), target.logits(states)
+    found, expected = lent.logits(states), target.logits(states)
     torch.testing.assert_close(found.max(-1), expected.max(-1))
     target.output_head.bias.data.mul_(0)
     assert (target.logits(states) - expected).abs().max() > 0.1

@@ -78,18 +78,18 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     assert drafted.steps == steps_along(chain, ranked, plain)
 
 
-def test_a_draft_model_and_the_target_itself_draft_through_ends_of_low_rank() -> None:
+def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() -> None:
     target = random_target(num_hidden_layers=4)
     prompt = texts(target, 1, 4)[0]
     plain = decode(target, NoDraft(), prompt, 16)
-    ends = with_low_rank_head(target, 2)
-    ends.output_head.num_candidates = 1
+    lent = with_low_rank_head(target, 2)
+    lent.output_head.num_candidates = 1
     for rank in (None, 2):
         model = random_target(num_hidden_layers=4)
         if rank is not None:
-            model.output_head = ends.output_head
+            model.output_head = lent.output_head
         itself = SelfDraft(
-            target, early_exit(target, 4), 3, output_head=None if rank is None else ends
+            target, early_exit(target, 4), 3, output_head=None if rank is None else lent
         )
         for drafter in (DraftModel(model, Tree.chain(3)), itself):
             found = decode(target, drafter, prompt, 16)
