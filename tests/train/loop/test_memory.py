@@ -98,6 +98,8 @@ def test_what_four_processes_hold(strategy: str, head: float, optimizer: float) 
     assert parts["head"] == head * TRAINED
     assert parts["gradients"] == TRAINED
     assert parts["optimizer"] == optimizer * TRAINED
+    if strategy.startswith("ZeRO"):  # its bucket
+        assert parts["reduction of gradients"] == 4 * 2**26
 
 
 def test_muon_holds_one_state_of_a_matrix_and_averages_come_on_top() -> None:
