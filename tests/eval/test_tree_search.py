@@ -357,11 +357,3 @@ def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) 
     with pytest.raises(InputError, match=message):
         searched(setting, setting["folder"] / "medusa", tmp_path / "o", **changes)
     assert not (tmp_path / "o").exists()
-
-
-def test_one_prompt_is_too_few(setting, tmp_path) -> None:
-    own = {**settings(setting, tmp_path / "o"), "head": HeadRef(str(setting["folder"] / "medusa"))}
-    own["data"].num_prompts = 1
-    with pytest.raises(InputError, match=r"data\.num_prompts=1: searching and checking"):
-        tree_search.main(TreeSearchRun(**own))
-    assert not (tmp_path / "o").exists()

@@ -12,6 +12,7 @@ from eval.decode.engine import Generation, Step
 from eval.measure.bench import Bench, seed_of
 from eval.measure.prompts import Prompt
 from heads.decoding.sampling import GREEDY, drafter_seeds
+from tests.eval.test_resume import KilledError
 
 
 def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:
@@ -88,10 +89,6 @@ def test_no_method_always_comes_after_the_same_one() -> None:
     assert all(sorted(order) == sorted(names) for order in found)
     assert len(set(found)) == 6  # every order there is
     assert orders(0) == found != orders(1)
-
-
-class KilledError(Exception):
-    """In place of a signal."""
 
 
 class Learner:

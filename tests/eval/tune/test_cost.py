@@ -85,11 +85,6 @@ def test_a_bad_curve_is_named(tmp_path, content, message: str) -> None:
         load_curve(str(path))
 
 
-def test_a_missing_curve_is_named(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"curve=.*gone\.json: not a cost curve .FileNotFound"):
-        load_curve(str(tmp_path / "gone.json"))
-
-
 @pytest.fixture(scope="module")
 def target():
     return random_target(num_hidden_layers=4)
