@@ -168,7 +168,9 @@ class RecurrentStates:
         """A text goes on in place of another, with what its mixers have left behind elsewhere."""
         for mixer, table in self._tables.items():
             for name, states in table.items():
-                states[row] = other._tables[mixer][name][0]  # both are committed
+                # Both are committed; a draft model may have read nothing of the other text yet.
+                theirs = other._tables.get(mixer, {}).get(name)
+                states[row] = 0 if theirs is None else theirs[0]
 
     def cache_with(self, layer: int, state: State) -> Cache:
         """A cache of transformers' own whose layer holds a state, or nothing yet."""

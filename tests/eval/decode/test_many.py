@@ -7,6 +7,7 @@ import pytest
 from drafters import EVERY_DRAFTER, Make, each_way, medusa, small_target
 from toys import noisy_head, random_target
 
+from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
@@ -75,6 +76,23 @@ def test_windows_and_states_are_each_texts_own(family: str, monkeypatch) -> None
     for request, text in zip(requests, found, strict=True):
         own = decode(target, NoDraft(), request.prompt_ids, 24)
         assert text.token_ids == own.token_ids
+
+
+def test_a_recurrent_draft_model_begins_a_prompt_of_one_token_in_anothers_place(
+    monkeypatch,
+) -> None:
+    target = random_target("lfm2")
+    requests = ends_after([9, 24, 16, 20], target, monkeypatch)
+    draft = random_target("lfm2")  # always right
+
+    def make(_seeds: list[int]) -> DraftModel:
+        return DraftModel(draft, Tree.chain(3))
+
+    found = decode_many(target, make, requests, 24, 2)
+    for request, text in zip(requests, found, strict=True):
+        own = decode(target, make([0]), request.prompt_ids, 24)
+        assert (text.token_ids, text.steps) == (own.token_ids, own.steps)
+        assert all(step.num_accepted == min(3, step.num_left) for step in text.steps)
 
 
 def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
