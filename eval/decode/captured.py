@@ -165,7 +165,10 @@ class Captured:
         kind: type[StepBatch] | type[PassBatch]
         kind = StepBatch if self.what == "step" else PassBatch
         batch = kind(self.target, self.make, requests, self.max_new_tokens, batch_size)
-        batch.captured, self.kept = self.kept, None
+        # Passes know one number of texts, steps any.
+        if batch_size == 1 or self.what == "step":
+            batch.captured = self.kept
+        self.kept = None
         generations = batch.decoded()
         # Larger batches give rows up as they end, and what they leave holds a cache.
         self.kept = batch.captured if batch_size == 1 else None
