@@ -121,7 +121,7 @@ def obstacle(target: Target, sampling: Sampling) -> str:
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         return "the target's layers lie on several devices"
     if target.is_recurrent:
-        return "the target's recurrent layers run by levels"
+        return "the target's recurrent layers run depth by depth"
     if target.rope.switch is not None:
         return "the target reads texts beyond a length in another way"
     if target.logits_processing:

@@ -3,6 +3,7 @@
 Letters: D hidden, V vocabulary, N tokens, W ids that a head can draft.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ class EmbeddingsAndHead:
         self.generation_config = generation_config
         self.tokenizer = tokenizer
         self.name = name
-        self._scaling = scaling_of(model_config)
         choose_kernels(self.device)
 
     @property
@@ -145,6 +145,10 @@ class EmbeddingsAndHead:
         """The output head as numbers, which a quantised one is not."""
         head = self.output_head
         return Projection(head.weight, getattr(head, "bias", None), *self._scaling)
+
+    @cached_property
+    def _scaling(self) -> tuple[float, float | None]:
+        return scaling_of(self._model_config)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that `load` takes, whole or not at all.

@@ -7,7 +7,6 @@ from conf.command.clock import Times
 from conf.settings.measure import SpeedupRun
 from data.rows.forms import Record
 from data.templates.encoder import Encoder
-from eval import acceptance
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
@@ -87,5 +86,5 @@ def test_both_results_tell_thinking_from_answers() -> None:
     methods = {"vanilla": Method(lambda *_: [text])}
     [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["by_part"] == expected
-    kept = acceptance._kept(bench, prompt, text.token_ids, steps, [1, 1])
-    assert by_part([acceptance._prompt_steps(kept)]) == expected
+    thinking = num_thinking(prompt, text.token_ids, made)
+    assert by_part([PromptSteps("", steps, num_thinking=thinking)]) == expected

@@ -169,7 +169,7 @@ def test_layers_in_no_list_or_in_several_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "falcon"])
 def test_layers_are_left_out_whatever_form_they_give_their_state_in(name: str) -> None:
     target = shared(name)
-    assert target._num_handed == [{"gpt2": 0, "falcon": 2}[name]] * 4
+    assert target._num_outputs == [{"gpt2": 0, "falcon": 2}[name]] * 4
     text = decode(target, NoDraft(), PROMPT, 16).token_ids
     for skip in (early_exit(target, 2), (1,)):
         assert decode(target, SelfDraft(target, skip, 3), PROMPT, 16).token_ids == text
