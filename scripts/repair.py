@@ -48,7 +48,7 @@ WORTH = 0.02
 
 
 @dataclass(frozen=True)
-class Variant:
+class Interpretation:
     """A head, read from its files in one way.
 
     Attributes:
@@ -66,24 +66,24 @@ class Variant:
         """The changes, as people read them."""
         return "; ".join(self.changes) or DECLARED
 
-    def than(self, other: "Variant") -> tuple[float, Any]:
+    def than(self, other: "Interpretation") -> tuple[float, Any]:
         """The tau that it has more, and the interval of that over dialogues."""
         first, second = ([p.row() for p in variant.prompts] for variant in (other, self))
         return tau_difference(first, second, seed=0)
 
-    def beats(self, other: "Variant") -> bool:
+    def beats(self, other: "Interpretation") -> bool:
         """True if it is better beyond doubt, and by enough to care."""
         more, interval = self.than(other)
         return interval is not None and interval[0] > 0 and more >= WORTH * tau(other.prompts)
 
-    def row(self, declared: "Variant") -> dict[str, Any]:
+    def row(self, declared: "Interpretation") -> dict[str, Any]:
         """The line of this variant in the results file."""
         more, interval = self.than(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": interval}
 
 
 @torch.no_grad()
-def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Variant | None]:
+def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Interpretation | None]:
     """The rows of all variants tried, and the one to take if it is not the files' own.
 
     What is better is varied in every way again, as files may have more than one fault.
@@ -97,7 +97,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Var
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
     chain = Tree.chain(depth)
 
-    def replayed(changes: tuple[str, ...], head: DraftHead) -> Variant:
+    def replayed(changes: tuple[str, ...], head: DraftHead) -> Interpretation:
         prompts, words = [], changes[-1] if changes else DECLARED
         for prompt, answer in tqdm(texts, desc=words, unit="prompt", leave=False):
             output = target.read_response(prompt.token_ids, answer, head.taps)
@@ -105,7 +105,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Var
             steps = steps_along(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
             prompts.append(PromptSteps(prompt.category, steps, drafted, *place))
-        return Variant(changes, head, processes.gathered(prompts))
+        return Interpretation(changes, head, processes.gathered(prompts))
 
     best = declared = replayed((), head)
     rows = [declared.row(declared)]
@@ -121,7 +121,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Var
         best = next(variant for variant in better if not leader.beats(variant))
 
 
-def save(variant: Variant, config: RepairRun, bench: Bench, folder: Path) -> None:
+def save(variant: Interpretation, config: RepairRun, bench: Bench, folder: Path) -> None:
     """Writes the head of a variant, its weights as exact as they were in the files."""
     ref = config.head
     assert ref.path is not None

@@ -83,7 +83,7 @@ class EagleObjective(Objective):
     def _about(self) -> str:
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
-    def memory(self, setting: sizes.Setting) -> sizes.Counted:
+    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
         """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and

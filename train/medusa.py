@@ -49,7 +49,7 @@ class MedusaObjective(Objective):
         self.about = f"{head.num_heads} Medusa heads"
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
-    def memory(self, setting: sizes.Setting) -> sizes.Counted:
+    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
         """N H float32 of states; per head and token 2 H e in its blocks, H float32 for the loss."""
         head, hidden = self.head, self.target.hidden_size
         tokens, e = setting.tokens, setting.dtype.itemsize

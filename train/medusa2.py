@@ -42,7 +42,7 @@ from train.loss.medusa import HeldoutLoss, SoftLabels, medusa_loss, medusa_weigh
 from train.loss.sums import Sums
 from train.loss.teachers import HiddenTeacher
 from train.medusa import main as of_heads
-from train.objective import Group, Objective
+from train.objective import Objective, ParameterGroup
 from train.parallel import processes
 
 
@@ -74,8 +74,8 @@ class Medusa2Objective(Objective):
         self.resume_settings = self._resume_settings(config)
         self.adapting = False
         self.parts = [
-            Group(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
-            Group(list(head.adapter.parameters()), first_step=self._first_step),
+            ParameterGroup(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
+            ParameterGroup(list(head.adapter.parameters()), first_step=self._first_step),
         ]
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
@@ -168,7 +168,7 @@ def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
     return config.heads_weight * math.sin(math.pi / 2 * step / num_steps)
 
 
-def measured(config: Medusa2Run, source: command.Source, objective: Objective) -> Evaluate:
+def measured(config: Medusa2Run, source: command.TrainingSource, objective: Objective) -> Evaluate:
     """The target's own loss, and tau on what it answers at the time."""
     target: Any = source.target
     heldout: Any = source.heldout

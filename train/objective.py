@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from conf.settings.training import Optimizer, Schedule
 from train.batch.states import with_states
 from train.batch.supervision import SUPERVISION, Batch, indexed
-from train.loss.sizes import Counted, Setting
+from train.loss.sizes import Counted, LaunchSizes
 from train.loss.sums import Sums
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that are trained alike.
 
     Attributes:
@@ -74,7 +74,7 @@ class Objective(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.resume_settings: dict[str, Any] = {}
-        self.parts: list[Group] = []
+        self.parts: list[ParameterGroup] = []
         self.criterion: Any = None
         self.compiled = False
 
@@ -82,7 +82,7 @@ class Objective(nn.Module):
         """The loss on a prepared micro batch, its terms weighed by `scale` [K] float32."""
         raise NotImplementedError
 
-    def memory(self, setting: Setting) -> Counted | None:
+    def memory(self, setting: LaunchSizes) -> Counted | None:
         """The memory that training the head takes; None where no formula is known."""
         del setting
         return None
@@ -109,10 +109,10 @@ class Objective(nn.Module):
         return self.first_depth + len(self.weights) - 1
 
     @final
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """The trained parameters, each in one group."""
         trained = [each for each in self.head.parameters() if each.requires_grad]
-        return self.parts or [Group(trained)]
+        return self.parts or [ParameterGroup(trained)]
 
     @final
     def usual_rates(self, optimizer: Optimizer) -> tuple[float, float]:

@@ -91,7 +91,7 @@ class PEagleObjective(EagleObjective):
         counts = (float(sum(unrolled.sizes)),) * self.config.num_steps
         return {**batch, UNROLLED: unrolled, SEGMENTS: segments, COUNTS: counts}
 
-    def memory(self, setting: sizes.Setting) -> sizes.Counted:
+    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
         """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer as for EAGLE, keys and values beside: the text's and those of rows it

@@ -118,7 +118,7 @@ class PreparedShard:
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenisingJob:
     """A shard to make of rows, or one that was made by an earlier start."""
 
     folder: Path
@@ -167,7 +167,7 @@ def make_shards(
         pool.shutdown(cancel_futures=True)
 
 
-def make_shard(job: Job, rule: Rule) -> PreparedShard:
+def make_shard(job: TokenisingJob, rule: Rule) -> PreparedShard:
     """Tokenises the rows of a job and writes them.
 
     Raises:
@@ -252,7 +252,7 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[Job]:
+def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
     for number, batch in enumerate(_batches(rows)):
         name = f"shard-{number:05d}"
         try:
@@ -260,7 +260,7 @@ def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[Job]:
             whole = shard.num_rows == len(batch) and shard.is_whole(folder)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             whole = False
-        yield Job(folder, name, batch, done=shard if whole else None)
+        yield TokenisingJob(folder, name, batch, done=shard if whole else None)
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -277,7 +277,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, jobs: Iterator[Job], num_ahead: int
+    pool: ProcessPoolExecutor, jobs: Iterator[TokenisingJob], num_ahead: int
 ) -> Iterator[tuple[PreparedShard, bool]]:
     """Shards in the order of their jobs; few are begun ahead of what is taken."""
     waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
@@ -296,7 +296,7 @@ _rule: Rule | None = None
 """Of this process, if it is a worker."""
 
 
-def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[PreparedShard]:
+def _submit(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
     """Workers start with the first job, and need nothing of the script that runs here.
 
     Each would import it otherwise, and run it if it does not look for its name.
@@ -326,6 +326,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(job: Job) -> PreparedShard:
+def _work(job: TokenisingJob) -> PreparedShard:
     assert _rule is not None
     return make_shard(job, _rule)

@@ -52,7 +52,7 @@ class PEagleHeadConfig(EagleHeadConfig):
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Rows of the text, or rows that stand equally far behind it.
 
     Attributes:
@@ -111,21 +111,21 @@ class PEagleNetwork(EagleNetwork):
 
     def text_rows(
         self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: Stretch
-    ) -> Group:
+    ) -> RowGroup:
         """The rows of a text; arguments as of `read`, and what each sees, itself included."""
         inputs, residual = self.inputs(fused, token_ids)
         rotation = self.layer.self_attn.rotation(inputs, position_ids)
-        return Group(inputs, residual, rotation, seen)
+        return RowGroup(inputs, residual, rotation, seen)
 
     def mask_rows(
         self, position_ids: Tensor, seen: Sequence[Stretch], kept: Sequence[Tensor | None] = ()
-    ) -> list[Group]:
+    ) -> list[RowGroup]:
         """Rows behind tokens of a text, group by group.
 
         Args:
             position_ids: [N] int64, of those of all groups.
             seen: of each group, the text up to those tokens.
-            kept: of each group, see `Group`; unset for all.
+            kept: of each group, see `RowGroup`; unset for all.
         """
         if not seen:
             return []
@@ -136,11 +136,13 @@ class PEagleNetwork(EagleNetwork):
         sizes = [len(each.end) for each in seen]
         found = zip(rotation.split(sizes), seen, kept or [None] * len(seen), strict=True)
         return [
-            Group(inputs.expand(len(turn), -1), residual.expand(len(turn), -1), turn, see, keep)
+            RowGroup(inputs.expand(len(turn), -1), residual.expand(len(turn), -1), turn, see, keep)
             for turn, see, keep in found
         ]
 
-    def through(self, text: Group | None, masks: Sequence[Group], text_of: TextOf) -> list[Tensor]:
+    def through(
+        self, text: RowGroup | None, masks: Sequence[RowGroup], text_of: TextOf
+    ) -> list[Tensor]:
         """[N, H] outputs of the rows of each group.
 
         Args:

@@ -34,7 +34,7 @@ from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, highest
 from scripts.bench.training import arguments, fresh_objective, random_target, start
 from train.loop.memory import Parts, estimate
-from train.loss.sizes import Setting
+from train.loss.sizes import LaunchSizes
 from train.parallel import processes
 
 HEADS = tuple(by_variant())
@@ -62,7 +62,7 @@ def large(length: int) -> Table:
             objective = fresh_objective(name, target, vocab)
         for strategy in FILES:
             table.add_column(f"{name}\n{strategy}", justify="right")
-            setting = Setting(length, torch.bfloat16, strategy, 8, cuda=True)
+            setting = LaunchSizes(length, torch.bfloat16, strategy, 8, cuda=True)
             columns.append(estimate(objective, setting) or {})
     for part in dict.fromkeys(part for column in columns for part in column):
         cells = (column.get(part) for column in columns)
@@ -91,7 +91,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
             run.optimizer_step()
         run.close()
     strategy = run.placement.name
-    setting = Setting.of(run.config, length, strategy, run.accelerator)
+    setting = LaunchSizes.of(run.config, length, strategy, run.accelerator)
     parts = estimate(run.job.objective, setting) or {}
     peak = highest(profiler.profiler.kineto_results.events(), "measured")
     processes.end(run.accelerator)

@@ -152,14 +152,14 @@ def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-class Training(NamedTuple):
+class PeerTraining(NamedTuple):
     """A head, and its loss on the text."""
 
     head: nn.Module
     loss: Callable[[], Tensor]
 
 
-def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training:
+def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTraining:
     """`train/eagle.py`, with the output head frozen and steps weighed as speculators does.
 
     `compiled` is `train.compile=true`.
@@ -181,7 +181,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> Training
     return ours(EagleObjective(head, target, config), inputs, compiled)
 
 
-def medusa(job: StepJob, inputs: StepInputs) -> Training:
+def medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """`train/medusa.py`, with heads weighed as the original does."""
     from conf.settings.medusa import Labels, MedusaConfig
     from heads.medusa.head import MedusaHead
@@ -203,7 +203,7 @@ def target_of(job: StepJob, inputs: StepInputs) -> Any:
     return EmbeddingsAndHead(job.llama(), embedding, output_head, None, None, "random")
 
 
-def ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:
+def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
     """A step of an objective as the loop runs it."""
     from train.batch.prefetch import on_device
 
@@ -219,10 +219,10 @@ def ours(objective: Any, inputs: StepInputs, compiled: bool) -> Training:
         scale = weights / counts.clamp_min(1)
         return objective(batch, scale).total
 
-    return Training(objective.head.train(), loss)
+    return PeerTraining(objective.head.train(), loss)
 
 
-def original_medusa(job: StepJob, inputs: StepInputs) -> Training:
+def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """The step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
 
     Every head gives logits at every token, [K, T, V] in all; the mask is left to the
@@ -246,10 +246,10 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> Training:
             (said.topk(1).indices[learnt, 0] == wanted[learnt]).float().mean().item()
         return torch.stack(losses).sum()
 
-    return Training(head.train(), loss)
+    return PeerTraining(head.train(), loss)
 
 
-def speculators(job: StepJob, inputs: StepInputs) -> Training:
+def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """EAGLE-3 of speculators, called as `speculators/train/trainer.py` calls it.
 
     On CUDA as it comes; elsewhere its SDPA instead of flex attention, which has no backward
@@ -283,7 +283,7 @@ def speculators(job: StepJob, inputs: StepInputs) -> Training:
         _draft_tokens, total, _metrics = model(**batch, **settings)
         return total
 
-    return Training(model, loss)
+    return PeerTraining(model, loss)
 
 
 def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
@@ -321,7 +321,7 @@ def _fill(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
         module.get_parameter(name.replace("layer.", layer)).data.copy_(weight)
 
 
-def dflash(job: StepJob, inputs: StepInputs) -> Training:
+def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """`train/dflash.py`, with the text left out of the loss."""
     from transformers import GenerationConfig
 
@@ -353,7 +353,7 @@ def dflash(job: StepJob, inputs: StepInputs) -> Training:
     return ours(objective, inputs, compiled=False)
 
 
-def speculators_dflash(job: StepJob, inputs: StepInputs) -> Training:
+def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """speculators' DFlash and the way its trainer calls it; on a CPU as `speculators`."""
     from speculators.models.dflash import DFlashSpeculatorConfig, core
     from transformers import Qwen3Config
@@ -397,7 +397,7 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> Training:
         _draft_tokens, total, _metrics = model(**batch, **settings)
         return total
 
-    return Training(model, loss)
+    return PeerTraining(model, loss)
 
 
 def _anchors(job: StepJob) -> Tensor:
@@ -425,7 +425,7 @@ def one_document(job: StepJob, inputs: StepInputs) -> StepInputs:
     return replace(inputs, text=text)
 
 
-PATHS: dict[str, Callable[[StepJob, StepInputs], Training]] = {
+PATHS: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
     "eagle3": eagle3,
     "eagle3_compiled": partial(eagle3, compiled=True),
     "speculators": speculators,
@@ -436,7 +436,7 @@ PATHS: dict[str, Callable[[StepJob, StepInputs], Training]] = {
 }
 
 
-def stepper(training: Training) -> Callable[[], Tensor]:
+def stepper(training: PeerTraining) -> Callable[[], Tensor]:
     """One optimizer step, which returns the loss before it."""
     parameters = [each for each in training.head.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
@@ -453,7 +453,7 @@ def stepper(training: Training) -> Callable[[], Tensor]:
     return step
 
 
-def measured(job: StepJob, training: Training, device: torch.device) -> dict[str, Any]:
+def measured(job: StepJob, training: PeerTraining, device: torch.device) -> dict[str, Any]:
     """The loss of the first step, the cost of later ones, and the versions that ran."""
     step = stepper(training)
     loss = float(step())

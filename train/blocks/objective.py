@@ -60,7 +60,7 @@ class BlockObjective(Objective):
             f"draft tokens), mask token {made.mask_token_id}"
         )
 
-    def memory(self, setting: sizes.Setting) -> sizes.Counted:
+    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
         """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer: 4 I e in the MLP, 8 + 2 e bytes of width Q and K each in the attention

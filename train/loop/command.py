@@ -37,7 +37,7 @@ from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
 from train.loop.stored import check_taps, identity_of, load_embeddings_and_head, open_store
-from train.loss.sizes import Setting
+from train.loss.sizes import LaunchSizes
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.placement import strategy_name
@@ -51,7 +51,7 @@ objective and what to say about it."""
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainingSource:
     """What a head is trained on.
 
     Attributes:
@@ -75,7 +75,7 @@ class Source:
     replay: Callable[[int, Taps], Replay]
 
 
-Measure = Callable[[Any, Source, Objective], Evaluate | None]
+Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Training:
         )
 
 
-def replayed(_config: TrainRun, source: Source, objective: Objective) -> Evaluate | None:
+def replayed(_config: TrainRun, source: TrainingSource, objective: Objective) -> Evaluate | None:
     """Tau on held-out prompts, if there are any."""
     replay = source.replay(objective.depth, objective.head.taps)
     return replay if replay.prompts else None
@@ -240,7 +240,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     processes.end(accelerator)
 
 
-def rollouts_of(config: TrainRun, source: Source) -> Rollouts | None:
+def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     """Rounds of the target's own answers, if they are asked for."""
     if config.rollout.steps is None:
         return None
@@ -266,7 +266,7 @@ def memory_of(
     if not len(train_data):
         return None
     length = len(train_data[0]["input_ids"])
-    setting = Setting.of(config, length, strategy_name(accelerator), accelerator)
+    setting = LaunchSizes.of(config, length, strategy_name(accelerator), accelerator)
     parts = memory.estimate(objective, setting)
     total = memory.available(accelerator.device)
     if parts is not None:
@@ -277,7 +277,7 @@ def memory_of(
     return parts
 
 
-def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
+def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     """Loads the target and prepares the data."""
     fill_unset(config)
     target = load_target(config.target, accelerator.device)
@@ -297,7 +297,7 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> Source:
     lines = [*filter(None, [told]), *report.lines(), f"attention of the target: {target.attention}"]
     identity = identify(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
-    return Source(target, identity, checksum, train_data, heldout, report, lines, replay)
+    return TrainingSource(target, identity, checksum, train_data, heldout, report, lines, replay)
 
 
 def wants_compile(
@@ -319,7 +319,7 @@ def wants_compile(
     return sequences * length * objective.slow_logits > LOGITS_THAT_PAY
 
 
-def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> Source:
+def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> TrainingSource:
     """Takes everything from a feature store."""
     ends = load_embeddings_and_head(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
@@ -328,7 +328,7 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> S
         data.check_ids(ends)
     report = store.manifest.report
     plan = store.manifest.plan
-    return Source(
+    return TrainingSource(
         ends, identity_of(plan), plan.splits["train"].checksum, store.train, store.heldout, report,
         [*lines, *report.lines()], replay,
     )  # fmt: skip

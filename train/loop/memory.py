@@ -18,7 +18,7 @@ from conf.errors import InputError
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.target_model.sizes import mlp_size
-from train.loss.sizes import FLOAT32, Setting
+from train.loss.sizes import FLOAT32, LaunchSizes
 from train.objective import Objective
 from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
@@ -31,7 +31,7 @@ REMEDIES = (
 )
 
 
-def estimate(objective: Objective, setting: Setting) -> Parts | None:
+def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
     """Bytes by part at the fullest moment; None where no formula is known.
 
     Args:
@@ -82,7 +82,7 @@ def trained_bytes(head: Any) -> int:
     return FLOAT32 * sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
-def _of_strategy(head: Any, setting: Setting) -> Parts:
+def _of_strategy(head: Any, setting: LaunchSizes) -> Parts:
     """Parameters, gradients and optimizer state.
 
     DDP holds S of weights, S of gradients (views of its buckets) and all of the state. FSDP2

@@ -21,7 +21,7 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class LaunchSizes:
     """Facts of a launch that memory depends on, besides the objective.
 
     Attributes:
@@ -41,8 +41,8 @@ class Setting:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @classmethod
-    def of(cls, config: TrainConfig, length: int, strategy: str, accelerator: Any) -> "Setting":
-        """Setting of a launch on sequences of `length` tokens."""
+    def of(cls, config: TrainConfig, length: int, strategy: str, accelerator: Any) -> "LaunchSizes":
+        """Sizes of a launch on sequences of `length` tokens."""
         return cls(
             tokens=config.micro_batch_size * length,
             dtype=resolve_dtype(Dtype(config.dtype), accelerator.device),
@@ -69,7 +69,7 @@ class Counted(NamedTuple):
     backward: int
 
 
-def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
+def loss_bytes(setting: LaunchSizes, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
     """Bytes of a chunk: its logits, and either pieces or the factors that carry the gradient back.
 
     Args:
@@ -87,12 +87,12 @@ def loss_bytes(setting: Setting, rows: int, shape: tuple[int, int], num_pieces: 
     return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
 
 
-def teacher_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
+def teacher_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
     """Bytes of the target's logits [rows, width] beside a student's, in the dtype of the target."""
     return min(rows * width * target.dtype.itemsize, chunk_bytes(setting))
 
 
-def making_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
+def making_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
     """Bytes while those are made: logits of all ids, of drafted ids beside them, and pieces."""
     whole = teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
@@ -100,12 +100,12 @@ def making_bytes(setting: Setting, rows: int, target: Any, width: int) -> int:
     return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32)
 
 
-def chunk_bytes(setting: Setting) -> int:
+def chunk_bytes(setting: LaunchSizes) -> int:
     """Most that the logits of a chunk take."""
     return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
 
 
-def copied_bytes(head: Any, setting: Setting) -> int:
+def copied_bytes(head: Any, setting: LaunchSizes) -> int:
     """Bytes of copies of all matrices, where autocast's dtype is another than float32."""
     if setting.dtype is torch.float32:
         return 0

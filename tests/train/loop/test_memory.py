@@ -24,12 +24,12 @@ from train.blocks.objective import BlockObjective
 from train.eagle import EagleObjective
 from train.loop import memory
 from train.loss import fused
-from train.loss.sizes import Setting
+from train.loss.sizes import LaunchSizes
 from train.medusa import MedusaObjective
 from train.objective import Objective
 from train.peagle import PEagleObjective
 
-ONE = Setting(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
+ONE = LaunchSizes(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
 V, H = 96, 64  # of the toy target
 TRAINED = 4 * 2 * (H * H + H + V * H)  # two Medusa heads of one block and a projection
 
@@ -72,7 +72,7 @@ def peagle(**sizes: int) -> PEagleObjective:
     return PEagleObjective(peagle_heads.fresh(target, settings), target, settings)
 
 
-def parts_of(objective: Objective, setting: Setting = ONE, **changes: Any) -> dict[str, int]:
+def parts_of(objective: Objective, setting: LaunchSizes = ONE, **changes: Any) -> dict[str, int]:
     parts = memory.estimate(objective, replace(setting, **changes))
     assert parts is not None
     return parts
@@ -187,8 +187,8 @@ def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> Non
 def test_a_micro_batch_counts_all_its_tokens() -> None:
     accelerator = type("Launch", (), {"device": torch.device("cpu"), "num_processes": 2})()
     config = TrainConfig(micro_batch_size=3)
-    setting = Setting.of(config, 100, "FSDP2", accelerator)
-    assert setting == Setting(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
+    setting = LaunchSizes.of(config, 100, "FSDP2", accelerator)
+    assert setting == LaunchSizes(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
 
 
 def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:

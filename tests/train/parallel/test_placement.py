@@ -33,7 +33,7 @@ from tests.train.parallel.test_launch import (
 )
 from train.loop import loop
 from train.loop.loop import Job
-from train.objective import Group
+from train.objective import ParameterGroup
 from train.parallel import processes
 from train.parallel.optimizers import Muon
 from train.parallel.placement import Placement, Sharded, place
@@ -392,8 +392,11 @@ def whole(value: Any) -> Tensor:
 
 def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
     class Late(ToyObjective):
-        def groups(self) -> list[Group]:
-            return [Group([self.head.weight], rate=0.5), Group([self.head.bias], first_step=2)]
+        def groups(self) -> list[ParameterGroup]:
+            return [
+                ParameterGroup([self.head.weight], rate=0.5),
+                ParameterGroup([self.head.bias], first_step=2),
+            ]
 
     config = settings(max_grad_norm=1e9, warmup_steps=2)
     placement = place(processes.start(config), Late(), config)
