@@ -43,7 +43,7 @@ as engines draft, and beyond what is hardly ever right to the end."""
 
 @dataclass(frozen=True)
 class Variant:
-    """One sort of files that a kind of head has.
+    """A variant of a kind of head, with files of its own.
 
     Attributes:
         title: what people call such heads ("EAGLE-3 heads").
@@ -237,7 +237,7 @@ class DraftHead(nn.Module, ABC):
         """
 
     def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """Checks that it fits a target, and moves to its device; `dtype` unset leaves weights.
+        """Check that the head fits a target, and move to its device; `dtype` unset leaves weights.
 
         Raises:
             InputError: it does not fit.
@@ -305,7 +305,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """The facts on its model card, by the record of its training and its measurement."""
+        """The facts on the head's model card, by the records of training and measurement."""
 
     # The same for every head.
 
@@ -321,7 +321,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def most_tokens(self) -> int | None:
-        """Draft tokens of the longest path that it can draft; None for any."""
+        """Draft tokens of the longest path that the head can draft; None for any."""
         return self.config.num_draft_tokens
 
     @property
@@ -362,12 +362,12 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def output_heads(self) -> list[Tensor]:
-        """Matrices of its own from states to logits: a row for each id that it drafts."""
+        """The head's own matrices from states to logits: a row for each id that the head drafts."""
         return self._named(self.output_rows)
 
     @final
     def embeddings(self) -> list[Tensor]:
-        """Trained matrices of its own with a row for each id, besides output heads."""
+        """The head's own trained matrices with a row for each id, besides output heads."""
         return self._named((*self.drafted_rows, *self.id_rows))
 
     def _named(self, patterns: tuple[str, ...]) -> list[Tensor]:
@@ -375,7 +375,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def pruning_problem(self) -> str | None:
-        """Why its draft vocabulary cannot shrink, and which can; None if it can."""
+        """The reason why the draft vocabulary cannot shrink, and which heads' can, or None."""
         if self.output_heads():
             return None
         return (
@@ -385,7 +385,7 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def pruned(self, vocab: DraftVocab) -> Self:
-        """A copy, float32 and not attached, that drafts some of its ids with the same logits."""
+        """A float32 copy of the head, not attached, that drafts some ids with the same logits."""
         small = type(self)(self.config, vocab)
         rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
         by_id = (*self.output_rows, *self.drafted_rows)
@@ -402,7 +402,7 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def readings(self) -> Iterator[tuple[str, Self]]:
-        """Heads that its files may have meant, see `doubts`."""
+        """Heads that the files of this head may have meant, see `doubts`."""
         for doubt in self.doubts:
             yield from doubt(self)
 

@@ -23,7 +23,7 @@ HEADS: dict[str, type[DraftHead]] = {
     "dspark": DSparkHead,
     "peagle": PEagleHead,
 }
-"""By the name of the folder, the entry script `train/{name}.py`, and its ways to draft."""
+"""Kinds of heads by name: of the folder, the entry script `train/{name}.py`, the ways to draft."""
 
 
 def name_of(head: DraftHead) -> str:

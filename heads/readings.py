@@ -19,9 +19,9 @@ from heads.target_model import sizes
 from heads.vocab import DraftVocab
 
 FUSED = ("fc.weight", "input_norm.weight", "mask_hidden")
-"""Whose last dimension is the features, side by side."""
+"""Tensors whose last dimension is the features, side by side."""
 USUAL_THETAS = (1e4, 1e6)
-"""Which readers take where files say none."""
+"""Values of theta that readers take where files say none."""
 ALL_ORDERS = 3
 """Features up to which every order is tried."""
 Readings = Iterator[tuple[str, Any]]
@@ -97,7 +97,7 @@ def parts(tensor: Tensor, places: Sequence[int]) -> Tensor:
 
 
 def flipped(head: Any, name: str) -> tuple[str, Any]:
-    """With the opposite of a setting that is true or false."""
+    """A reading with the opposite of a setting that is true or false."""
     other: dict[str, Any] = {name: not getattr(head.config, name)}
     return f"{name}={str(other[name]).lower()}", reread(head, **other)
 

@@ -7,7 +7,7 @@ from conf.command.entry import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ("scripts/bench/peer_steps.py", "scripts/contest/costs.py")
-"""What other scripts start, and no user."""
+"""Scripts that other scripts start, and no user."""
 DOOR = 'if __name__ == "__main__":\n    COMMAND.begin()\n'
 
 

@@ -47,7 +47,7 @@ def _of(schema: Any) -> Any:
 
 OPERATORS = {_of(schema): schema for schema in map(torch._C.parse_schema, SCHEMAS)}
 FUNCTIONS = ("_cuda_endAllocateToPool", "_cuda_releasePool")
-"""Of `torch._C`, in builds for CUDA."""
+"""Functions of `torch._C` that builds for CUDA have."""
 
 
 def check_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

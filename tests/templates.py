@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 VERBATIM = "<think>\n{}\n</think>\n\n"
-"""How a conversation writes thinking into a content."""
+"""The form of thinking inside the content of a conversation."""
 ALTERNATE = "Conversation roles must alternate user/assistant/user/assistant/..."
 
 
@@ -26,13 +26,13 @@ class Family:
     special: str
     """Its special tokens, apart by spaces."""
     close: str
-    """What ends a turn: the end-of-turn token, and what the model writes before it."""
+    """The end of a turn: the end-of-turn token, and the text that the model writes before it."""
     lead: str = ""
-    """What stands between the generation prompt and the answer's text."""
+    """Text between the generation prompt and the answer's text."""
     says: Callable[[str], str] = str
-    """How contents are spaced; as they are by default."""
+    """The spacing of contents; unchanged by default."""
     think: str = ""
-    """How `reasoning_content` is written; empty where the template drops it."""
+    """The form of `reasoning_content`; empty where the template drops it."""
     inline: str = VERBATIM
     """The same of thinking inside a content, which most templates leave as it is."""
     call: str = ""
@@ -45,9 +45,9 @@ class Family:
     """The empty thinking that a turn without any has behind its prompt, in place of `opens`."""
     call_blank: str | None = None
     opens: str = ""
-    """What the prompt ends in that only turns with thinking go on from."""
+    """The end of a prompt that only turns with thinking go on from."""
     refuses: dict[str, str] = field(default_factory=dict)
-    """What it refuses (system, calls, thinking, calls behind thinking), and the words for it."""
+    """Refused parts (system, calls, thinking, calls behind thinking), and the words for each."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     bos: str = "<s>"
     eos: str = "</s>"

@@ -57,7 +57,7 @@ SCHEDULE = {"batch_size": 2, "warmup_steps": 1, "learning_rate": 0.01, "save_ste
 
 @pytest.fixture(autouse=True)
 def line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a new head's author writes in the project: a line, a reader and an entry script."""
+    """The parts that a new head's author writes: a line, a reader and an entry script."""
     monkeypatch.setitem(HEADS, "toy", ToyHead)
     folder = str(Path(toy_head.__file__).parent / "readers")
     monkeypatch.setattr(readers, "__path__", [*readers.__path__, folder])
@@ -74,7 +74,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(base: type) -> list[str]:
-    """What a head's author may write for a class: its public methods that are not final."""
+    """Methods that a head's author may write for a class: its public ones that are not final."""
     methods = {name: getattr(each, "__func__", each) for name, each in vars(base).items()}
     return [
         name

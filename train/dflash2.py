@@ -28,21 +28,22 @@ ROWS_PER_CHUNK = 1024
 
 
 class DFlash2Objective(BlockObjective):
-    """Each slot by itself, and the selector among its candidates behind the text's own tokens."""
+    """The loss of each slot by itself, and of the selector behind the text's own tokens."""
 
     head: DFlash2Head
     config: DFlash2Config
 
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Through the output head alone."""
+        """Students from the rows of the slots, through the output head alone."""
         unrolled: Unrolled = batch[UNROLLED]
         rows = self.rows(outputs, unrolled)
         return Student(rows, self.head.projection(), unrolled.rows.answers, scales)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Of t taps 2 t + t (t - 1) / 2 R numbers of width H in each of a layer's four mixtures.
+        """Bytes that the convolutions and the selector keep of so many blocks.
 
-        Of a draft the rows of its candidates, and its own.
+        A block keeps 2 t R + t (t - 1) / 2 rows of width H in each of a layer's four mixtures, for
+        t taps and R rows. A draft keeps the rows of its candidates, and its own.
         """
         config = self.head.config
         taps, hidden = config.conv_kernel_size, config.llama.hidden_size

@@ -33,7 +33,7 @@ class DSparkObjective(BlockObjective):
     config: DSparkConfig
 
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Through the output head, and what the tokens before add."""
+        """Students through the output head, with what the tokens before a slot add."""
         unrolled: Unrolled = batch[UNROLLED]
         told = self.head.told(outputs, self._before(batch))
         rows, heard = (self.rows(each, unrolled) for each in (outputs, told))

@@ -30,7 +30,7 @@ class ParameterGroup:
 
 
 COUNTS = "counts"
-"""Of an indexed batch: what it adds to the divisor of each term's sum, K numbers."""
+"""Key of an indexed batch: K numbers that the batch adds to the divisors of the terms' sums."""
 
 
 class Objective(nn.Module):
@@ -97,7 +97,7 @@ class Objective(nn.Module):
         return {**batch, COUNTS: tuple(counts.tolist())}
 
     def begin(self, step: int) -> Tensor:
-        """Told which optimizer step, from 0, comes; [K] float32 weights of the terms in it."""
+        """Begin an optimizer step, counted from 0; [K] float32 weights of the terms in it."""
         del step
         return self.weights
 
@@ -134,7 +134,7 @@ class Objective(nn.Module):
 
     @final
     def compile_parts(self) -> None:
-        """From now on compiles the loss, and the parts of the head that fuse well."""
+        """Compile the loss, and the parts of the head that fuse well."""
         self.compiled = True
         if self.criterion is not None:
             self.criterion.compiled = True

@@ -60,7 +60,7 @@ class Behind:
 
 
 class PEagleObjective(EagleObjective):
-    """One pass over a batch and drawn rows behind its tokens."""
+    """The loss of one pass over a batch and the rows drawn behind the batch's tokens."""
 
     head: PEagleHead
     config: PEagleConfig

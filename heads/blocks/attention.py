@@ -22,12 +22,12 @@ from heads.blocks import kernels
 from heads.blocks.kernels import HIDDEN, attend, attend_backward, bias_like
 
 ROWS_PER_CHUNK = 128
-"""On a CPU, where a chunk costs little beside the tokens that it need not read."""
+"""Rows of a chunk on a CPU, where a chunk costs little beside the tokens that it need not read."""
 ROWS_PER_LAUNCH = 1024
-"""Elsewhere; with some heads they fill a GPU."""
+"""Rows of a launch on other devices; with some heads they fill a GPU."""
 TOKENS, MORE_TOKENS = 128, 512
-"""Elsewhere few lengths are met: multiples of the second, and from 8 of it on 4 an octave; if there
-are no more tokens, the next multiple of the first."""
+"""Units of the few lengths met on other devices: multiples of the second, and from 8 of it on 4 an
+octave; if there are no more tokens, the next multiple of the first."""
 
 
 class Chunk(NamedTuple):
@@ -306,5 +306,5 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _length(num_tokens: int) -> int:
-    """At least as many, of the few lengths that there are."""
+    """The smallest of the few lengths that holds so many tokens."""
     return _up(num_tokens, max(MORE_TOKENS, 1 << max(0, (num_tokens - 1).bit_length() - 3)))

@@ -41,7 +41,7 @@ class BlockLayout:
 
 
 def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> str | None:
-    """Why an engine cannot serve a head, as the end of a sentence."""
+    """The reason why an engine cannot serve a head, as the end of a sentence; None if it can."""
     config = head.config
     if engine is ExportFormat.vllm:
         return None

@@ -55,11 +55,11 @@ ONLY = {
     "final_logit_softcapping": 0.0,
 }
 MASK_EMBEDDING = "mask_embedding.pt"
-"""Beside the weights: vLLM takes it in place of the mask token's embedding."""
+"""File beside the weights that vLLM takes in place of the mask token's embedding."""
 EARLY = "logit_head."
-"""Before the names of a Markov and a confidence head in SpecForge's first files."""
+"""Prefix of the names of a Markov and a confidence head in SpecForge's first files."""
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
-"""What speculators keeps for training, and no draft is made with."""
+"""Tensors that speculators keeps for training; no draft is made with them."""
 
 
 def _settings(folder: Path, path: str) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class BlockFile:
             self.tensors.pop(name, None)
 
     def error(self, problem: str) -> InputError:
-        """To be raised."""
+        """An error to raise, which names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
     def _check(self, computed: Collection[str]) -> None:
@@ -236,7 +236,7 @@ class BlockFile:
         return self.settings.get("layer_types", [])
 
     def _full_layers(self, window: int | None) -> tuple[int, ...]:
-        """Those without a window, of a head whose others have one.
+        """Numbers of the layers without a window, of a head whose other layers have one.
 
         Raises:
             InputError: layers of another kind, or not one kind for each.
@@ -251,7 +251,7 @@ class BlockFile:
         return tuple(index for index, kind in enumerate(kinds) if kind == FULL)
 
     def _causal(self, window: int | None, full: Sequence[int]) -> bool:
-        """As vLLM decides: what is said, and otherwise whether layers are called sliding.
+        """True for causal rows, as vLLM decides: by the config's key, or else by sliding layers.
 
         Raises:
             InputError: it is said that rows of `full` layers are causal too.

@@ -48,7 +48,7 @@ class BlockHead(BlockNetwork):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """By the name of its architecture."""
+        """Load the head of a folder whose config names this architecture; None elsewhere."""
         if not names_kind(folder, cls.architectures, cls.layout.name):
             return None
         return cls.opened(folder, path, layers)
@@ -87,7 +87,7 @@ class BlockHead(BlockNetwork):
         return Export(None, files, export.serve_command(self, engine, folder, self.layout))
 
     def export_problem(self, engine: ExportFormat) -> str | None:
-        """Why an engine cannot serve it, as the end of a sentence; None if it can."""
+        """The reason why an engine cannot serve the head, as the end of a sentence, or None."""
         return export.problem(self, engine, self.layout)
 
     def golden(

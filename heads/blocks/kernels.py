@@ -81,7 +81,7 @@ def attend_backward(
 
 
 def on_cpu(states: Tensor) -> bool:
-    """Tells whether the CPU's kernels take them."""
+    """True for states that lie on a CPU, which its own kernels take."""
     return states.device.type == "cpu"
 
 

@@ -12,7 +12,7 @@ from heads.layers.llama import LlamaAttention, RmsNorm
 
 
 class BlockLayer(nn.Module):
-    """One layer.
+    """One decoder layer of a block drafter.
 
     Args:
         config: sizes, norms and RoPE.

@@ -29,9 +29,9 @@ from heads.target_model.model import Taps, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 1024
-"""Of a text whose tokens all draft: their rows live together."""
+"""Tokens of a chunk of a text whose tokens all draft: the rows of a chunk live together."""
 TextKeys = list[tuple[Tensor, Tensor]]
-"""Of each layer keys, rotated, and values [T, S, K, d]."""
+"""Keys, rotated, and values [T, S, K, d] of texts, for each layer."""
 
 
 class BlockNetwork(DraftHead):
@@ -82,7 +82,7 @@ class BlockNetwork(DraftHead):
         return self
 
     def make_layer(self) -> BlockLayer:
-        """One of its layers."""
+        """One of the network's layers."""
         return BlockLayer(self.config.llama)
 
     def initialise(self, seed: int) -> None:
@@ -170,7 +170,7 @@ class BlockNetwork(DraftHead):
         return functional.embedding(token_ids, weight).to(self.dtype)
 
     def projection(self) -> Projection:
-        """From normed outputs to draft logits: the head's own, or the target's."""
+        """The projection from normed outputs to draft logits: the head's own, or the target's."""
         if self.lm_head is not None:
             return Projection(self.lm_head.weight)
         return self._target[0].projection
@@ -230,7 +230,7 @@ class BlockNetwork(DraftHead):
     def _candidates(
         self, text: TextKeys, ids: Tensor, rows: Tensor, depth: int, width: int
     ) -> Tensor:
-        """Those of blocks from tokens [n] of a text."""
+        """The likeliest candidates of the slots of blocks behind tokens [n] of a text."""
         nothing, end = torch.zeros_like(rows), rows + 1
         sight = self.sight(nothing, end, depth, (nothing.cpu(), end.cpu()))
         outputs = self.draft(ids[end], end, text, sight)

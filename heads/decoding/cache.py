@@ -156,7 +156,7 @@ class Kept(NamedTuple):
 
 
 class Slots:
-    """Where tokens stand in a batch, and who sees whom.
+    """The slots of the tokens of a batch, and which tokens see which.
 
     Attributes:
         lengths: committed tokens per text.
@@ -178,7 +178,7 @@ class Slots:
         self.committed = upload(lengths, self.device).unsqueeze(1)
 
     def hold(self, width: int, num_pending: int) -> None:
-        """From now on every pass reads so many slots, the last of them for pending tokens."""
+        """Make every pass from now on read so many slots, the last of them for pending tokens."""
         self.held, self._longest = width, width - num_pending
 
     def hold_as(self, other: "Slots") -> None:
@@ -271,7 +271,7 @@ class Slots:
 
 
 class _AttentionLayer(CacheLayerMixin):
-    """One attention layer, as transformers asks for it."""
+    """The cache of one attention layer, as transformers asks for it."""
 
     is_sliding = False
 

@@ -47,7 +47,7 @@ class Calibration:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "Calibration":
-        """From JSON with the attributes.
+        """Make a calibration from JSON with its attributes.
 
         Raises:
             ValueError: with what they must be.

@@ -105,7 +105,7 @@ class TreeLayout:
 
     @classmethod
     def of(cls, parents: Tensor, depth: int) -> "TreeLayout":
-        """From the parents [B, N - 1] of trees no deeper than `depth`."""
+        """Make the layout of trees no deeper than `depth` from the nodes' parents [B, N - 1]."""
         parents = torch.nn.functional.pad(parents, (1, 0))
         num_nodes = parents.shape[1]
         own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
@@ -191,7 +191,7 @@ class Committed:
         )
 
     def hand_on(self, later: "Committed") -> tuple["Committed", "Committed"]:
-        """This part of prompts and the next, to which texts that end here give their last token.
+        """Two parts of prompts, this and the next, which gets the last token of texts ending here.
 
         So the very last part has the last token of every text.
         """
@@ -247,7 +247,7 @@ class Drafter(Protocol):
 
     @property
     def static_nodes(self) -> int | None:
-        """Nodes of its largest tree, the root included, where a step can be captured whole.
+        """Nodes of the drafter's largest tree, the root included, if a step can be captured whole.
 
         Its drafts are then of one size and need nothing from the host; None elsewhere.
         """

@@ -142,7 +142,7 @@ class TextCache:
         self.slots: Slots | None = None
 
     def open(self, num_texts: int, device: torch.device, target: Slots) -> Slots:
-        """Where tokens stand, from now on held as the target's."""
+        """The slots of the texts, made if need be, and from now on held as the target's."""
         if self.slots is None:
             self.slots = Slots(num_texts, device)
         self.slots.hold_as(target)
@@ -150,7 +150,7 @@ class TextCache:
 
     @property
     def opened(self) -> Slots:
-        """Where tokens stand, once there are some."""
+        """The slots of the texts, once `open` has made them."""
         assert self.slots is not None
         return self.slots
 

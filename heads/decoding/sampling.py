@@ -92,13 +92,13 @@ class Generators:
 
     @classmethod
     def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
-        """One seed per text, at least 0."""
+        """Make a generator for each text from its seed, which is at least 0."""
         # The CPU's generator reads 32 bits of a seed, so the ones above are mixed into them.
         mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
         return cls([torch.Generator(device).manual_seed(seed) for seed in mixed], [0] * len(seeds))
 
     def rows(self, rows: list[int]) -> "Generators":
-        """Those of some texts."""
+        """The generators of some texts."""
         steps = [self.num_steps[row] for row in rows]
         return Generators([self.per_text[row] for row in rows], steps)
 

@@ -139,12 +139,12 @@ class DFlash2Head(BlockHead):
         return cls(config, plain.ids(vocab)).begin(target, seed)
 
     def make_layer(self) -> BlockLayer:
-        """With its convolutions."""
+        """One layer with its convolutions."""
         config = self.config
         return ConvolvedLayer(config.llama, config.conv_kernel_size, config.conv_group_size)
 
     def initialise(self, seed: int) -> None:
-        """Codebooks too."""
+        """Draw fresh weights, the selector's codebooks included."""
         super().initialise(seed)
         generator = torch.Generator().manual_seed(seed + 1)
         for each in self.embeddings():

@@ -15,7 +15,7 @@ from heads.blocks.attention import Sight
 from heads.blocks.layer import BlockLayer
 
 SIDES = 2
-"""Before a sublayer, and after it."""
+"""Convolutions of a sublayer: one before and one after."""
 
 
 class BlockConvolution(nn.Module):
@@ -61,7 +61,7 @@ def _mixed(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
 
 
 class ConvolvedLayer(BlockLayer):
-    """One layer.
+    """One decoder layer with convolutions around its attention and its MLP.
 
     Args:
         config: sizes, norms and RoPE.

@@ -47,7 +47,7 @@ class DSparkHeadConfig(BlockHeadConfig):
 
 
 def anchor_doubts(head: Any) -> Readings:
-    """Which row drafts which token, where readers disagree."""
+    """Readings of which row drafts which token, where readers disagree."""
     yield flipped(head, "sample_from_anchor")
 
 

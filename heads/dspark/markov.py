@@ -1,4 +1,4 @@
-"""What the tokens before a slot of a block add to its logits, and how sure it is.
+"""The Markov head, by which tokens before a slot change its logits, and the confidence head.
 
 Source: DSpark, arXiv 2607.05147; deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`. Letters: N
 rows, H hidden, r rank, W draft vocabulary, V vocabulary.

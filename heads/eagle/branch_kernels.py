@@ -26,7 +26,7 @@ from heads.eagle.branches import Span, Stretch
 from heads.layers.documents import flash, flash_backward
 
 OWN_BYTES = 64 * 2**20
-"""Of the drafts' keys and values in float32, of as many rows as are joined at a time."""
+"""Most bytes of the drafts' keys and values in float32, of the rows that are joined at a time."""
 
 
 class Flash(torch.autograd.Function):

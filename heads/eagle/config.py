@@ -11,7 +11,7 @@ from heads.layers.llama import LLAMA_KEYS, llama_like
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
-"""That a recipe turns on or off."""
+"""Parts of a head that a recipe turns on or off."""
 
 
 @dataclass(frozen=True)

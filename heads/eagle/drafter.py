@@ -45,7 +45,7 @@ class EagleMemory(HeadDrafter):
             self.seen = self.seen.then(seen)
 
     def _meet(self, other: Self) -> None:
-        """The other's text is read but for its last token, and goes on here."""
+        """Prepare to take another drafter's text: read it but for its last token."""
         assert self.seen is not None
         other._read_ahead()
         states = self.seen.output.hidden_states

@@ -140,7 +140,7 @@ class Checkpoint:
         return LAYER_NAMES[EagleForm.eagle3]
 
     def error(self, problem: str) -> InputError:
-        """To be raised."""
+        """An error to raise, which names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
 

@@ -68,7 +68,7 @@ class EagleHead(EagleNetwork):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Whatever it is, the reader says what it lacks.
+        """Load the head of any folder; the reader says what an unfit one lacks.
 
         Without layer ids in `config.json` the head takes the default ones when it is attached.
         """
@@ -126,7 +126,7 @@ class EagleHead(EagleNetwork):
         return golden.golden(self, target, states, token_ids, places)
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """Its layer, features and method, which for one architecture its training tells."""
+        """The facts of a head; training tells the method where methods share an architecture."""
         settings, config = trained_with(provenance), self.config
         tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
         method, paper = self._method(settings)

@@ -146,7 +146,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 
 
 def problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
-    """Why an engine with such a layout cannot serve a head, as the end of a sentence."""
+    """The reason why an engine with such a layout cannot serve a head, as the end of a sentence."""
     return (
         _part_problem(head, layout)
         or _order_problem(head.config.layers, layout)

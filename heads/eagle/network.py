@@ -243,7 +243,7 @@ class EagleNetwork(DraftHead):
         return outputs if self.norm is None else self.norm(outputs)
 
     def projection(self) -> Projection:
-        """From normed outputs to draft logits: the head's own, or the target's."""
+        """The projection from normed outputs to draft logits: the head's own, or the target's."""
         if self.lm_head is not None:
             return Projection(self.lm_head.weight)
         return self._target[0].projection

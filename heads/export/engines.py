@@ -28,7 +28,7 @@ LOADERS = {
     ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
     ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
 }
-"""Whose loaders were read."""
+"""Versions of engines whose loaders were read."""
 
 
 def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:

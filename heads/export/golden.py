@@ -20,7 +20,7 @@ from heads.target_model.sizes import num_positions
 MOST_IDS = 8192
 """Vocabularies up to this size are kept whole."""
 LIKELIEST, SPREAD = 16, 1024
-"""Of a larger one: ids per row and depth, and ids in equal steps over it."""
+"""Ids kept of larger vocabularies: the likeliest per row and depth, and some in equal steps."""
 
 
 @torch.no_grad()

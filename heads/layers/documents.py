@@ -21,7 +21,7 @@ LARGEST_FLASH_HEAD = 256
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in S tokens.
+    """Documents, side by side in S tokens.
 
     Attributes:
         lengths: tokens of each.
@@ -42,11 +42,11 @@ class Documents:
 
     @classmethod
     def single(cls, num_tokens: int, device: torch.device) -> "Documents":
-        """One document of so many tokens."""
+        """Make one document of so many tokens."""
         return cls((num_tokens,), upload([0, num_tokens], device).int())
 
     def on(self, device: torch.device) -> "Documents":
-        """The same with `bounds` on a device; a copy from pinned memory is not waited for."""
+        """The documents with `bounds` on a device; a copy from pinned memory is not waited for."""
         return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
 
     def longer_than(self, num_tokens: int) -> Tensor:

@@ -100,7 +100,7 @@ def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHea
 
 
 def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[LowRankHead]:
-    """From now on a head drafts with output heads of low rank, its own or the target's.
+    """Make a head draft with output heads of low rank, its own or the target's.
 
     Returns:
         These output heads.

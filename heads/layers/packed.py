@@ -26,10 +26,10 @@ FEWEST_ROWS = 4
 SMALL = 1 << 19
 """Numbers of a small matrix; of float32, torch's own product with one row is as fast."""
 LARGEST_SHARE = 0.25
-"""Of the machine's memory: larger models are not packed, as their weights then lie there twice."""
+"""Share of the machine's memory that packed models may have: their weights then lie there twice."""
 
 _packed: dict[int, tuple[int, Tensor]] = {}
-"""By the key of a layer: where the weights lie that were packed, and the packed ones."""
+"""Address of the weights that were packed, and the packed weights, by the key of a layer."""
 _keys = count()
 # An operator, so that compiled regions call it as it is.
 _library = torch.library.Library("headsmith", "DEF")
@@ -79,7 +79,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack(*modules: nn.Module) -> None:
-    """From now on their linear layers multiply over packed weights.
+    """Make the linear layers of modules multiply over packed weights.
 
     Only where that is faster: on x86 CPUs, in float32 and, with instructions of its own, bfloat16.
     The weights stay beside for whoever reads them, or needs their gradients; none of their numbers

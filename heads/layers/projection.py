@@ -13,9 +13,9 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MULTIPLIED = "hyperclovax"
-"""Where `logits_scaling` is a factor; elsewhere logits are divided by it."""
+"""Model type whose `logits_scaling` is a factor; in others logits are divided by this number."""
 UNSCALED = ("mpt", "aya_vision", "cohere2_vision")
-"""Whose `logit_scale`, or that of their text, transformers does not apply."""
+"""Model types whose `logit_scale`, or that of their text, transformers does not apply."""
 
 
 class Projection(NamedTuple):

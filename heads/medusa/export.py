@@ -53,7 +53,7 @@ CONVERT = (
 
 
 def problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
-    """Why an engine cannot serve heads, as the end of a sentence."""
+    """The reason why an engine cannot serve heads, as the end of a sentence; None if it can."""
     layout = LAYOUTS.get(engine)
     if layout is None:
         return "loads no Medusa heads"

@@ -52,7 +52,7 @@ class MedusaHead(MedusaNetwork):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """In the original layout, which is ours, or in vLLM's.
+        """Load heads in the original layout, which is ours, or in vLLM's.
 
         The published config of the original authors counts fewer heads than the file holds,
         and none of the sizes, so shapes are read from the tensors.
@@ -87,7 +87,7 @@ class MedusaHead(MedusaNetwork):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: MedusaConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Each equal to the target's own next-token head, of all ids."""
+        """Untrained heads, each equal to the target's own next-token head, of all ids."""
         del vocab, seed
         return cls.from_target(target, settings.num_heads, settings.num_layers)
 
@@ -149,7 +149,7 @@ class MedusaHead(MedusaNetwork):
         return Golden(logits, {"logsumexp": logits.logsumexp(-1)})
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """Medusa-2 where an adapter was trained beside the heads."""
+        """Card facts, of Medusa-2 where an adapter was trained beside the heads."""
         del acceptance
         config = self.config
         return HeadFacts(

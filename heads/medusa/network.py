@@ -42,7 +42,7 @@ class MedusaHeadConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """One of each head."""
+        """Draft tokens of a chain, one from each head."""
         return self.num_heads
 
 

@@ -12,9 +12,9 @@ from heads.vocab import DraftVocab
 
 MASK_HIDDEN = "mask_hidden"
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""In the order in which vLLM looks for them."""
+"""Keys of the mask token, in the order in which vLLM looks for them."""
 NUM_DRAFT_TOKENS = 8
-"""Of a head whose file does not say, as speculators trains them."""
+"""Draft tokens of a head whose file does not say, as speculators trains heads."""
 FREE = ("num_hidden_layers", "speculators_model_type")
 
 
@@ -59,7 +59,7 @@ def _num_draft_tokens(found: Checkpoint) -> int:
 
 
 def holds(folder: Path) -> bool:
-    """Tells whether a folder says that it holds one, or has the feature that such a head learns."""
+    """True for a folder that names P-EAGLE, or has the feature that such a head learns."""
     if names_kind(folder, (), "peagle"):
         return True
     try:

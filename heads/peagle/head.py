@@ -50,7 +50,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """By the feature that it learns."""
+        """Load a P-EAGLE head, known by the feature that such a head learns; None for others."""
         if not formats.holds(folder):
             return None
         found, config, vocab = formats.opened(folder, path, layers)
@@ -60,7 +60,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """With layers of the target's sizes."""
+        """An untrained head with layers of the target's sizes."""
         config = peagle_config(settings, target)
         return cls(config, vocab).begin(target, settings.output_head, seed)
 

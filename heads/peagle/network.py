@@ -32,7 +32,7 @@ from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 256
-"""Of a text whose tokens all draft: their rows live together."""
+"""Tokens of a chunk of a text whose tokens all draft: the rows of a chunk live together."""
 KeysValues = tuple[Tensor, Tensor]
 TextOf = Callable[[int, KeysValues | None], KeysValues]
 """Keys and values [T, S, K, d] of the texts in a layer, by its number and what is new of them."""

@@ -93,7 +93,7 @@ class Adapter(nn.Module):
         self.train()
 
     def off(self) -> AbstractContextManager[None]:
-        """Inside, the target is what it was."""
+        """A context in which the target runs without the adapter."""
         return self._disabled()
 
     def save(self, folder: Path, provenance: dict[str, object]) -> None:

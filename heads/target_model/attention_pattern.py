@@ -27,7 +27,7 @@ REFUSED_WITH = {
     "keep_window_size": "drops keys by scores of their own, which drafts change",
     "lru_width": "keeps states in its layers, outside the cache",
 }
-"""By a key of a config."""
+"""Reasons to refuse a target, by a key of its config."""
 Masks = Tensor | dict[str, Tensor | None]
 
 

@@ -39,7 +39,7 @@ def call_decoder(
     masks: Tensor | dict[str, Any] | None = None,
     cache: Any = None,
 ) -> Any:
-    """One pass over ids and positions [B, n]; what an architecture has no argument for is left out.
+    """Run ids and positions [B, n]; what an architecture has no argument for is left out.
 
     Masks are additive, by type of layer where there are several.
     """

@@ -109,7 +109,7 @@ class EmbeddingsAndHead:
 
     @property
     def window(self) -> int | None:
-        """Tokens of the longest text that it reads, where its config says so."""
+        """Tokens of the longest text that the target reads, where its config says so."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property

@@ -47,7 +47,7 @@ def _class_in(tables: tuple[str, ...], model_config: Any) -> Any:
 
 
 def _reason(model_config: Any, whole: Any) -> str:
-    """Why a config has no language model that heads can draft for; empty if it has one."""
+    """The reason why a config has no language model that heads can draft for, or empty."""
     if model_config.is_encoder_decoder:
         return "an encoder-decoder, whose text hangs on an input that draft heads do not read"
     if _class_in((ENCODER,), model_config) and not getattr(model_config, "is_decoder", False):

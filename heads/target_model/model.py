@@ -54,7 +54,7 @@ class Taps:
     """
 
     layers: tuple[int, ...] = ()
-    """Besides the last layer's output after the final norm, which is always there."""
+    """Layer indices; the last layer's output after the final norm is always there besides."""
 
 
 @dataclass
@@ -174,7 +174,7 @@ class Target(EmbeddingsAndHead):
         return num_outputs(self.blocks, lambda: self.read_text([0]), self.name)
 
     def compile(self, capacity: int, backend: str = "inductor") -> None:
-        """From now on passes over drafts run compiled; all others run as before.
+        """Make passes over drafts run compiled from now on; all others run as before.
 
         On a GPU caches have `capacity` slots and every shape is compiled; on a CPU one compilation
         serves any but a single text and a single token.
@@ -191,7 +191,7 @@ class Target(EmbeddingsAndHead):
         self._compiled = CompiledPasses(self, capacity, backend)
 
     def recompute_layers(self) -> None:
-        """From now on a pass with gradients keeps the input of each decoder layer alone.
+        """Make a pass with gradients keep the input of each decoder layer alone.
 
         The way back runs the layer again. The model stays in eval mode, in which transformers'
         own checkpointing does nothing.

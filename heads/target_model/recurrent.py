@@ -84,7 +84,7 @@ class _StateKeepers(DynamicCache):
 
 
 class Mixer:
-    """One recurrent part of a decoder layer, in place of its `forward`.
+    """A recurrent part of a decoder layer, in place of the `forward` of its module.
 
     Args:
         number: its own among the mixers of the model.
@@ -136,7 +136,7 @@ class Mixer:
 
 
 def _read(call: "_Call", document_pass: DocumentPass) -> Any:
-    """Each document from an empty state; those of like length in one run, filled up behind."""
+    """Read each document from an empty state; those of like length in one run, filled up behind."""
     runs_on = document_pass.runs
     if call.device not in runs_on:
         lengths = document_pass.documents.lengths

@@ -44,11 +44,12 @@ NAMES = {
 }
 USUAL_EPSILON = 1e-5
 USUAL_POSITIONS = 131072
-"""Of a target without a limit (Mamba, ALiBi): engines take the lower one of target and head."""
+"""Positions of a target without a limit (Mamba, ALiBi): engines take the lower of both limits."""
 STATE_HEAD = 64
 """Size of a head where a target has no attention."""
 WIDEST = 4
-"""Times the hidden size: wider queries are read from a latent (DeepSeek-V4's heads of 512)."""
+"""Most hidden sizes that queries are wide: wider ones are read from a latent (DeepSeek-V4's heads
+of 512)."""
 
 
 class Attention(NamedTuple):

@@ -17,15 +17,15 @@ from conf.errors import InputError
 from conf.settings.target import TargetConfig
 
 MAX_HEADER_BYTES = 100_000_000
-"""As the format's own reader has it."""
+"""Most bytes of a header, as the reader of the safetensors format has it."""
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Dtypes of quantised weights, as safetensors calls them."""
 OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
 CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
-"""Of older versions of transformers, which kept them among the weights."""
+"""Constants that older versions of transformers kept among the weights."""
 OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
-"""Of caches that serving engines quantise, and of layers that trained in FP8; no weight needs
-one."""
+"""Scales of caches that serving engines quantise, and states of layers that trained in FP8; no
+weight needs one."""
 
 
 def weight_files(folder: Path, name: str) -> list[Path] | None:

@@ -18,7 +18,7 @@ _under_way: list["CUDAGraph"] = []
 open_pools: list[Any] = []
 """The allocator's captures under way."""
 users: dict[Any, int] = {}
-"""Of pools, by pool."""
+"""Number of users of each pool."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -153,7 +153,7 @@ def forbid(what: str) -> None:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Those in a result or among arguments."""
+    """The tensors in a result or among arguments."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -52,7 +52,7 @@ from train.objective import Objective
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 NUM_STEPS = 3
 MOST_WAITS = 2
-"""Of an optimizer step: whether anything was not finite, and what is shown of it."""
+"""Waits of an optimizer step: one to see if all was finite, one for the figures to show."""
 
 EAGLE_1 = EagleConfig(
     form=EagleForm.eagle1, num_steps=1, token_normalizer=TokenNormalizer.supervised,

@@ -112,7 +112,7 @@ def test_vllm_drafts_in_parallel_what_we_do(
 def test_vllm_on_interpreted_kernels_drafts_what_we_do(
     target: Target, prompts: list[list[int]], tmp_path: Path, kind, settings, changes
 ) -> None:
-    """What it takes a GPU for, on fewer and shorter texts; also in speculators' layout."""
+    """The check of the GPU, on fewer and shorter texts; also in speculators' layout."""
     torch.manual_seed(0)
     trained = block_head(target, kind, **settings)
     trained.config = replace(trained.config, **changes)

@@ -70,7 +70,7 @@ def accepted_per_pass(
 def counted(
     folder: Path, target: Target, prompts: list[list[int]], depth: int, **speculative: Any
 ) -> list[dict[str, Any]]:
-    """What vLLM counts under its `speculative_config`, per prompt as `vllm_count.py` says."""
+    """Counts of vLLM under a `speculative_config`, per prompt as `vllm_count.py` says."""
     settings = speculative | {"num_speculative_tokens": depth}
     return counts_of_vllm(folder, target, prompts, NUM_TOKENS, [settings])[0]
 

@@ -65,7 +65,7 @@ def counts(llm: LLM) -> list[int]:
 
 
 def counted(llm: LLM, job: dict) -> list[dict]:
-    """What the prompts add to the counts, one after the other."""
+    """Counts that each prompt adds, one after the other."""
     greedy = SamplingParams(temperature=0, max_tokens=job["num_tokens"], ignore_eos=True)
     results = []
     for prompt in job["prompts"]:

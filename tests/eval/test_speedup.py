@@ -1,4 +1,4 @@
-"""What `speedup.json` says of runs, by hand."""
+"""The content of `speedup.json`, by hand."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What trees would have done, the best of them, and the command that finds them."""
+"""Trees replayed on texts, the best trees, and the command that finds them."""
 
 import itertools
 import json
@@ -139,7 +139,7 @@ def make(request, target, eagle):
 
 @pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
-    """Of blocks too, which draft other tokens where fewer are asked for."""
+    """Blocks are checked too: they draft other tokens where fewer are asked for."""
     texts = DynamicTexts.read(target, make, PROMPTS, 24, 4, [top_k])
     for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)

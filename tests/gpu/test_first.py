@@ -23,7 +23,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda", 0)
 CLOSE = {"atol": 3e-2, "rtol": 3e-2}
-"""Of bfloat16, beside float32."""
+"""Tolerances of bfloat16, beside float32."""
 
 
 @pytest.fixture(autouse=True)

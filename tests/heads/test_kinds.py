@@ -1,4 +1,4 @@
-"""What every kind of head can do: to be pruned, published, trained from stores, compared.
+"""Every kind of head can be pruned, published, trained from stores and compared.
 
 Medusa and EAGLE heads have tests of their own for each; here are those that came after them.
 """

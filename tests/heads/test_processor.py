@@ -1,4 +1,4 @@
-"""What each kind of CPU is said to multiply fast; who is told, and when."""
+"""Dtypes that each kind of CPU multiplies fast, and the notice about others: to whom, and when."""
 
 from typing import Any
 

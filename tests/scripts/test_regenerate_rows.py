@@ -1,4 +1,4 @@
-"""What regenerated rows hold besides answers: tools, calls, where a conversation ends."""
+"""Parts of regenerated rows besides answers: tools, calls, the end of a conversation."""
 
 import json
 from pathlib import Path

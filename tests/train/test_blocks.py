@@ -201,7 +201,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
 
 
 def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) -> Any:
-    """What each draft of each block weighs beside the scale of its slot."""
+    """The weight of each draft of each block, beside the scale of the draft's slot."""
     head, config, slots = objective.head, objective.config, range(outputs.shape[1])
     anchors, ids = batch[UNROLLED].drafts.tolist(), batch["input_ids"].flatten()
     if config.slot_weights is SlotWeights.decay:
@@ -288,7 +288,7 @@ def test_a_head_learns_what_it_measures(target: Target) -> None:
 
 
 class Data:
-    """Of which a token is used once."""
+    """Training data in which a token is used once."""
 
     def __init__(self, used: int) -> None:
         self.used = used

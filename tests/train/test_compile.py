@@ -15,7 +15,7 @@ MILLION = 10**6
 
 
 def asked(device: str = "cpu", processes: int = 1, logits: int = 3, **train: object) -> bool:
-    """Of a run of 1,000 steps of 10 sequences of 1,000 tokens."""
+    """The answer for a run of 1,000 steps of 10 sequences of 1,000 tokens."""
     config = TrainConfig(**{"max_steps": 1000, "batch_size": 10, "warmup_steps": 0, **train})
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
     return wants_compile(config, 1000, SimpleNamespace(slow_logits=logits), accelerator)

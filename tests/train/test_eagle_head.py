@@ -17,7 +17,7 @@ from tests.train.loop.test_memory import ONE, eagle
 from train.eagle import main
 
 LAYERS = [1, 2, 2]
-"""Of the toy target, which has two: too few to tell."""
+"""Layers of the toy target, which has two: too few to tell."""
 
 
 class Counted:

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def settings(inputs: Path, out_dir: Path, **train: Any) -> Medusa2Run:
-    """Those of `arguments`, but joint from step 6, with dropout."""
+    """Settings of `arguments`, but joint from step 6, with dropout."""
     steps: dict[str, Any] = {
         "max_steps": 12, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 0.01,
         "warmup_steps": 2, "eval_steps": 6, "save_steps": 2, "log_steps": 1,

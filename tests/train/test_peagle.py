@@ -1,4 +1,4 @@
-"""What P-EAGLE is trained by: its loss by hand, its settings, heads that are gone on from."""
+"""Training of P-EAGLE: its loss by hand, its settings, heads that training goes on from."""
 
 from dataclasses import replace
 from types import SimpleNamespace

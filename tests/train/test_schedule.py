@@ -1,4 +1,4 @@
-"""What an optimizer step sees: which sequences, at which learning rate."""
+"""The sequences and the learning rate of an optimizer step."""
 
 from typing import Any
 

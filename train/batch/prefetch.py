@@ -28,7 +28,7 @@ class Dataset(Protocol):
         """Number of sequences."""
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        """One sequence, as [T] tensors."""
+        """Get one sequence, as [T] tensors."""
 
 
 def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import COUNTS, Objective
 
 FIRST, END = "first_tokens", "block_places"
-"""Of the tokens in a row the first and, but one, the last that each block sees."""
+"""Keys of a batch: the first token that each block sees, and the one behind the last."""
 
 
 class BlockObjective(Objective):
@@ -89,7 +89,7 @@ class BlockObjective(Objective):
         return sizes.Counted(sizes.copied_bytes(head, setting), kept, loss, backward)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Bytes that a kind keeps of so many blocks besides, by those of a number."""
+        """Bytes that a kind of head keeps of so many blocks besides, by the bytes of a number."""
         del blocks, itemsize
         return 0
 
@@ -123,7 +123,7 @@ class BlockObjective(Objective):
         """The learnt rows of all slots, of outputs [A, D, H], as students, scaled by [M]."""
 
     def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
-        """[M] what else a learnt row costs, given its loss and measures, [1 + L, M]."""
+        """[M] further loss of each learnt row, given its loss and measures, [1 + L, M]."""
         del outputs, batch, found
         return None
 

@@ -1,4 +1,4 @@
-"""What every training command does around its own head: checks, data, plan, loop, last words."""
+"""The part that all training commands share: checks, data, plan, loop, last words."""
 
 import os
 from collections.abc import Callable
@@ -46,13 +46,13 @@ LOGITS_THAT_PAY = 3e10
 """Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
 
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
-"""From the target (`EmbeddingsAndHead` beside a feature store) and the training data to the
-objective and what to say about it."""
+"""Function from the target (`EmbeddingsAndHead` beside a feature store) and the training data to
+the objective and the lines to print about it."""
 
 
 @dataclass(frozen=True)
 class TrainingSource:
-    """What a head is trained on.
+    """A target and the data that a head is trained on.
 
     Attributes:
         target: the whole of it, or its ends beside a feature store.
@@ -157,7 +157,7 @@ class Training:
         return head
 
     def default_objective(self, head: DraftHead, target: EmbeddingsAndHead) -> Objective:
-        """With the settings of the head's recipe, for benchmarks."""
+        """Make an objective with the settings of the head's recipe, for benchmarks."""
         schema, name = type(self.command.schema().head), head.variant
         return self.objective(
             head, target, head_recipe(schema, name) if name in self.command.recipes else schema()

@@ -16,7 +16,7 @@ from train.parallel import processes
 from train.parallel.placement import Placement
 
 Evaluate = Callable[[Any], dict[str, float]]
-"""From a head in eval mode to figures."""
+"""Function from a head in eval mode to figures."""
 ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError,

@@ -33,7 +33,7 @@ NOT_COMPARED = {
 """Ignored fields by prefix. A head comes from the checkpoint, wherever it came from at first; a
 target says the same wherever it is served."""
 SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
-"""May change as long as every step done so far had the rate that it has now: a constant rate may
+"""Settings that may change as long as every step done so far keeps its rate: a constant rate may
 begin to decay at any step."""
 KIND = "kind of head"
 TOKENS = ("input_ids", "loss_mask", "document_ids")

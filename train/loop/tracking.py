@@ -18,7 +18,7 @@ from conf.settings.training import LogConfig, Tracker
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 WANDB_ID = "wandb_run_id.txt"
-"""In `out_dir`: a run that goes on is one run there, too."""
+"""File in `out_dir` with the id of the run in wandb, where a run that goes on stays one run."""
 Say = Callable[[str], None]
 
 

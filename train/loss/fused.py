@@ -35,13 +35,13 @@ CHUNK_BYTES = 512 * 2**20
 """Logits of a chunk, the teacher's and those of a student, in the dtype they come in. Each
 chunk adds to the whole gradient of a projection, 2.1 GB in float32 for 128k columns of 4,096."""
 PIECE_BYTES, MOST_PIECE_BYTES = 64 * 2**20, 260 * 2**20
-"""One [r, W] float32 tensor, of which about five live at a time: 1.4 GB at most, a quarter of it
+"""Bytes of one [r, W] float32 tensor; about five live at a time: 1.4 GB at most, a quarter of that
 up to 32,000 columns. The larger one is a little more than a quarter of a chunk in bfloat16."""
 PIECE_ROWS = 528
 """r that fills a GPU: four for each of 132 multiprocessors, as a block sums up a row."""
 CPU_CHUNK_BYTES = 96 * 2**20
 CPU_PIECE_BYTES = 2 * 2**20
-"""The same on a CPU, which is faster where they stay in its caches."""
+"""Bytes of a chunk and a piece on a CPU, which is faster where both stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """A piece of a projection's gradient, or of its factors, in float32."""
 MISUSED = "a total is run backward once and as it is: its gradients were found before"
@@ -237,7 +237,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _StudentPass:
-    """One student on its way through the chunks, which begin and end at `edges`."""
+    """The pass of one student through the chunks, which begin and end at `edges`."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tenso
 
 
 def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which labels are the first choice, and which are among the first five.
+    """Mark labels that are the first choice, and labels that are among the first five.
 
     Exactly one id is first and five are among the first five, also where logits tie, which is
     common in bfloat16; counting all of a tie would flatter.

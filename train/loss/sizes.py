@@ -93,7 +93,7 @@ def teacher_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> i
 
 
 def making_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
-    """Bytes while those are made: logits of all ids, of drafted ids beside them, and pieces."""
+    """Bytes while a teacher's logits are made: logits of all and of drafted ids, and pieces."""
     whole = teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
     most = fused.piece_bytes(target.vocab_size, not setting.cuda)

@@ -1,4 +1,4 @@
-"""From the losses of rows to sums over terms: how much a row weighs, and which rows count.
+"""Sums over terms from the losses of rows: the weight of each row, and the rows that count.
 
 A loss is a sum and a count, never a mean: the loop divides by the count over all processes and
 micro batches of an optimizer step, so the result does not depend on how sequences fall on them.

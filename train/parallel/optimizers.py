@@ -90,7 +90,7 @@ STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 }
 """The state of a parameter, besides the number of steps; each is as large as the parameter."""
 AVERAGE = "average"
-"""Kept beside it: the moving average of the parameter itself."""
+"""Key of the state that holds the moving average of a parameter."""
 
 
 def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -176,7 +176,7 @@ class Placement:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """As `gathered`; if averages of the weights are kept, the head has those."""
+        """Gather the head as `gathered` does, with the averages of the weights if they are kept."""
         if self.config.average_decay is None:
             with self.gathered():
                 yield

@@ -63,7 +63,7 @@ def test_methods_take_turns_after_warm_ups_on_the_first_prompt() -> None:
 
 
 def test_prompts_of_batches_are_given_all_at_once() -> None:
-    """Of all categories; warmed up with as many as go on together."""
+    """Prompts of all categories; as many warm up as go on together."""
     machine = Machine("vanilla", "tree")
     config = SpeedupRun(num_warmups=1, num_repeats=2)
     found = time_methods(BENCH, config, machine.methods, batch_size=2)

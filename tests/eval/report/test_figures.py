@@ -180,7 +180,7 @@ def accepted(categories: Iterable[str]) -> dict[str, Any]:
 
 
 def without_waits() -> dict[str, Any]:
-    """Of texts of one token."""
+    """Sizes of texts of one token, which have no waits between tokens."""
     found = sizes(of_methods(["vanilla", "eagle_tree"])["methods"])
     for size in found.values():
         for row in size["methods"].values():

@@ -70,7 +70,7 @@ def drafting(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 def sizes(methods: dict[str, Any]) -> dict[str, Any]:
-    """Of 1 and 16 texts at a time."""
+    """Results with 1 and 16 texts at a time."""
     waits = {"p50": 12.25, "p99": 1234.5}
     return {
         str(size): {

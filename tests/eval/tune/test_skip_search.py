@@ -19,7 +19,7 @@ IDLE = (1, 3, 4)
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """Of its six layers, three add nothing."""
+    """A target of six layers, three of which add nothing."""
     target = random_target(num_hidden_layers=6)
     target.model.generation_config.eos_token_id = None
     for layer in IDLE:
@@ -92,7 +92,7 @@ def test_agreement_is_the_share_of_right_first_draft_tokens() -> None:
 
 
 def first_draft(target: Target, skip: tuple[int, ...], committed: list[int]) -> int:
-    """What follows the last token, of which the target has read all but that."""
+    """The draft token after the last token, with the target's states of all tokens before."""
     cache = target.new_cache(1)
     places = torch.arange(len(committed))
     causal = (places[:, None] >= places)[None]

@@ -125,7 +125,7 @@ def test_streams_that_all_layers_mix_are_averaged() -> None:
 
 
 class Block(nn.Module):
-    """Of parts; hands on a second value, of which it reads the one before."""
+    """A block that hands on a second value and reads the one of the block before."""
 
     def __init__(self) -> None:
         super().__init__()

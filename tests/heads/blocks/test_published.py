@@ -92,7 +92,7 @@ DEEPSPEC_DFLASH = {n: v for n, v in DEEPSPEC.items() if n not in DSPARK} | {
 
 
 def speculators(kind: str, tokens: int, **keys: Any) -> dict[str, Any]:
-    """What `save_pretrained` of speculators 0.9.0 wrote for each of its models."""
+    """The config that `save_pretrained` of speculators 0.9.0 wrote for each of its models."""
     names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
     proposal = {
         "accept_tolerance": 0.0,

@@ -181,7 +181,7 @@ def test_eagle_runs_no_further_than_the_longest_chain(monkeypatch) -> None:
 
 Q = torch.tensor([[0.6, 0.3, 0.1], [0.8, 0.1, 0.1], [0.1, 0.45, 0.45], [0.3, 0.3, 0.4]])
 P = torch.tensor([[0.3, 0.3, 0.4], [0.2, 0.4, 0.4], [0.5, 0.2, 0.3], [0.1, 0.2, 0.7]])
-"""What a drafter and a target draw from: first, and then behind tokens 0, 1 and 2."""
+"""Distributions that drafter and target draw from: first, and then behind tokens 0, 1, 2."""
 ONE = Sampling(temperature=1.0)
 NUM_TEXTS = 6000
 

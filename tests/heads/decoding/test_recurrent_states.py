@@ -38,7 +38,7 @@ def test_the_nodes_of_one_depth_are_run_together() -> None:
 
 
 def test_new_tokens_go_on_from_pending_ones() -> None:
-    """Of a forest below tokens 1 and 2, which were run before."""
+    """New tokens of a forest below tokens 1 and 2, which were run before."""
     assert order(rows("11010 10101"), [[0, 1, 1, 2, 2]]) == [([[0, 1]], [[2, 3]])]
     # The last token lies above the one before it.
     assert order(rows("1110 1001"), [[0, 1, 2, 1]]) == [([[1]], [[1]]), ([[0]], [[2]])]

@@ -117,7 +117,7 @@ def scores_of(query: Tensor, keys: Tensor, documents: Documents) -> Tensor:
 
 
 def flash(query: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> tuple:
-    """What the kernel for documents computes, in any dtype and without it."""
+    """The result of the kernel for documents, in any dtype and without the kernel."""
     scores = scores_of(query, keys, documents)
     groups = query.shape[1] // keys.shape[1]
     wide = values.repeat_interleave(groups, 1)

@@ -111,7 +111,7 @@ def flash_in_plain_torch(
     query: Tensor, keys: Tensor, values: Tensor, *where: Any, scale: float | None,
     window_size_left: int, window_size_right: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What aten::_flash_attention_forward promises for documents, and what it asks for."""
+    """The promises of aten::_flash_attention_forward for documents, and its demands."""
     starts, same_starts, longest, same_longest, *no_dropout_causal_no_debug = where
     assert starts is same_starts
     assert (starts.dtype, starts[0], starts[-1]) == (torch.int32, 0, len(query))
@@ -160,7 +160,7 @@ def test_soft_caps_do_not_go_to_the_kernel() -> None:
 
 
 def gradients(kernel: str) -> list[Tensor]:
-    """Of an adapter that is trained through a read."""
+    """Gradients of an adapter that is trained through a read."""
     target = random_target("mistral")
     adapter = Adapter(target, AdapterConfig(rank=2), seed=0)
     read(target).hidden_states.square().mean().backward()

@@ -1,4 +1,4 @@
-"""What stands between the final hidden states of a target and its logits."""
+"""The step from the final hidden states of a target to its logits."""
 
 from typing import Any
 

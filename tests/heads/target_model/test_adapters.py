@@ -257,7 +257,7 @@ class Trained:
             factor.data.normal_(std=0.1, generator=generator)
 
     def gradients(self) -> list[Tensor]:
-        """Of a loss on one packed sequence; dropout is drawn anew alike."""
+        """Gradients of a loss on one packed sequence; dropout is drawn anew alike."""
         torch.manual_seed(7)
         ids = torch.randint(3, 90, (1, sum(LENGTHS)))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]

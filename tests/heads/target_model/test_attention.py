@@ -43,7 +43,7 @@ def heads(num_texts: int, num_tokens: int, value_size: int = 8) -> tuple[Tensor,
 def textbook(
     query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scores: Scores = PLAIN
 ) -> Tensor:
-    """Of [B, Q, n, d], by `seen` [n, m] or [B, 1, n, m] bool."""
+    """Attention of queries [B, Q, n, d], by `seen` [n, m] or [B, 1, n, m] bool."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
     scale = 1 / math.sqrt(query.shape[-1]) if scores.scale is None else scores.scale
@@ -136,7 +136,7 @@ LAYERS = Taps((0, 1))
 
 
 def states(target: Target, rows: list[list[int]], behind: list[list[int]]) -> list[Tensor]:
-    """Of each text, the states of its tokens and of what is read behind it."""
+    """The states of the tokens of each text, and of the tokens read behind the text."""
     cache = target.new_cache(len(rows))
     found = []
     for part in (rows, behind):

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("family", ["lfm2", "llama4_text", "mamba2", "qwen3_next"])
 def test_a_model_gives_what_it_gave_before_it_was_a_target(family: str) -> None:
-    """What its layers call in place of their own does the same, Llama 4's scaled queries too."""
+    """Functions put into layers do the same as the layers' own, Llama 4's scaled queries too."""
     ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
     before, after = random_model(family), random_target(family).model
     torch.testing.assert_close(after(ids).logits, before(ids).logits, rtol=1e-4, atol=1e-4)

@@ -46,7 +46,7 @@ def loaded(folder: Path, **settings: Any) -> Target:
 
 
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What a model's own `generate` says."""
+    """Tokens that a model's own `generate` writes."""
     ids = torch.tensor([prompt])
     given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     output = model.generate(ids, do_sample=False, max_new_tokens=num_tokens, **given)

@@ -1,4 +1,4 @@
-"""What a contest says of results; and whole contests, stopped and not."""
+"""Reports of a contest on results; and whole contests, stopped and not."""
 
 import json
 import os

@@ -101,7 +101,7 @@ def test_a_budget_buys_steps(tmp_path: Path) -> None:
 
 
 def metrics(*ends: float) -> str:
-    """Of a run whose steps of 100 tokens ended at these seconds."""
+    """Metrics of a run whose steps of 100 tokens ended at these seconds."""
     rows = [
         {"step": n, "train/tokens": 100 * n, "train/tokens_per_s": 100 * n / end}
         for n, end in enumerate(ends, start=1)

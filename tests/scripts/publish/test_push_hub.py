@@ -1,4 +1,4 @@
-"""What a push asks the Hub, and what happens when the upload breaks off."""
+"""Requests of a push to the Hub, and uploads that break off."""
 
 import json
 import os

@@ -124,7 +124,7 @@ class Event:
 
 
 class Stream:
-    """What the host has asked for, in order."""
+    """Requests of the host, in order."""
 
     def __init__(self) -> None:
         self.queue: deque[tuple[str, Any]] = deque()

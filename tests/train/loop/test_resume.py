@@ -1,4 +1,4 @@
-"""What may change when a run continues, and what may not: each refusal names its key."""
+"""Settings that may change when a run continues, and refusals, which name the key."""
 
 import json
 from dataclasses import fields, replace

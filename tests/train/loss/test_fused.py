@@ -72,7 +72,7 @@ def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> 
 
 
 def gradients(total: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """Of leaves whose gradients are empty, or hold what a fused loss has put there."""
+    """Gradients of leaves, empty at first or as a fused loss has set them."""
     total.backward()
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:

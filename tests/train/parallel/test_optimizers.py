@@ -29,7 +29,7 @@ SHAPES = ((6, 4), (4, 6), (5, 5))
 
 
 def moved(kind: Any, steps: int = 3, **given: Any) -> list[list[float]]:
-    """What some matrices are after steps with the same gradients."""
+    """Matrices after steps with the same gradients."""
     generator = torch.Generator().manual_seed(0)
     matrices = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     optimizer = kind([{"params": matrices}], lr=0.1, weight_decay=0.3, **given)
