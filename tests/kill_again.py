@@ -46,7 +46,8 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
 
 def writing(out_dir: Path) -> bool:
     """Tells that something is being written."""
-    names = (path.name for path in out_dir.rglob("*")) if out_dir.is_dir() else ()
+    # Folders that vanish meanwhile end no walk.
+    names = (name for _, *inside in os.walk(out_dir) for name in sum(inside, []))
     return any(name.startswith(".writing-") or name.endswith(".tmp") for name in names)
 
 

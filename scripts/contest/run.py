@@ -40,8 +40,8 @@ def run_missing(
 ) -> None:
     """Runs the tasks whose results are not there, and says what runs now and what comes."""
     missing = [task for task in todo if not task.result.exists()]
-    names = [*(task.name for task in missing[1:]), "nothing more"]
-    for task, following in zip(missing, names, strict=True):
+    for number, task in enumerate(missing, start=1):
+        following = missing[number].name if number < len(missing) else "nothing more"
         about = estimate.get(task.name)
         words = "" if about is None else f", about {report.minutes(about['seconds'])} min"
         print(f"{task.name}{words}; then {following}", flush=True)

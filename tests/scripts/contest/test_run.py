@@ -262,6 +262,8 @@ def test_what_is_there_is_not_made_again(
     contest.run_missing([done, left], tmp_path, took, {"left": {"seconds": 90.0}})
     assert capsys.readouterr().out == "left, about 1.5 min; then nothing more\n"
     assert list(took.rows) == ["left"]
+    contest.run_missing([done, left], tmp_path, took, {})
+    assert capsys.readouterr().out == ""
 
 
 def test_a_task_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
