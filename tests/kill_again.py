@@ -47,7 +47,7 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
 def writing(out_dir: Path) -> bool:
     """Tells that something is being written."""
     # Folders that vanish meanwhile end no walk.
-    names = (name for _, *inside in os.walk(out_dir) for name in sum(inside, []))
+    names = (name for _, folders, files in os.walk(out_dir) for name in (*folders, *files))
     return any(name.startswith(".writing-") or name.endswith(".tmp") for name in names)
 
 
