@@ -1,6 +1,6 @@
 """Checks an export on any machine: `python scripts/verify_export.py DIR`.
 
-Taps the folder as its engine does, computes the head and compares its logits with the trained
+Reads the folder as its engine does, computes the head and compares its logits with the trained
 head's in `parity/`. Needs torch and safetensors, no engine, no target and no GPU.
 """
 

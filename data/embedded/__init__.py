@@ -1,6 +1,6 @@
 """The embedded default: a small target and its conversations, which lie in this folder.
 
-`scripts/embedded/make.py` made them; `README.md` beside says of which text.
+`scripts/embedded/make.py` made them; `scripts/README.md` says from which text.
 """
 
 from pathlib import Path

@@ -30,7 +30,7 @@ class _BlockDrafter(HeadDrafter):
         self.cache = TextCache(len(head.layers))
 
     def observe(self, seen: Committed) -> None:
-        """Taps the features of what was committed."""
+        """Reads the features of the committed tokens."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         slots = self.cache.open(num_texts, features.device, seen.cache.slots)

@@ -101,7 +101,7 @@ class BlockFile:
 
     @classmethod
     def open(cls, folder: Path, path: str, computed: Collection[str] = ()) -> "BlockFile":
-        """Taps settings and tensors.
+        """Reads settings and tensors.
 
         Args:
             folder: on this machine.

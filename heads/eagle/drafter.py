@@ -63,7 +63,7 @@ class EagleMemory(HeadDrafter):
 
     @abstractmethod
     def _read(self, seen: Committed, following: Tensor) -> Any:
-        """Taps tokens, each with the next; after the last of each text comes `following` [B]."""
+        """Reads tokens, each with the next; after the last of each text comes `following` [B]."""
 
     def _taken(self, seen: Committed, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
@@ -101,7 +101,7 @@ class _EagleDrafter(EagleMemory):
     """Drafts from the head's own outputs."""
 
     def _begin(self, roots: Roots) -> tuple[Tensor, Tensor, Branches]:
-        """Taps what was committed, up to `roots`; the head's output [B, H] and position there."""
+        """Reads committed tokens up to `roots`; the head's output [B, H] and position there."""
         assert self.seen is not None
         seen, self.seen = self.seen, None
         text, branches = self._read(seen, roots.tokens)

@@ -75,7 +75,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, path: str) -> "Checkpoint":
-        """Taps a folder that the user calls `path`.
+        """Reads a folder that the user calls `path`.
 
         Raises:
             InputError: files that are missing, corrupt or pickled.

@@ -163,7 +163,7 @@ class EagleNetwork(DraftHead):
         return self.fc(features)
 
     def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
-        """Taps features and, beside each, the token after it.
+        """Reads features and, beside each, the token after it.
 
         Args:
             fused: [S, H], of `fuse` or an earlier output of the head.

@@ -98,7 +98,7 @@ class MedusaHead(MedusaNetwork):
         seeds: Sequence[int],
         calibration: Calibration | None = None,
     ) -> Drafter:
-        """ChainSampler nothing: candidates are ranked."""
+        """Draws nothing: candidates are ranked."""
         del sampling, seeds
         assert isinstance(shape, Tree)
         if calibration is not None:

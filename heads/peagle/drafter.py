@@ -22,7 +22,7 @@ class _PEagleDrafter(EagleMemory):
     head: PEagleNetwork
 
     def _read(self, seen: Committed, following: Tensor) -> None:
-        """Taps tokens without a draft."""
+        """Reads tokens without a draft."""
         self._pass(seen, following, 0)
 
     def _pass(self, seen: Committed, following: Tensor, num_masks: int) -> list[Tensor]:

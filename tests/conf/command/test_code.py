@@ -6,7 +6,7 @@ import pytest
 
 from conf.command.provenance import code_key
 
-CODE = '''"""Taps rows."""
+CODE = '''"""Reads rows."""
 import math
 LIMIT = 5
 """The most that are read."""
@@ -18,7 +18,7 @@ class Rows:
     name = "rows"
 
     async def read(self, path, limit=LIMIT):
-        """Taps them."""
+        """Reads them."""
         # From the start.
         return f"{path}:{min(limit, 7)}"
 
@@ -27,11 +27,11 @@ def empty():
     """Nothing."""
 '''
 WORDS = [
-    ('"""Taps rows."""\n', ""),
-    ('"""Taps rows."""', '"""Taps all rows.\n\nOf a file.\n"""'),
+    ('"""Reads rows."""\n', ""),
+    ('"""Reads rows."""', '"""Reads all rows.\n\nOf a file.\n"""'),
     ('"""The most that are read."""', "'''At most.'''"),
     ('"""Of a file."""', '"""Of a folder."""'),
-    ('"""Taps them."""', ""),
+    ('"""Reads them."""', ""),
     ('"""Nothing."""', '"""Something."""'),
     ("# From the start.", "# From the end."),
     ("        # From the start.\n", "\n"),
